@@ -1,0 +1,40 @@
+"""Data-parallel training for PyTorch: gradients leave for the other ranks while backward still runs."""
+
+from importlib.metadata import version as _version
+
+from .attach import Synchronizer, attach
+from .ddp import DistributedDataParallel
+from .errors import (
+    AlreadyAttachedError,
+    CommunicationError,
+    ModelMismatchError,
+    PeerError,
+    PlanError,
+    SetupError,
+    StrettoError,
+    UnsupportedError,
+)
+from .events import Observer
+from .plan import BucketPlan, BucketSpec, ParameterSpec
+from .reducer import Statistics
+
+__version__ = _version("stretto")
+
+__all__ = [
+    "AlreadyAttachedError",
+    "BucketPlan",
+    "BucketSpec",
+    "CommunicationError",
+    "DistributedDataParallel",
+    "ModelMismatchError",
+    "Observer",
+    "ParameterSpec",
+    "PeerError",
+    "PlanError",
+    "SetupError",
+    "Statistics",
+    "StrettoError",
+    "Synchronizer",
+    "UnsupportedError",
+    "attach",
+]

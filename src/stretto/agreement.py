@@ -1,0 +1,93 @@
+"""Do all ranks hold the same model, and do they ask for the same? Settled before anything is sent.
+
+Each rank makes a table of facts (a line a tensor, a line an option). Fingerprints are compared first; only where they
+differ are the tables exchanged, and then every rank raises the same readable difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ModelMismatchError, SetupError
+from .transport.base import Transport
+
+Facts = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank brings: its facts by name, or the problem that keeps it from attaching."""
+
+    facts: tuple[tuple[str, str], ...]
+    problem: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where everything is equal."""
+        return hashlib.sha256(repr((self.facts, self.problem)).encode()).hexdigest()
+
+
+def state_model(
+    parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], options: Mapping[str, object]
+) -> Statement:
+    """A rank's statement: options first, then parameters and buffers in their order of registration."""
+    facts = [(f"option {name}", repr(value)) for name, value in options.items()]
+    facts += [(f"parameter {name}", _describe(tensor)) for name, tensor in parameters.items()]
+    facts += [(f"buffer {name}", _describe(tensor)) for name, tensor in buffers.items()]
+    return Statement(tuple(facts))
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    trained = "" if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter) else ", frozen"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} {tensor.device.type}{trained}"
+
+
+def agree(statement: Statement, transport: Transport) -> None:
+    """Collective. Returns if all ranks state the same and none has a problem.
+
+    Raises:
+        SetupError: this rank's own problem.
+        ModelMismatchError: on every other rank, with the difference by name.
+    """
+    fingerprints = transport.all_gather_object((statement.fingerprint, statement.problem))
+    problems = {rank: problem for rank, (_, problem) in enumerate(fingerprints) if problem}
+    if statement.problem:
+        raise SetupError(statement.problem)
+    if problems:
+        told = "\n".join(f"  rank {rank}: {problem}" for rank, problem in problems.items())
+        raise ModelMismatchError(f"attach, rank {transport.rank}: other ranks cannot attach, so this one cannot:\n{told}")
+    if len({fingerprint for fingerprint, _ in fingerprints}) == 1:
+        return
+    tables: list[Statement] = transport.all_gather_object(statement)
+    raise ModelMismatchError(difference([table.facts for table in tables]))
+
+
+def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str:
+    """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
+    by_rank = [dict(table) for table in tables]
+    names = list(dict.fromkeys(name for table in tables for name, _ in table))
+    lines = []
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(by_rank):
+            holders.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"{fact} on {_ranks(ranks)}" for fact, ranks in holders.items()))
+    if not lines:
+        lines = [f"  rank {rank} registers in the order {', '.join(facts)}" for rank, facts in enumerate(by_rank)]
+        lines = ["  the same tensors, registered in another order:", *(line[:200] for line in lines)]
+    if len(lines) > most:
+        lines[most:] = [f"  (+{len(lines) - most} more)"]
+    return (
+        f"attach: the {len(tables)} ranks do not hold the same model.\n" + "\n".join(lines) + "\n"
+        "Build the model from the same code and options on every rank, and attach before anything that only some ranks do."
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,109 @@
+"""Rank 0's values to all ranks, coalesced: flat messages of 10 MB, never one message a tensor.
+
+torch's DDP has done so since PyTorch PR 4978, which measured 1.63x over one broadcast a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .transport.base import Transport, Work
+
+MESSAGE_BYTES = 10 * 1024 * 1024
+
+
+@dataclass
+class Message:
+    """One flat tensor under way and the tensors it belongs to."""
+
+    flat: torch.Tensor
+    tensors: list[torch.Tensor]
+    work: Work
+
+
+@dataclass
+class CoalescedBroadcast:
+    """Messages under way; ``finish`` waits for them and unpacks."""
+
+    messages: list[Message] = field(default_factory=list)
+    is_root: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes sent, all messages together."""
+        return sum(message.flat.numel() * message.flat.element_size() for message in self.messages)
+
+    def finish(self) -> None:
+        """Wait, and copy what came into the tensors. Their version counters do not move.
+
+        A buffer may be written while an autograd graph of another forward still needs it; autograd would call that
+        "modified by an inplace operation", although torch's DDP has always done the same.
+        """
+        for message in self.messages:
+            message.work.wait()
+            if self.is_root:
+                continue
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(message.tensors)):
+                torch._foreach_copy_(message.tensors, _unpack(message.flat, message.tensors))
+        self.messages.clear()
+
+
+def start_broadcast(
+    tensors: Sequence[torch.Tensor], transport: Transport, *, root: int = 0, message_bytes: int = MESSAGE_BYTES
+) -> CoalescedBroadcast:
+    """Put ``root``'s tensors under way. Collective.
+
+    Args:
+        tensors: the same shapes and dtypes in the same order on every rank; any strides.
+        transport: carries the messages.
+        root: rank whose values win.
+        message_bytes: a message is at most this, unless one tensor alone is larger.
+    """
+    broadcast = CoalescedBroadcast(is_root=transport.rank == root)
+    for group in _groups(tensors, message_bytes):
+        with torch.no_grad():
+            if broadcast.is_root:
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            else:
+                flat = group[0].new_empty(sum(tensor.numel() for tensor in group))
+        broadcast.messages.append(Message(flat, group, transport.broadcast(flat, root)))
+    return broadcast
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], transport: Transport, *, root: int = 0, message_bytes: int = MESSAGE_BYTES
+) -> None:
+    """Collective. Replace every tensor by ``root``'s, holding no more than two messages in memory at a time."""
+    under_way: list[CoalescedBroadcast] = []
+    for group in _groups(tensors, message_bytes):
+        under_way.append(start_broadcast(group, transport, root=root, message_bytes=message_bytes))
+        if len(under_way) == 2:
+            under_way.pop(0).finish()
+    for broadcast in under_way:
+        broadcast.finish()
+
+
+def _groups(tensors: Sequence[torch.Tensor], message_bytes: int) -> list[list[torch.Tensor]]:
+    """Tensors that share a message: one dtype and device, in order, at most ``message_bytes``."""
+    groups: list[list[torch.Tensor]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if not nbytes:
+            continue
+        key = (tensor.dtype, tensor.device)
+        members, size = filling.get(key, ([], 0))
+        if not members or size + nbytes > message_bytes:
+            members, size = [], 0
+            groups.append(members)
+        members.append(tensor)
+        filling[key] = (members, size + nbytes)
+    return groups
+
+
+def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

@@ -1,0 +1,60 @@
+"""Everything stretto raises.
+
+StrettoError
+├── SetupError                what was handed to ``attach`` or the drop-in cannot be honoured
+│   ├── AlreadyAttachedError  a parameter already has a reducer
+│   ├── ModelMismatchError    the ranks do not hold the same model or options
+│   └── UnsupportedError      an argument or a tensor layout that stretto refuses, by name
+├── PlanError                 a bucket plan that contradicts itself or its parameters
+└── CommunicationError        a bucket could not be reduced
+    └── PeerError             another rank failed: says which, where and with what
+
+Every message says the rank and, during training, the pass; names parameters; and ends with the line to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class StrettoError(Exception):
+    """Base of all errors that stretto raises on purpose."""
+
+
+class SetupError(StrettoError, ValueError, RuntimeError):
+    """The module or an argument cannot be used.
+
+    Both a ``ValueError`` and a ``RuntimeError``: torch's DDP raises now one, now the other for the same mistakes, and
+    programs written for it catch either.
+    """
+
+
+class AlreadyAttachedError(SetupError):
+    """A parameter of this module is already reduced by another handle."""
+
+
+class ModelMismatchError(SetupError):
+    """The ranks hold different models or asked for different options."""
+
+
+class UnsupportedError(SetupError, TypeError):
+    """An argument or a kind of gradient that this version does not honour."""
+
+
+class PlanError(StrettoError, ValueError):
+    """A bucket plan is inconsistent."""
+
+
+class CommunicationError(StrettoError, RuntimeError):
+    """A collective of a pass failed or timed out."""
+
+
+class PeerError(CommunicationError):
+    """Another rank failed in this pass; its gradients are missing from the mean."""
+
+
+def name_list(names: Iterable[str], most: int = 6) -> str:
+    """``a.weight, a.bias (+14 more)``: enough names to find the place, never a screenful."""
+    listed = list(names)
+    shown = ", ".join(listed[:most])
+    return shown if len(listed) <= most else f"{shown} (+{len(listed) - most} more)"

@@ -1,0 +1,97 @@
+"""The side door through which a run can be watched.
+
+An observer is any object that has some of the methods of :class:`Observer`. The reducer asks ``if events.bucket_full:``
+before it calls anything, so a run that nobody watches pays one test of an empty list. An observer that raises is
+dropped with a log line, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+log = logging.getLogger("stretto.events")
+
+
+class Observer(Protocol):
+    """What can be observed; leave out what you do not need. All calls come from the thread that runs backward.
+
+    ``pass_number`` counts from 1; ``bucket`` is the index in the plan, which is also the launch order.
+
+    Example::
+
+        class PrintLaunches:
+            def bucket_launched(self, pass_number, bucket):
+                print(f"pass {pass_number}: bucket {bucket} has left")
+
+
+        sync.observe(PrintLaunches())
+    """
+
+    def pass_started(self, pass_number: int) -> None:
+        """The first gradient of a pass has arrived."""
+
+    def gradient_ready(self, pass_number: int, name: str) -> None:
+        """The gradient of parameter ``name`` is in ``.grad``."""
+
+    def bucket_full(self, pass_number: int, bucket: int, closed_by: str) -> None:
+        """All gradients of the bucket are there; ``closed_by`` is the parameter that came last."""
+
+    def bucket_launched(self, pass_number: int, bucket: int, nbytes: int) -> None:
+        """The bucket was handed to the transport or the comm hook."""
+
+    def bucket_reduced(self, pass_number: int, bucket: int) -> None:
+        """The bucket holds the result on this rank."""
+
+    def buffers_sent(self, pass_number: int, messages: int, nbytes: int) -> None:
+        """The module's buffers were put under way, coalesced."""
+
+    def pass_settled(self, pass_number: int) -> None:
+        """Every ``.grad`` is in place; ``backward`` is about to return."""
+
+    def plan_changed(self, pass_number: int, plan: Any) -> None:
+        """A new ``BucketPlan`` was agreed in this pass and is used from the next one on."""
+
+
+EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+
+
+class Events:
+    """For each event, the methods to call; empty lists when nobody watches."""
+
+    pass_started: list[Callable[..., None]]
+    gradient_ready: list[Callable[..., None]]
+    bucket_full: list[Callable[..., None]]
+    bucket_launched: list[Callable[..., None]]
+    bucket_reduced: list[Callable[..., None]]
+    buffers_sent: list[Callable[..., None]]
+    pass_settled: list[Callable[..., None]]
+    plan_changed: list[Callable[..., None]]
+
+    def __init__(self) -> None:
+        for event in EVENTS:
+            setattr(self, event, [])
+
+    def add(self, observer: object) -> None:
+        """Call the observer's methods from the next event on."""
+        for event in EVENTS:
+            method = getattr(observer, event, None)
+            if callable(method):
+                getattr(self, event).append(method)
+
+    def remove(self, observer: object) -> None:
+        """Forget an observer; unknown ones are ignored."""
+        for event in EVENTS:
+            methods = getattr(self, event)
+            methods[:] = [method for method in methods if getattr(method, "__self__", None) is not observer]
+
+    def emit(self, methods: Sequence[Callable[..., None]], *values: object) -> None:
+        """Call each method; one that raises is dropped together with its observer."""
+        for method in list(methods):
+            try:
+                method(*values)
+            except Exception:
+                observer = getattr(method, "__self__", method)
+                log.exception("observer %r raised and was dropped; training goes on", observer)
+                self.remove(observer)

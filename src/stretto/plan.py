@@ -1,0 +1,288 @@
+"""The bucket plan: which parameter lies where in which bucket, and in which order buckets leave.
+
+    parameters ──> describe_parameters ──> ParameterSpec ─┐
+    order (arrival, or reverse registration) ─────────────┼──> plan_buckets ──> BucketPlan
+    size caps ────────────────────────────────────────────┘
+
+A plan is a value made by a pure function, so two ranks that start from the same facts hold the same plan, and
+``plan.hash`` proves it. Nothing here communicates or touches tensor data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+import torch
+
+from .errors import PlanError
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a plan has to know of one parameter.
+
+    ``device`` is a label that is equal on all ranks (``cpu``, ``cuda``, or ``cuda#1`` for a rank's second CUDA device),
+    since rank 3's ``cuda:3`` is rank 0's ``cuda:0``. ``strides`` (in elements) are those of its slot in the bucket.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """One bucket: parameters by their index in the plan, laid one behind the other in this order."""
+
+    indices: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which parameter lies where, and the launch order (that of ``buckets``).
+
+    Equal plans are interchangeable; ``hash`` is the same on every rank and in every process, ``to_json`` and
+    ``from_json`` keep it.
+
+    Example::
+
+        plan = plan_buckets(describe_parameters(dict(model.named_parameters())), cap_bytes=1 << 20)
+        print(plan)
+        assert BucketPlan.from_json(plan.to_json()) == plan
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    buckets: tuple[BucketSpec, ...]
+    cap_bytes: int
+    last_cap_bytes: int
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != list(range(len(self.parameters))):
+            raise PlanError("a bucket plan must hold every parameter exactly once")
+        for number, bucket in enumerate(self.buckets):
+            members = [self.parameters[index] for index in bucket.indices]
+            if not members or any((p.dtype, p.device) != (bucket.dtype, bucket.device) for p in members):
+                raise PlanError(f"bucket {number} must hold parameters of one dtype and device, and at least one")
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Parameter indices in the order in which their buckets leave."""
+        return tuple(index for bucket in self.buckets for index in bucket.indices)
+
+    @cached_property
+    def hash(self) -> str:
+        """Sixteen hexadecimal digits that ranks compare."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def bucket_bytes(self, bucket: int) -> int:
+        """Payload of a bucket in bytes."""
+        return sum(self.parameters[index].nbytes for index in self.buckets[bucket].indices)
+
+    def offsets(self, bucket: int) -> tuple[int, ...]:
+        """First element of each parameter in the bucket's flat buffer, and at the end the bucket's length."""
+        return tuple(accumulate((self.parameters[i].numel for i in self.buckets[bucket].indices), initial=0))
+
+    def lag(self, order: Sequence[int]) -> float:
+        """How late bytes leave if gradients arrive in ``order``: 0 at the first arrival, 1 at the last.
+
+        The byte-weighted mean, over buckets, of the arrival that lets the bucket go. A bucket goes when it and all
+        earlier ones are full. Parameters that are not in ``order`` arrive at the very end.
+        """
+        position = {index: place for place, index in enumerate(order, 1)}
+        end = len(self.parameters)
+        gate, weighted, total = 0, 0, 0
+        for number, bucket in enumerate(self.buckets):
+            gate = max(gate, max(position.get(index, end) for index in bucket.indices))
+            weighted += gate * self.bucket_bytes(number)
+            total += self.bucket_bytes(number)
+        return weighted / (total * end) if total else 0.0
+
+    def to_json(self) -> str:
+        """One line of JSON, the same for equal plans."""
+        return json.dumps(
+            {
+                "version": 1,
+                "cap_bytes": self.cap_bytes,
+                "last_cap_bytes": self.last_cap_bytes,
+                "parameters": [[p.name, p.shape, p.strides, _dtype_name(p.dtype), p.device] for p in self.parameters],
+                "buckets": [bucket.indices for bucket in self.buckets],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> BucketPlan:
+        """The plan that ``to_json`` wrote. Raises ``PlanError`` on anything else."""
+        try:
+            data = json.loads(text)
+            if data["version"] != 1:
+                raise PlanError(f"this is a plan of version {data['version']}; this stretto reads version 1")
+            parameters = tuple(
+                ParameterSpec(name, tuple(shape), tuple(strides), _dtype_of(dtype), device)
+                for name, shape, strides, dtype, device in data["parameters"]
+            )
+            buckets = tuple(_bucket(parameters, indices) for indices in data["buckets"])
+            return cls(parameters, buckets, data["cap_bytes"], data["last_cap_bytes"])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"not a bucket plan in JSON: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        rows = [("bucket", "dtype", "device", "params", "size", "filled by")]
+        for number, bucket in enumerate(self.buckets):
+            names = [self.parameters[index].name for index in bucket.indices]
+            span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            size = format_bytes(self.bucket_bytes(number))
+            rows.append((str(number), _dtype_name(bucket.dtype), bucket.device, str(len(names)), size, span))
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        right = (0, 3, 4)
+        lines = [
+            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]
+        total = format_bytes(sum(p.nbytes for p in self.parameters))
+        title = (
+            f"plan {self.hash}: {len(self.parameters)} parameters, {total}, in {len(self.buckets)} buckets "
+            f"of at most {format_bytes(self.cap_bytes)} (the last {format_bytes(self.last_cap_bytes)})"
+        )
+        return "\n".join([title, *(line.rstrip() for line in lines)])
+
+
+def describe_parameters(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterSpec, ...]:
+    """The specs of named parameters, in their order of registration."""
+    devices: dict[str, list[torch.device]] = {}
+    specs = []
+    for name, parameter in parameters.items():
+        known = devices.setdefault(parameter.device.type, [])
+        if parameter.device not in known:
+            known.append(parameter.device)
+        ordinal = known.index(parameter.device)
+        label = parameter.device.type if not ordinal else f"{parameter.device.type}#{ordinal}"
+        shape = tuple(parameter.shape)
+        specs.append(ParameterSpec(name, shape, slot_strides(shape, parameter.stride()), parameter.dtype, label))
+    return tuple(specs)
+
+
+def slot_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The parameter's own strides if it fills its memory without holes or overlaps, else contiguous ones.
+
+    ``strides`` are in elements. channels_last parameters keep theirs, as torch's "gradient layout contract" asks, so
+    that the optimizer's fused kernels find gradient and parameter in the same layout.
+    """
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            break
+        expected *= size
+    else:
+        return tuple(strides)
+    contiguous = list(accumulate((max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1))
+    return tuple(reversed(contiguous)) if shape else ()
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterSpec],
+    order: Sequence[int] | None = None,
+    *,
+    cap_bytes: int = 4 * MIB,
+    last_cap_bytes: int | None = None,
+) -> BucketPlan:
+    """Cut parameters into buckets in the order in which their gradients arrive.
+
+    Args:
+        parameters: specs in order of registration.
+        order: indices in order of arrival; ``None`` stands for the reverse of registration, the best guess before the
+            first backward.
+        cap_bytes: a bucket's payload is at most this, unless one parameter alone is larger.
+        last_cap_bytes: the same for the bucket that leaves last, the only one that backward can never hide; default a
+            quarter of ``cap_bytes``.
+
+    Returns:
+        A plan whose buckets are sorted by the arrival of their last parameter.
+
+    Raises:
+        PlanError: ``order`` is not a permutation of the parameters, or a cap is not positive.
+    """
+    last_cap = cap_bytes // 4 if last_cap_bytes is None else last_cap_bytes
+    if cap_bytes <= 0 or last_cap < 0:
+        raise PlanError(f"bucket caps must be positive, got cap_bytes={cap_bytes}, last_cap_bytes={last_cap_bytes}")
+    arrivals = list(reversed(range(len(parameters)))) if order is None else list(order)
+    if sorted(arrivals) != list(range(len(parameters))):
+        raise PlanError(f"order must name each of the {len(parameters)} parameters once, got {len(arrivals)} indices")
+
+    closed: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, str], list[int]] = {}
+    filled: dict[tuple[torch.dtype, str], int] = {}
+    for index in arrivals:
+        spec = parameters[index]
+        key = (spec.dtype, spec.device)
+        if key in filling and filled[key] + spec.nbytes > cap_bytes:
+            closed.append(filling.pop(key))
+            filled[key] = 0
+        filling.setdefault(key, []).append(index)
+        filled[key] = filled.get(key, 0) + spec.nbytes
+    closed.extend(filling.values())
+    position = {index: place for place, index in enumerate(arrivals)}
+    closed.sort(key=lambda members: position[members[-1]])
+    if closed:
+        closed[-1:] = _split_tail(parameters, closed[-1], last_cap)
+    buckets = tuple(_bucket(parameters, members) for members in closed)
+    return BucketPlan(tuple(parameters), buckets, cap_bytes, last_cap)
+
+
+def _split_tail(parameters: Sequence[ParameterSpec], members: list[int], last_cap: int) -> list[list[int]]:
+    """Cut off as many of the last arrivals as fit into the last bucket, at least one."""
+    size = 0
+    for cut in range(len(members) - 1, -1, -1):
+        size += parameters[members[cut]].nbytes
+        if size > last_cap:
+            cut = min(cut + 1, len(members) - 1)
+            return [members[:cut], members[cut:]] if cut else [members]
+    return [members]
+
+
+def _bucket(parameters: Sequence[ParameterSpec], indices: Sequence[int]) -> BucketSpec:
+    first = parameters[indices[0]]
+    return BucketSpec(tuple(indices), first.dtype, first.device)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"{name!r} is not a torch dtype")
+    return dtype
+
+
+def format_bytes(count: float) -> str:
+    """``1.5 MB``: bytes for people (1 KB is 1,024 bytes)."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GB"

@@ -1,0 +1,51 @@
+"""When is it worth cutting new buckets? Rank 0 decides, from the order in which its gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .plan import BucketPlan, plan_buckets
+
+WORTH_IT = 0.02
+"""Replan where bytes would leave earlier by this part of backward; smaller gains do not pay for new buffers."""
+MOST_PATIENCE = 1024
+"""Look at a drifting order at least once in so many passes."""
+
+
+def complete_order(plan: BucketPlan, arrived: Sequence[int]) -> list[int]:
+    """First arrivals, then what did not arrive, in the plan's order."""
+    seen = dict.fromkeys(arrived)
+    return [*seen, *(index for index in plan.order if index not in seen)]
+
+
+def recut(plan: BucketPlan, order: Sequence[int]) -> BucketPlan:
+    """The plan for the same parameters and caps in another order of arrival."""
+    return plan_buckets(plan.parameters, order, cap_bytes=plan.cap_bytes, last_cap_bytes=plan.last_cap_bytes)
+
+
+class ReplanPolicy:
+    """Compares each pass's arrivals with the last ones that it knows.
+
+    A graph whose order changes in every pass must cause neither a new plan nor a costly look in every pass: each change
+    that comes soon after the one before doubles the number of passes until the next look.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[int] = []
+        self._looked_at = 0
+        self._patience = 1
+
+    def drifted(self, plan: BucketPlan, arrived: Sequence[int], pass_number: int) -> bool:
+        """Whether a plan made from ``arrived`` (parameter indices of one pass) would let bytes leave earlier."""
+        if arrived == self._known or pass_number < self._looked_at + self._patience:
+            return False
+        soon = pass_number < self._looked_at + 2 * self._patience
+        self._patience = min(2 * self._patience, MOST_PATIENCE) if soon else 1
+        self.learnt(arrived, pass_number)
+        order = complete_order(plan, arrived)
+        return plan.lag(order) - recut(plan, order).lag(order) > WORTH_IT
+
+    def learnt(self, arrived: Sequence[int], pass_number: int) -> None:
+        """A plan was made from ``arrived`` in this pass."""
+        self._known = list(arrived)
+        self._looked_at = pass_number

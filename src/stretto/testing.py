@@ -1,0 +1,189 @@
+"""Tools for testing code that trains in parallel: ranks as threads or processes, recorded and delayed transports.
+
+    run_ranks(worker, 3)        # threads of this process, each with a transport; what they return, in rank order
+    spawn_ranks(worker, 2)      # real processes over Gloo on loopback, each with a process group
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .transport import LocalGroup, LocalTransport, Transport, Work
+
+T = TypeVar("T")
+
+
+def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout: float = 60.0) -> list[T]:
+    """Run ``worker(transport)`` on each rank, as threads of this process.
+
+    Raises the first exception of any rank; the others are told, so nobody waits.
+
+    Example::
+
+        def worker(transport):
+            model = torch.nn.Linear(2, 1)
+            sync = stretto.attach(model, transport=transport)
+            model(torch.full((1, 2), float(transport.rank))).sum().backward()
+            return model.weight.grad.clone()
+
+
+        first, second = run_ranks(worker, 2)
+        assert torch.equal(first, second)
+    """
+    group = LocalGroup(world_size, timeout=timeout)
+    results: list[Any] = [None] * world_size
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = worker(group.transport(rank))
+        except BaseException as error:
+            failures.append(error)
+            group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+        if thread.is_alive():
+            raise TimeoutError(f"{thread.name} did not end within {2 * timeout:.0f} s")
+    if failures:
+        raise failures[0]
+    return results
+
+
+def spawn_ranks(worker: Callable[..., T], world_size: int, *args: Any, timeout: float = 90.0) -> list[T]:
+    """Run ``worker(rank, *args)`` in ``world_size`` processes with a Gloo process group on loopback.
+
+    Results are sent back pickled through files. No port is chosen by hand: ranks meet through a file store.
+
+    Raises:
+        RuntimeError: a rank failed; with the traceback of each that did.
+        TimeoutError: some rank did not end; all are killed.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        processes = [
+            context.Process(target=_spawned, args=(worker, rank, world_size, folder, args)) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        told = [_read_failure(folder, rank) for rank in range(world_size)]
+        if any(told):
+            raise RuntimeError("\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(told) if text))
+        if late:
+            raise TimeoutError(f"ranks {late} did not end within {timeout:.0f} s")
+        died = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+        if died:
+            raise RuntimeError(f"ranks died without a traceback, exit codes by rank: {died}")
+        return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def _read_failure(folder: str, rank: int) -> str:
+    path = f"{folder}/failure{rank}"
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        return file.read()
+
+
+def _spawned(worker: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.FileStore(f"{folder}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        result = worker(rank, *args)
+        torch.save(result, f"{folder}/result{rank}")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        with open(f"{folder}/failure{rank}", "w") as file:
+            file.write(traceback.format_exc())
+        raise
+
+
+class RecordingTransport:
+    """Passes everything on, and writes down each collective in ``calls`` as ``(kind, bytes)``.
+
+    Example::
+
+        transport = RecordingTransport(ProcessGroupTransport())
+        sync = stretto.attach(model, transport=transport)
+        transport.calls.clear()
+        model(x)
+        assert transport.calls == []
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.bucket_cap_bytes = inner.bucket_cap_bytes
+        self.last_bucket_cap_bytes = inner.last_bucket_cap_bytes
+        self.calls: list[tuple[str, int]] = []
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Not a collective, so not recorded."""
+        return self.inner.allocate(numel, dtype, device)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Recorded."""
+        self.calls.append(("all_reduce", tensor.numel() * tensor.element_size()))
+        return self.inner.all_reduce(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """Recorded."""
+        self.calls.append(("broadcast", tensor.numel() * tensor.element_size()))
+        return self.inner.broadcast(tensor, root)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Recorded, with 0 bytes."""
+        self.calls.append(("all_gather_object", 0))
+        return self.inner.all_gather_object(value)
+
+    def close(self) -> None:
+        """Passed on."""
+        self.inner.close()
+
+
+class DelayTransport(RecordingTransport):
+    """Each all-reduce takes at least ``seconds(bytes)`` longer, as on a slow link; a rank can be made late alone."""
+
+    def __init__(self, inner: Transport, seconds: Callable[[int], float]) -> None:
+        super().__init__(inner)
+        self._seconds = seconds
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """The inner one's work, with a ready time that lies in the future."""
+        work = super().all_reduce(tensor)
+        return _DelayedWork(work, time.monotonic() + self._seconds(self.calls[-1][1]))
+
+
+class _DelayedWork:
+    def __init__(self, inner: Work, ready: float) -> None:
+        self._inner = inner
+        self._ready = ready
+
+    def wait(self) -> None:
+        self._inner.wait()
+        time.sleep(max(0.0, self._ready - time.monotonic()))

@@ -1,0 +1,7 @@
+"""What moves and sums a bucket. ``base`` has the protocol; each other file is one implementation of it."""
+
+from .base import Transport, Work
+from .local import LocalGroup, LocalTransport
+from .process_group import ProcessGroupTransport
+
+__all__ = ["LocalGroup", "LocalTransport", "ProcessGroupTransport", "Transport", "Work"]

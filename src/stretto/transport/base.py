@@ -1,0 +1,50 @@
+"""The seam between the reducer and whatever carries bytes.
+
+A transport is used by all ranks in the same order of calls; it never has to match messages by name. Calls that move
+tensors return at once with a :class:`Work`, calls that move objects return when all ranks have met.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+class Work(Protocol):
+    """One collective under way."""
+
+    def wait(self) -> Any:
+        """Return when the result may be read: on a CPU tensor when it is there, on a CUDA tensor when the current
+        stream is ordered behind it (the host does not wait). Raises ``RuntimeError`` if the collective failed."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Moves and sums flat tensors between ``world_size`` ranks.
+
+    Every method except ``allocate`` and ``close`` is collective: all ranks must call it, in the same order.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    bucket_cap_bytes: int
+    """The bucket size that suits this transport's latency and bandwidth."""
+    last_bucket_cap_bytes: int
+    """The same for the last bucket, whose transfer backward cannot hide."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A zeroed flat tensor of ``numel`` elements that ``all_reduce`` can work on."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Replace the flat tensor on every rank by the sum over ranks, the same bits everywhere."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """Replace the flat tensor on every rank by that of rank ``root``."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The picklable values of all ranks, in rank order. For set-up and rare decisions, not for the hot path."""
+
+    def close(self) -> None:
+        """Give back what ``allocate`` took. Harmless twice. Groups that the user made are left to the user."""

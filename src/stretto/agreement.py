@@ -60,7 +60,9 @@ def agree(statement: Statement, transport: Transport) -> None:
         raise SetupError(statement.problem)
     if problems:
         told = "\n".join(f"  rank {rank}: {problem}" for rank, problem in problems.items())
-        raise ModelMismatchError(f"attach, rank {transport.rank}: other ranks cannot attach, so this one cannot:\n{told}")
+        raise ModelMismatchError(
+            f"attach, rank {transport.rank}: other ranks cannot attach, so this one cannot:\n{told}"
+        )
     if len({fingerprint for fingerprint, _ in fingerprints}) == 1:
         return
     tables: list[Statement] = transport.all_gather_object(statement)
@@ -85,7 +87,7 @@ def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str
         lines[most:] = [f"  (+{len(lines) - most} more)"]
     return (
         f"attach: the {len(tables)} ranks do not hold the same model.\n" + "\n".join(lines) + "\n"
-        "Build the model from the same code and options on every rank, and attach before anything that only some ranks do."
+        "Build the model from the same code and options on every rank, and attach before what only some ranks do."
     )
 
 

@@ -16,11 +16,37 @@ from .comm_hooks import CommHook, Hook
 from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
 from .events import Events
 from .plan import MIB, BucketPlan, describe_parameters, plan_buckets
-from .reducer import Reducer, Statistics
+from .reducer import Reducer, Statistics, reducer_of
 from .transport.base import Transport
 from .transport.process_group import ProcessGroupTransport
 
 Buffers = Literal["rank0", "none"]
+
+
+class BufferPlaces:
+    """Where a module's buffers live: the owners' tables and the keys in them, in the order of ``named_buffers``.
+
+    Buffers are looked up by name each time, since users reassign them (``self.count = self.count + 1``). Holds the tables
+    and not the modules: see bucket.py, [Note: weak parameters].
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: frozenset[str]) -> None:
+        self.policy: Buffers = "rank0"
+        self._places = [
+            (owner._buffers, key)
+            for prefix, owner in module.named_modules()
+            for key in owner._buffers
+            if (f"{prefix}.{key}" if prefix else key) not in ignored
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are to follow rank 0's now."""
+        if self.policy == "none":
+            return []
+        return [buffer for table, key in self._places if (buffer := table.get(key)) is not None]
 
 
 class Synchronizer:
@@ -35,18 +61,27 @@ class Synchronizer:
         buffers: Buffers,
     ) -> None:
         self.module = module
-        self.buffers: Buffers = buffers
         self.rank = transport.rank if transport else 0
         self.world_size = transport.world_size if transport else 1
         self._first_plan = plan
         self._transport = transport
         self._events = Events()
-        self._buffer_places = _buffer_places(module, ignored)
+        self._buffer_places = BufferPlaces(module, ignored)
+        self.buffers = buffers
         self._reducer: Reducer | None = None
         if transport is not None and transport.world_size > 1:
             self._reducer = Reducer(
-                _trained(module, ignored), plan, transport, self._events, self._buffers_to_send
+                _trained(module, ignored), plan, transport, self._events, self._buffer_places.tensors
             )
+
+    @property
+    def buffers(self) -> Buffers:
+        """``"rank0"`` or ``"none"``, from the next pass on; all ranks must set the same."""
+        return self._buffer_places.policy
+
+    @buffers.setter
+    def buffers(self, policy: Buffers) -> None:
+        self._buffer_places.policy = policy
 
     @property
     def plan(self) -> BucketPlan:
@@ -148,13 +183,6 @@ class Synchronizer:
         if self._transport is not None:
             self._transport.close()
 
-    def _buffers_to_send(self) -> list[torch.Tensor]:
-        if self.buffers == "none":
-            return []
-        # By name each time: users reassign buffers (`self.count = self.count + 1`), which makes new tensors.
-        found = (owner._buffers.get(key) for owner, key in self._buffer_places)
-        return [buffer for buffer in found if buffer is not None]
-
 
 def attach(
     module: torch.nn.Module,
@@ -209,9 +237,17 @@ def attach(
         if problem is not None:
             raise problem
     elif problem is not None or init_sync:
-        _agree(module, ignore, problem, carrier, dict(
-            bucket_cap_mb=bucket_cap_mb, last_bucket_cap_mb=last_bucket_cap_mb, buffers=buffers,
-        ))
+        _agree(
+            module,
+            ignore,
+            problem,
+            carrier,
+            dict(
+                bucket_cap_mb=bucket_cap_mb,
+                last_bucket_cap_mb=last_bucket_cap_mb,
+                buffers=buffers,
+            ),
+        )
     plan = _first_plan(module, ignore, carrier, bucket_cap_mb, last_bucket_cap_mb)
     if carrier is not None and carrier.world_size > 1 and init_sync:
         state = [*_named(module, ignore, "parameters").values(), *_named(module, ignore, "buffers").values()]
@@ -239,8 +275,8 @@ def _default_transport(process_group: dist.ProcessGroup | None) -> Transport | N
         return ProcessGroupTransport(process_group)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise SetupError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} ranks were launched, but no process group is initialised: each would "
-            "train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} ranks were launched, but no process group is initialised: each "
+            "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
         )
     return None
 
@@ -263,18 +299,13 @@ def _problem_with(module: torch.nn.Module, ignore: frozenset[str]) -> SetupError
             "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
             "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
         )
-    taken = [name for name, parameter in trained.items() if _is_taken(parameter)]
+    taken = [name for name, parameter in trained.items() if reducer_of(parameter)]
     if taken:
         return AlreadyAttachedError(
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
         )
     return None
-
-
-def _is_taken(parameter: torch.nn.Parameter) -> bool:
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return any(isinstance(getattr(hook, "reducer", None), Reducer) for hook in hooks.values())
 
 
 def _first_plan(
@@ -301,13 +332,3 @@ def _trained(module: torch.nn.Module, ignore: frozenset[str]) -> dict[str, torch
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignore
     }
-
-
-def _buffer_places(module: torch.nn.Module, ignore: frozenset[str]) -> list[tuple[torch.nn.Module, str]]:
-    """Where buffers live: owner and key, in the order of ``named_buffers``, a shared owner once."""
-    return [
-        (owner, key)
-        for prefix, owner in module.named_modules()
-        for key in owner._buffers
-        if (f"{prefix}.{key}" if prefix else key) not in ignore
-    ]

@@ -46,7 +46,7 @@ class CoalescedBroadcast:
             message.work.wait()
             if self.is_root:
                 continue
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(message.tensors)):
+            with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(message.tensors)):
                 torch._foreach_copy_(message.tensors, _unpack(message.flat, message.tensors))
         self.messages.clear()
 
@@ -105,5 +105,5 @@ def _groups(tensors: Sequence[torch.Tensor], message_bytes: int) -> list[list[to
 
 
 def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    pieces = flat.split([tensor.numel() for tensor in tensors])
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

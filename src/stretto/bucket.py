@@ -7,14 +7,19 @@
 gradients exist once. The footer is summed together with the payload, so that every rank learns, at the same pass and
 without another message, which parameters any rank had and what some rank asks for. Only "zero or not" is read from it
 where the dtype is too coarse to count: a sum of ones never falls back to zero.
+
+[Note: weak parameters]  A parameter's hook holds the reducer, and Python's garbage collector cannot look through the
+C++ object that holds the hook. So reducer and buckets hold parameters weakly; else no model would ever be freed.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -29,6 +34,9 @@ class Control(IntEnum):
     """This rank's backward failed; what it sent is not a gradient."""
     WANTS_REPLAN = 1
     """Rank 0 saw gradients arrive in another order than planned."""
+
+
+_FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Bucket:
 
     __slots__ = (
         "_complete",
+        "_parameters",
         "control",
         "flat",
         "footer",
@@ -73,7 +82,6 @@ class Bucket:
         "kept",
         "missing",
         "offsets",
-        "parameters",
         "payload",
         "payload_bytes",
         "pending",
@@ -82,33 +90,42 @@ class Bucket:
     )
 
     def __init__(
-        self, plan: BucketPlan, index: int, parameters: Sequence[torch.nn.Parameter], transport: Transport
+        self,
+        plan: BucketPlan,
+        index: int,
+        parameters: Sequence[weakref.ref[torch.nn.Parameter]],
+        device: torch.device,
+        transport: Transport,
     ) -> None:
         self.index = index
         self.indices = plan.buckets[index].indices
         self.is_last = index == len(plan.buckets) - 1
-        self.parameters = [parameters[i] for i in self.indices]
-        self.pending = len(self.parameters)
+        self._parameters = [parameters[i] for i in self.indices]
+        self.pending = len(self.indices)
         self.offsets = plan.offsets(index)
-        numel, words = self.offsets[-1], len(self.parameters) + len(Control)
-        first = self.parameters[0]
-        self.flat = transport.allocate(numel + words, first.dtype, first.device)
+        specs = [plan.parameters[i] for i in self.indices]
+        numel, words = self.offsets[-1], len(specs) + len(Control)
+        self.flat = transport.allocate(numel + words, specs[0].dtype, device)
         self.payload = self.flat[:numel]
-        self.payload_bytes = numel * first.element_size()
+        self.payload_bytes = plan.bucket_bytes(index)
         self.footer = self.flat[numel:]
-        self.control = self.footer[len(self.parameters) :]
-        strides = [plan.parameters[i].strides for i in self.indices]
+        self.control = self.footer[len(specs) :]
         self.views = [
-            self.flat.as_strided(parameter.shape, stride, offset + self.flat.storage_offset())
-            for parameter, stride, offset in zip(self.parameters, strides, self.offsets, strict=False)
+            self.flat.as_strided(spec.shape, spec.strides, offset + self.flat.storage_offset())
+            for spec, offset in zip(specs, self.offsets, strict=False)
         ]
         self._complete = torch.ones_like(self.footer)
-        self._complete[len(self.parameters) :] = 0
+        self._complete[len(specs) :] = 0
         self.missing: list[int] = []
         """Places of parameters without a contribution from this rank in this pass."""
         self.kept: dict[int, torch.Tensor] = {}
         """What ``.grad`` of such a parameter held, to be restored if no rank had a contribution."""
         self.work: Work | None = None
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters. One that was freed is an empty stand-in without a gradient."""
+        return [_FREED if (alive := reference()) is None else alive for reference in self._parameters]
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The slots of another flat tensor that is laid out like the payload."""
@@ -123,13 +140,14 @@ class Bucket:
         Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has
         accumulated in place and there is nothing to copy.
         """
-        gradients = [parameter.grad for parameter in self.parameters]
+        parameters = self.parameters
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
         if any(map(operator.is_, gradients, self.views)):
             self._copy([i for i, gradient in enumerate(gradients) if gradient is not self.views[i]])
             self.footer.copy_(self._complete)
             return
         torch._foreach_copy_([*self.views, self.footer], [*gradients, self._complete])
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for parameter, view in zip(parameters, self.views, strict=True):
             parameter.grad = view
 
     def collect_some(self, contributed: Collection[int]) -> None:
@@ -139,14 +157,15 @@ class Bucket:
             contributed: parameter indices that this rank has something new to give for, in this pass or from backward
                 passes without synchronisation before it.
         """
-        places = range(len(self.parameters))
+        parameters = self.parameters
+        places = range(len(parameters))
         self.missing = [i for i in places if self.indices[i] not in contributed]
         if not self.missing:
             self.collect()
             return
         self._copy([i for i in places if i not in set(self.missing)])
         for i in self.missing:
-            gradient, view = self.parameters[i].grad, self.views[i]
+            gradient, view = parameters[i].grad, self.views[i]
             if gradient is None:
                 view.zero_()
             elif gradient is view:
@@ -158,11 +177,13 @@ class Bucket:
             self.footer[i] = 0
 
     def _copy(self, places: Sequence[int]) -> None:
-        fresh = [i for i in places if self.parameters[i].grad is not self.views[i]]
+        parameters = self.parameters
+        fresh = [i for i in places if parameters[i].grad is not self.views[i]]
+        gradients: list[Any] = [parameters[i].grad for i in fresh]
         if fresh:
-            torch._foreach_copy_([self.views[i] for i in fresh], [self.parameters[i].grad for i in fresh])
+            torch._foreach_copy_([self.views[i] for i in fresh], gradients)
         for i in fresh:
-            self.parameters[i].grad = self.views[i]
+            parameters[i].grad = self.views[i]
 
     def release(self, *, summed_footer: bool) -> None:
         """The result is in the payload: settle the parameters that this rank had nothing for.
@@ -175,10 +196,11 @@ class Bucket:
         """
         if not self.missing:
             return
-        had = self.footer[: len(self.parameters)].tolist() if summed_footer else [1] * len(self.parameters)
+        parameters = self.parameters
+        had = self.footer[: len(parameters)].tolist() if summed_footer else [1] * len(parameters)
         for i in self.missing:
-            if had[i]:
-                self.parameters[i].grad = self.views[i]
+            if had[i] and parameters[i] is not _FREED:
+                parameters[i].grad = self.views[i]
             elif i in self.kept:
                 self.views[i].copy_(self.kept[i])
 
@@ -195,7 +217,7 @@ class Bucket:
         return ControlWords(words, arrival)
 
     def spoil(self) -> None:
-        """This rank gives up the pass: send NaN instead of gradients, so that nobody takes them for some, and say so."""
+        """This rank gives up the pass: say so, and send NaN, so that nobody takes it for gradients."""
         self.flat.zero_()
         if self.flat.is_floating_point() or self.flat.is_complex():
             self.payload.fill_(float("nan"))
@@ -212,4 +234,4 @@ class Bucket:
         """Empty, for the next pass."""
         self.missing, self.kept = [], {}
         self.work = None
-        self.pending = len(self.parameters)
+        self.pending = len(self.indices)

@@ -43,7 +43,7 @@ class GradBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the same order."""
-        return list(self._bucket.parameters)
+        return [*self._bucket.parameters]
 
     def is_last(self) -> bool:
         """Whether this is the bucket that leaves last in a pass."""

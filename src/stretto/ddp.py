@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .attach import attach
 from .comm_hooks import Hook
 from .errors import SetupError, UnsupportedError
-from .plan import MIB
 
 REFUSED: Mapping[str, str] = {
     "delay_all_reduce_named_params": "attach to the module and use no_sync() for what is to wait",
@@ -94,7 +93,7 @@ class DistributedDataParallel(TorchDDP):
         )
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        self.process_group = _group_of(process_group, device_mesh)
+        self.process_group = _group_of(process_group, device_mesh)  # type: ignore[assignment]  # None: a world of one
         self.device_mesh = device_mesh
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -140,7 +139,8 @@ class DistributedDataParallel(TorchDDP):
                 f"accelerator, but its parameters are on {sorted(map(str, devices))}: leave both out."
             )
         self.device_ids = [torch.device(self.device_type, _index(device_ids[0])).index] if device_ids else None
-        self.output_device = output_device if output_device is not None else (self.device_ids or [None])[0]
+        first = self.device_ids[0] if self.device_ids else None
+        self.output_device = output_device if output_device is not None else first
 
     # torch's surface
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class OutermostEnd:
 
     def _task_ended(self) -> None:
         self._held = None
-        enclosing = torch._C._current_autograd_node()
+        enclosing: Any = torch._C._current_autograd_node()
         if enclosing is None:
             self._ended()
             return
@@ -94,10 +95,10 @@ class OutermostEnd:
 
 def inside_custom_backward() -> bool:
     """Whether the calling hook runs in a backward inside a backward. A walk up the frames: once a pass, about 1 us."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     code = BackwardCFunction.apply.__code__
     while frame is not None:
         if frame.f_code is code:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

@@ -159,7 +159,9 @@ class BucketPlan:
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         right = (0, 3, 4)
         lines = [
-            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            )
             for row in rows
         ]
         total = format_bytes(sum(p.nbytes for p in self.parameters))

@@ -14,14 +14,16 @@ earlier: it carries the word that this rank's backward did not fail, and that ca
 
 [Note: a pass given up]  If backward raises on this rank, peers may be waiting for its buckets. So the rest of the pass
 is launched at once, marked as given up; the peers' backward raises ``PeerError``, and all ranks stay in step. Gradients
-that lie in launched buckets are dropped (``.grad = None``): they are being overwritten.
+that lie in buckets are dropped (``.grad = None``): they are being overwritten.
 
 See engine.py for [Note: end of a pass] and [Note: nested tasks].
 """
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,11 +33,20 @@ from .broadcast import CoalescedBroadcast, start_broadcast
 from .bucket import Bucket, Control, ControlWords
 from .comm_hooks import CommHook
 from .engine import NO_TASK, OutermostEnd, current_task, inside_custom_backward
-from .errors import CommunicationError, PeerError, name_list
+from .errors import CommunicationError, PeerError, UnsupportedError, name_list
 from .events import Events
 from .plan import BucketPlan
 from .replan import ReplanPolicy, complete_order, recut
 from .transport.base import Transport
+
+
+def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:
+    """The reducer whose hook sits on the parameter, if any."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        owner = getattr(getattr(hook, "func", None), "__self__", None)
+        if isinstance(owner, Reducer):
+            return owner
+    return None
 
 
 @dataclass(frozen=True)
@@ -52,14 +63,6 @@ class Statistics:
     """Plans used, the first one included."""
 
 
-class _Slot:
-    """Which bucket a parameter's gradient belongs to; changes with the plan."""
-
-    __slots__ = ("bucket",)
-
-    bucket: Bucket
-
-
 class Reducer:
     """Hooks on parameters, buckets, and the pass that is under way.
 
@@ -68,7 +71,7 @@ class Reducer:
         plan: the first plan.
         transport: carries the buckets.
         events: told what happens.
-        buffers: returns the tensors that are to follow rank 0's at the end of every pass.
+        buffers: returns, without holding the module, the tensors that are to follow rank 0's at the end of every pass.
     """
 
     def __init__(
@@ -80,7 +83,6 @@ class Reducer:
         buffers: Callable[[], Sequence[torch.Tensor]],
     ) -> None:
         self.names = list(parameters)
-        self.parameters = list(parameters.values())
         self.transport = transport
         self.events = events
         self.synchronize = True
@@ -89,6 +91,8 @@ class Reducer:
         self._passes = self._buckets_sent = self._bytes_sent = self._plans = 0
         self.buckets: list[Bucket] = []
         self._buffers = buffers
+        self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self._devices = [parameter.device for parameter in parameters.values()]
         self._lock = threading.RLock()  # each device has its own autograd thread, and all call the hooks
         self._arrived: list[int] = []
         self._last_arrived: list[int] = []
@@ -100,44 +104,41 @@ class Reducer:
         self._late_words: ControlWords | None = None
         self._end = OutermostEnd(self._settle, self._give_up)
         self._replan_policy = ReplanPolicy()
-        self._slots = [_Slot() for _ in self.parameters]
         self._adopt(plan)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
-            for index, parameter in enumerate(self.parameters)
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_hook, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters.values())
         ]
 
     def _adopt(self, plan: BucketPlan) -> None:
         """Allocate the plan's buckets, and move gradients that lie in the old ones."""
         old = {id(view) for bucket in self.buckets for view in bucket.views}
         self.plan = plan
-        self.buckets = [Bucket(plan, index, self.parameters, self.transport) for index in range(len(plan.buckets))]
+        self.buckets = [
+            Bucket(plan, number, self._parameters, self._devices[spec.indices[0]], self.transport)
+            for number, spec in enumerate(plan.buckets)
+        ]
+        bucket_of = {}
         for bucket in self.buckets:
             for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-                self._slots[index].bucket = bucket
+                bucket_of[index] = bucket
                 if parameter.grad is not None and id(parameter.grad) in old:
                     view.copy_(parameter.grad)
                     parameter.grad = view
+        self._bucket_of = [bucket_of[index] for index in range(len(self.names))]
         self._plans += 1
 
-    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, index: int, _: torch.Tensor) -> None:
         """The hot path, once a parameter and pass: a look at the task, an append and a count-down."""
-        slot, append, name = self._slots[index], self._arrived.append, self.names[index]
-        events, task = self.events, current_task
-
-        def gradient_hook(parameter: torch.Tensor) -> None:
-            if task() != self._task and not self._enter_task(index):
-                return
-            append(index)
-            if events.gradient_ready:
-                events.emit(events.gradient_ready, self.pass_number, name)
-            bucket = slot.bucket
-            bucket.pending -= 1
-            if not bucket.pending:
-                self._bucket_full(bucket, name)
-
-        gradient_hook.reducer = self  # type: ignore[attr-defined]  # how attach knows a parameter is taken
-        return gradient_hook
+        if current_task() != self._task and not self._enter_task(index):
+            return
+        self._arrived.append(index)
+        if self.events.gradient_ready:
+            self.events.emit(self.events.gradient_ready, self.pass_number, self.names[index])
+        bucket = self._bucket_of[index]
+        bucket.pending -= 1
+        if not bucket.pending:
+            self._bucket_full(bucket, self.names[index])
 
     @property
     def statistics(self) -> Statistics:
@@ -185,8 +186,23 @@ class Reducer:
                 bucket = self.buckets[self._launched]
                 if bucket.pending:
                     return
-                bucket.collect()
+                self._collect(bucket, None)
                 self._launch(bucket)
+
+    def _collect(self, bucket: Bucket, contributed: set[int] | None) -> None:
+        """Copy gradients into the bucket: all of its own, or those that this rank has something to give for."""
+        try:
+            bucket.collect() if contributed is None else bucket.collect_some(contributed)
+        except RuntimeError as error:
+            sparse = [
+                self.names[i] for i, p in zip(bucket.indices, bucket.parameters, strict=True) if _is_sparse(p.grad)
+            ]
+            if not sparse:
+                raise
+            raise UnsupportedError(
+                f"{self._where}: the gradient of {name_list(sparse)} is sparse, which this version cannot reduce.\n"
+                "Make it dense, nn.Embedding(..., sparse=False), or leave it out with attach(..., ignore={...})."
+            ) from error
 
     def _launch(self, bucket: Bucket) -> None:
         """Hand over a bucket that has been filled. See [Note: launch order]."""
@@ -237,15 +253,18 @@ class Reducer:
         for bucket in self.buckets[self._launched :]:
             if bucket.pending or self._hold:
                 contributed = self._contributed() if contributed is None else contributed
-                bucket.collect_some(contributed)
+                self._collect(bucket, contributed)
             else:
-                bucket.collect()
+                self._collect(bucket, None)
             self._launch(bucket)
 
     def _contributed(self) -> set[int]:
         """Parameters that this rank has something to give for, from this pass or from unsynchronised ones before."""
         candidates = self._unsynchronized.union(self._arrived)
-        return {index for index in candidates if self.parameters[index].grad is not None}
+        parameters = {index: self._parameters[index]() for index in candidates}
+        return {
+            index for index, parameter in parameters.items() if parameter is not None and parameter.grad is not None
+        }
 
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.work is not None, "every bucket is launched before any is waited for"
@@ -282,8 +301,9 @@ class Reducer:
     def _give_up(self) -> None:
         with self._lock, torch.no_grad():
             for bucket in self.buckets:
-                bucket.drop_gradients() if bucket.index < self._launched else bucket.spoil()
+                bucket.drop_gradients()
             for bucket in self.buckets[self._launched :]:
+                bucket.spoil()
                 self._launch(bucket)
             self._given_up = self._send_buffers()
             self._task = NO_TASK
@@ -321,7 +341,7 @@ class Reducer:
     def _replan(self) -> None:
         """Collective. Cut new buckets in the order in which rank 0's gradients arrived."""
         order = complete_order(self.plan, self._last_arrived)
-        message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
+        message = torch.tensor(order, dtype=torch.int64, device=self._devices[0])
         self.transport.broadcast(message).wait()
         plan = recut(self.plan, message.tolist())
         self._replan_policy.learnt(self._last_arrived, self.pass_number)
@@ -336,3 +356,7 @@ class Reducer:
     @property
     def _where(self) -> str:
         return f"rank {self.transport.rank}, pass {self.pass_number}"
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout != torch.strided

@@ -1,7 +1,7 @@
 """Tools for testing code that trains in parallel: ranks as threads or processes, recorded and delayed transports.
 
-    run_ranks(worker, 3)        # threads of this process, each with a transport; what they return, in rank order
-    spawn_ranks(worker, 2)      # real processes over Gloo on loopback, each with a process group
+run_ranks(worker, 3)        # threads of this process, each with a transport; what they return, in rank order
+spawn_ranks(worker, 2)      # real processes over Gloo on loopback, each with a process group
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout
             failures.append(error)
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -75,7 +77,8 @@ def spawn_ranks(worker: Callable[..., T], world_size: int, *args: Any, timeout: 
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         processes = [
-            context.Process(target=_spawned, args=(worker, rank, world_size, folder, args)) for rank in range(world_size)
+            context.Process(target=_spawned, args=(worker, rank, world_size, folder, args))
+            for rank in range(world_size)
         ]
         for process in processes:
             process.start()
@@ -109,7 +112,7 @@ def _spawned(worker: Callable[..., Any], rank: int, world_size: int, folder: str
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store = dist.FileStore(f"{folder}/store", world_size)
+        store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         result = worker(rank, *args)
         torch.save(result, f"{folder}/result{rank}")

@@ -6,12 +6,13 @@ and ``Work.wait`` orders the current stream behind it without stopping the host.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import UnsupportedError
+from ..errors import CommunicationError, UnsupportedError
 from .base import Work
 
 MIB = 1024 * 1024
@@ -28,9 +29,11 @@ class ProcessGroupTransport:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         group = process_group if process_group is not None else dist.group.WORLD
-        if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
+        if not isinstance(group, dist.ProcessGroup):
             raise UnsupportedError("this rank is not in the process group: call attach only on ranks that are")
-        self.process_group: dist.ProcessGroup = group
+        # Weak: torch's registry owns the group. Held by hooks on a model past destroy_process_group(), it would live to
+        # the end of the program, where Gloo's threads can abort the interpreter's exit.
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.name = f"process_group ({dist.get_backend(group)})"
@@ -38,8 +41,18 @@ class ProcessGroupTransport:
         large = dist.get_backend(group) not in ("gloo", "mpi")
         self.bucket_cap_bytes = 25 * MIB if large else 4 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
-        self._sum = dist.AllreduceOptions()
-        self._sum.reduceOp = dist.ReduceOp.SUM
+        self._sum = dist.AllreduceOptions()  # its default is a sum
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group, while it exists."""
+        group = self._group()
+        if group is None:
+            raise CommunicationError(
+                f"rank {self.rank}: the process group was destroyed while a model is attached to it.\n"
+                "Call detach() on the handle first, or dist.destroy_process_group() after the last backward."
+            )
+        return group
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Plain memory of the device."""

@@ -81,7 +81,8 @@ def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str
         if len(holders) > 1:
             lines.append(f"  {name}: " + "; ".join(f"{fact} on {_ranks(ranks)}" for fact, ranks in holders.items()))
     if not lines:
-        lines = [f"  rank {rank} registers in the order {', '.join(facts)}" for rank, facts in enumerate(by_rank)]
+        order = [", ".join(name for name in facts if not name.startswith("option ")) for facts in by_rank]
+        lines = [f"  rank {rank} registers {names}" for rank, names in enumerate(order)]
         lines = ["  the same tensors, registered in another order:", *(line[:200] for line in lines)]
     if len(lines) > most:
         lines[most:] = [f"  (+{len(lines) - most} more)"]

@@ -26,8 +26,8 @@ Buffers = Literal["rank0", "none"]
 class BufferPlaces:
     """Where a module's buffers live: the owners' tables and the keys in them, in the order of ``named_buffers``.
 
-    Buffers are looked up by name each time, since users reassign them (``self.count = self.count + 1``). Holds the tables
-    and not the modules: see bucket.py, [Note: weak parameters].
+    Buffers are looked up by name each time, since users reassign them (``self.count = self.count + 1``). It holds the
+    tables and not the modules: see bucket.py, [Note: weak parameters].
     """
 
     def __init__(self, module: torch.nn.Module, ignored: frozenset[str]) -> None:

@@ -1,0 +1,225 @@
+"""What ``attach`` and the drop-in check, the words they say it in, and that a refusal leaves nothing attached."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import stretto
+from stretto.reducer import reducer_of
+from stretto.testing import RecordingTransport, run_ranks
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def refusals(build, **options) -> list[str]:
+    """The message on each rank of attaching what ``build(rank)`` returns; it must leave nothing attached."""
+
+    def worker(transport):
+        module = build(transport.rank)
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.attach(module, transport=transport, **options)
+        assert all(reducer_of(parameter) is None for parameter in module.parameters())
+        return str(caught.value)
+
+    started = time.monotonic()
+    messages = run_ranks(worker, 3)
+    assert time.monotonic() - started < 2
+    return messages
+
+
+def test_no_parameter_requires_grad() -> None:
+    assert (
+        refusals(lambda rank: linear().requires_grad_(False))
+        == [
+            "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
+            "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
+        ]
+        * 3
+    )
+
+
+def test_lazy_parameters_are_named() -> None:
+    assert (
+        refusals(lambda rank: torch.nn.Sequential(torch.nn.LazyLinear(2)))
+        == [
+            "attach: 0.weight, 0.bias are not initialised yet (lazy modules).\n"
+            "Run one forward with an example batch before stretto.attach(model)."
+        ]
+        * 3
+    )
+
+
+def test_attached_already() -> None:
+    def worker(transport):
+        module = linear()
+        stretto.attach(module, transport=transport)
+        hooks = [dict(parameter._post_accumulate_grad_hooks) for parameter in module.parameters()]
+        with pytest.raises(stretto.AlreadyAttachedError) as caught:
+            stretto.attach(torch.nn.Sequential(module, torch.nn.Linear(2, 2)), transport=transport)
+        assert [dict(parameter._post_accumulate_grad_hooks) for parameter in module.parameters()] == hooks
+        return str(caught.value)
+
+    assert (
+        run_ranks(worker, 2)
+        == [
+            "attach: 0.0.weight, 0.0.bias, 0.1.weight, 0.1.bias already attached, here or as part of another module.\n"
+            "Call detach() on the first handle, or attach only once."
+        ]
+        * 2
+    )
+
+
+def test_a_problem_of_one_rank_is_told_to_the_others() -> None:
+    messages = refusals(lambda rank: linear().requires_grad_(rank != 1))
+    assert messages[1].startswith("attach: the module has no parameter that requires a gradient")
+    assert messages[0] == (
+        "attach, rank 0: other ranks cannot attach, so this one cannot:\n"
+        "  rank 1: attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
+        "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
+    )
+
+
+def test_ranks_that_differ_all_raise_the_same_difference_by_name() -> None:
+    def build(rank: int) -> torch.nn.Module:
+        module = linear()
+        if rank == 1:
+            module[1] = torch.nn.Linear(4, 5)
+            module.register_buffer("extra", torch.zeros(2, dtype=torch.int64))
+        if rank == 2:
+            module[0].bias.requires_grad_(False)
+            module[0].weight.data = module[0].weight.data.double()
+        return module
+
+    messages = refusals(build)
+    assert (
+        messages
+        == [
+            "attach: the 3 ranks do not hold the same model.\n"
+            "  parameter 0.weight: 4x3 float32 cpu on ranks 0, 1; 4x3 float64 cpu on rank 2\n"
+            "  parameter 0.bias: 4 float32 cpu on ranks 0, 1; 4 float32 cpu, frozen on rank 2\n"
+            "  parameter 1.weight: 2x4 float32 cpu on ranks 0, 2; 5x4 float32 cpu on rank 1\n"
+            "  parameter 1.bias: 2 float32 cpu on ranks 0, 2; 5 float32 cpu on rank 1\n"
+            "  buffer extra: missing on ranks 0, 2; 2 int64 cpu on rank 1\n"
+            "Build the model from the same code and options on every rank, and attach before what only some ranks do."
+        ]
+        * 3
+    )
+
+
+def test_another_order_of_registration_is_a_difference() -> None:
+    def build(rank: int) -> torch.nn.Module:
+        names = ["first", "second"] if rank else ["second", "first"]
+        return torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in names})
+
+    assert "rank 0 registers parameter second.weight, parameter first.weight" in refusals(build)[2]
+
+
+def test_options_that_differ_are_a_difference() -> None:
+    def worker(transport):
+        with pytest.raises(stretto.ModelMismatchError, match=r"option bucket_cap_mb: 1.0 on rank 0; 2.0 on rank 1"):
+            stretto.attach(linear(), transport=transport, bucket_cap_mb=1.0 + transport.rank)
+
+    run_ranks(worker, 2)
+
+
+def test_unknown_arguments_and_values() -> None:
+    with pytest.raises(TypeError, match="bucket_size"):
+        stretto.attach(linear(), bucket_size=3)
+    with pytest.raises(stretto.UnsupportedError, match="buffers='all' is not known"):
+        stretto.attach(linear(), buffers="all")
+    with pytest.raises(stretto.PlanError, match="cap_bytes=-1048576"):
+        stretto.attach(linear(), bucket_cap_mb=-1)
+    with pytest.raises(stretto.SetupError, match=r"ignore= names 9.weight, which the module does not have"):
+        stretto.attach(linear(), ignore=frozenset({"9.weight"}))
+
+
+def test_launched_ranks_without_a_group_are_told_to_initialise_it(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(stretto.SetupError, match=r"WORLD_SIZE=4 ranks were launched.*\n.*init_process_group"):
+        stretto.attach(linear())
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    def worker(transport):
+        module = linear()
+        with torch.no_grad():
+            module[0].bias.fill_(transport.rank)
+        stretto.attach(module, transport=transport, ignore=frozenset({"0.bias"}))
+        module(torch.full((1, 3), 1.0 + transport.rank)).sum().backward()
+        return module[0].bias.detach().clone(), module[1].bias.grad
+
+    first, second = run_ranks(worker, 2)
+    assert first[0].eq(0).all() and second[0].eq(1).all()
+    assert torch.equal(first[1], second[1])
+
+
+def test_only_rank_0_values_count_and_messages_are_few() -> None:
+    def worker(transport):
+        module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)), torch.nn.BatchNorm1d(2))
+        recording = RecordingTransport(transport)
+        stretto.attach(module, transport=recording)
+        return list(module.state_dict().values()), [kind for kind, _ in recording.calls]
+
+    (first, calls), (second, _) = run_ranks(worker, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert calls == ["all_gather_object", "broadcast", "broadcast"]  # float32 and the int64 of num_batches_tracked
+
+
+class TestDropIn:
+    @pytest.mark.parametrize(
+        ("argument", "value"),
+        [
+            ("delay_all_reduce_named_params", [("0.weight", None)]),
+            ("param_to_hook_all_reduce", object()),
+            ("mixed_precision", object()),
+            ("bucket_cap_mb_list", [1]),
+        ],
+    )
+    def test_an_argument_that_is_not_honoured_raises_by_name(self, argument: str, value: object) -> None:
+        with pytest.raises(
+            stretto.UnsupportedError, match=rf"DistributedDataParallel\({argument}=...\) is not honoured"
+        ):
+            stretto.DistributedDataParallel(linear(), **{argument: value})
+
+    def test_constructor_is_torchs_argument_for_argument(self) -> None:
+        import inspect
+
+        ours = inspect.signature(stretto.DistributedDataParallel.__init__).parameters
+        torchs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+        assert list(ours) == list(torchs)
+        assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in torchs.items()}
+
+    def test_passes_isinstance_and_never_builds_torchs_reducer(self, monkeypatch) -> None:
+        def forbidden(*_: object) -> None:
+            raise AssertionError("torch's reducer was built")
+
+        monkeypatch.setattr(torch.distributed, "Reducer", forbidden)
+        wrapped = stretto.DistributedDataParallel(linear())
+        assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+        assert all(name.startswith("module.") for name in wrapped.state_dict())
+        assert wrapped.train() is wrapped
+        assert wrapped(torch.ones(1, 3)).shape == (1, 2)
+
+    def test_wrong_devices_and_modules(self) -> None:
+        with pytest.raises(ValueError, match="leave both out"):
+            stretto.DistributedDataParallel(linear(), device_ids=[0])
+        with pytest.raises(ValueError, match="single element"):
+            stretto.DistributedDataParallel(linear(), device_ids=[0, 1])
+        with pytest.raises(RuntimeError, match="no parameter that requires a gradient"):
+            stretto.DistributedDataParallel(linear().requires_grad_(False))
+
+    def test_deprecated_arguments_warn_as_in_torch(self) -> None:
+        with pytest.warns(FutureWarning, match="broadcast_buffers"):
+            wrapped = stretto.DistributedDataParallel(linear(), broadcast_buffers=False)
+        assert not wrapped.forward_sync_buffers
+        with pytest.warns(FutureWarning, match="check_reduction"):
+            stretto.DistributedDataParallel(linear(), check_reduction=True)
+
+    def test_join_is_refused_by_name(self) -> None:
+        with pytest.raises(stretto.UnsupportedError, match="join is not supported by stretto yet"):
+            stretto.DistributedDataParallel(linear()).join()

@@ -1,0 +1,426 @@
+"""What a pass does where the graph is not the plain one: absent gradients, nested backward, backward that fails."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import stretto
+from stretto.reducer import reducer_of
+from stretto.testing import RecordingTransport, run_ranks
+
+
+def fill(module: torch.nn.Module) -> None:
+    """The same values in every thread: torch's default generator is shared between thread ranks."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data.copy_(values)
+
+
+class Branches(torch.nn.Module):
+    """Three branches; ``forward`` takes those it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(3, 3) for _ in range(3))
+        fill(self)
+
+    def forward(self, inputs: torch.Tensor, use: str) -> torch.Tensor:
+        for name in use:
+            inputs = torch.tanh(getattr(self, name)(inputs))
+        return inputs.sum()
+
+
+def inputs_of(rank: int, number: int = 0) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def expected(world: int, uses: list[str], numbers: int = 0) -> dict[str, torch.Tensor | None]:
+    """The mean over ranks, computed by one process; None for what no rank used."""
+    model = Branches()
+    for rank in range(world):
+        (model(inputs_of(rank, numbers), uses[rank]) / world).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(found: dict, wanted: dict) -> None:
+    for name, gradient in wanted.items():
+        if gradient is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("cap", [1e-6, 1.0])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("uses", [["a", "b", "c"], ["ab", "b", "b"], ["abc"] * 3, ["c"] * 3, ["ab", "c", "a"]])
+def test_parameters_that_some_or_no_rank_used(uses: list[str], world: int, cap: float) -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport, bucket_cap_mb=cap)
+        for _ in range(3):
+            model.zero_grad()
+            model(inputs_of(transport.rank), uses[transport.rank]).backward()
+        return gradients(model)
+
+    found = run_ranks(worker, world)
+    wanted = expected(world, uses)
+    for one in found:
+        assert_same(one, wanted)
+    assert all(
+        (a is b is None) or torch.equal(a, b)
+        for one in found[1:]
+        for a, b in zip(one.values(), found[0].values(), strict=True)
+    )
+
+
+def test_another_subset_in_every_pass_and_on_every_rank() -> None:
+    choices = [["ab", "bc"], ["c", "c"], ["abc", "a"], ["b", "b"], ["a", "c"], ["abc", "abc"]]
+
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport, bucket_cap_mb=5e-5)
+        found = []
+        for uses in choices:
+            model.zero_grad()
+            model(inputs_of(transport.rank), uses[transport.rank]).backward()
+            found.append(gradients(model))
+        return found
+
+    for found in run_ranks(worker, 2):
+        for uses, one in zip(choices, found, strict=True):
+            assert_same(one, expected(2, uses))
+
+
+def test_gradient_of_what_nobody_used_keeps_its_bits() -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport)
+        model(inputs_of(transport.rank), "abc").backward()
+        before = model.c.weight.grad.clone()
+        preset = torch.full_like(model.b.weight, 7.0 + transport.rank)
+        model.b.weight.grad = preset
+        model(inputs_of(transport.rank, 1), "a").backward()
+        assert torch.equal(model.c.weight.grad, before)
+        assert model.b.weight.grad is preset
+        assert torch.equal(preset, torch.full_like(preset, 7.0 + transport.rank))
+
+    run_ranks(worker, 3)
+
+
+def test_parameter_used_only_in_an_unsynchronised_micro_batch_is_reduced() -> None:
+    def worker(transport):
+        model = Branches()
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(2):
+            model.zero_grad()
+            with sync.no_sync():
+                model(inputs_of(transport.rank), "ac").backward()
+            model(inputs_of(transport.rank, 1), "ab").backward()
+        return gradients(model)
+
+    model = Branches()
+    for rank in range(2):
+        (model(inputs_of(rank), "ac") / 2).backward()
+        (model(inputs_of(rank, 1), "ab") / 2).backward()
+    for found in run_ranks(worker, 2):
+        assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("layout", ["part", "whole", "twice", "nested"])
+def test_checkpointing(layout: str, reentrant: bool) -> None:
+    def loss_of(model: Branches, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.requires_grad_()
+        if layout == "part":
+            return model.c(checkpoint(model.b, model.a(inputs), use_reentrant=reentrant)).sum()
+        if layout == "whole":
+            return checkpoint(model, inputs, "abc", use_reentrant=reentrant)
+        if layout == "twice":
+            hidden = checkpoint(model.b, model.a(inputs), use_reentrant=reentrant)
+            return model.c(checkpoint(model.b, hidden, use_reentrant=reentrant)).sum()
+
+        def inner(hidden: torch.Tensor) -> torch.Tensor:
+            return model.b(checkpoint(model.a, hidden, use_reentrant=reentrant))
+
+        return model.c(checkpoint(inner, inputs, use_reentrant=reentrant)).sum()
+
+    def worker(transport):
+        model = Branches()
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(3):
+            model.zero_grad()
+            loss_of(model, inputs_of(transport.rank, number)).backward()
+        assert sync.statistics.passes == 3
+        return gradients(model)
+
+    model = Branches()
+    for rank in range(2):
+        (loss_of(model, inputs_of(rank, 2)) / 2).backward()
+    for found in run_ranks(worker, 2):
+        assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, fail):
+        ctx.fail = fail
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fail:
+            raise ValueError("this rank's backward fails")
+        return gradient, None
+
+
+def failing_loss(model: Branches, inputs: torch.Tensor, fail: bool, where: str) -> torch.Tensor:
+    hidden = inputs.clone().requires_grad_()
+    if where == "after all gradients":
+        hidden = Fails.apply(hidden, fail)
+    hidden = model.a(hidden)
+    if where == "amid":
+        hidden = Fails.apply(hidden, fail)
+    return model.c(model.b(hidden)).sum()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("where", ["amid", "after all gradients"])
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize("in_pass", [0, 2])
+def test_backward_that_fails_is_told_to_the_others_and_the_next_pass_is_right(
+    failing: set[int], where: str, in_pass: int, set_to_none: bool
+) -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(5):
+            model.zero_grad(set_to_none=set_to_none)
+            fails = number == in_pass and transport.rank in failing
+            raised: type[Exception] | None = None
+            try:
+                failing_loss(model, inputs_of(transport.rank, number), fails, where).backward()
+            except (ValueError, stretto.PeerError) as error:
+                raised = type(error)
+            if number == in_pass:
+                assert raised is (ValueError if fails else stretto.PeerError)
+            else:
+                assert raised is None
+                reference = Branches()
+                for rank in range(2):
+                    (failing_loss(reference, inputs_of(rank, number), False, where) / 2).backward()
+                assert_same(gradients(model), {n: p.grad for n, p in reference.named_parameters()})
+        return True
+
+    assert run_ranks(worker, 2) == [True, True]
+
+
+def test_peer_error_says_rank_pass_and_what_to_do() -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport)
+        try:
+            failing_loss(model, inputs_of(0), transport.rank == 1, "amid").backward()
+        except stretto.PeerError as error:
+            return str(error)
+        except ValueError:
+            return None
+
+    assert run_ranks(worker, 2)[0] == (
+        "rank 0, pass 1: backward failed on another rank, so the mean of this pass lacks its gradients.\n"
+        "Its own log has the error. Do not step with these gradients: zero_grad() and go on, on all ranks."
+    )
+
+
+def test_several_forwards_then_several_backwards_and_retain_graph() -> None:
+    def losses(model: Branches, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(inputs_of(rank), "ab"), model(inputs_of(rank, 1), "bc")
+
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport)
+        first, second = losses(model, transport.rank)
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        return gradients(model)
+
+    model = Branches()
+    for rank in range(3):
+        first, second = losses(model, rank)
+        ((2 * first + second) / 3).backward()
+    for found in run_ranks(worker, 3):
+        assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_any_method_may_run_forward_and_two_models_may_be_attached() -> None:
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+            fill(self)
+
+        def encode(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"code": self.layer(inputs)}
+
+    def worker(transport):
+        encoder, other = Encoder(), Branches()
+        stretto.attach(encoder, transport=transport)
+        stretto.attach(other, transport=transport)
+        (encoder.encode(inputs_of(transport.rank))["code"].sum() + other(inputs_of(transport.rank), "abc")).backward()
+        return gradients(encoder), gradients(other)
+
+    encoder = Encoder()
+    for rank in range(2):
+        (encoder.encode(inputs_of(rank))["code"].sum() / 2).backward()
+    for of_encoder, of_other in run_ranks(worker, 2):
+        assert_same(of_encoder, {n: p.grad for n, p in encoder.named_parameters()})
+        assert_same(of_other, expected(2, ["abc", "abc"]))
+
+
+def test_buffers_follow_rank_0_at_settle_also_when_reassigned() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+            self.norm = torch.nn.BatchNorm1d(3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1 + inputs.sum().detach()
+            return self.layer(self.norm(inputs)).sum()
+
+    def worker(transport):
+        model = Counting()
+        stretto.attach(model, transport=transport)
+        before = []
+        for number in range(3):
+            loss = model(inputs_of(transport.rank, number))
+            before.append(model.count.clone())
+            loss.backward()
+        return before[-1], model.count, model.norm.running_mean, model.norm.num_batches_tracked
+
+    first, second = run_ranks(worker, 2)
+    assert not torch.equal(first[0], second[0]), "buffers must not be touched before backward ends"
+    assert all(torch.equal(a, b) for a, b in zip(first[1:], second[1:], strict=True))
+    assert torch.equal(first[0], first[1]), "rank 0 keeps its own"
+
+
+def test_buffers_none_leaves_each_rank_its_own() -> None:
+    def worker(transport):
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        stretto.attach(model, transport=transport, buffers="none")
+        model(inputs_of(transport.rank)).sum().backward()
+        return model[0].running_mean
+
+    first, second = run_ranks(worker, 2)
+    assert not torch.equal(first, second)
+
+
+def test_gradients_of_kinds() -> None:
+    def build() -> torch.nn.Module:
+        model = torch.nn.Module()
+        model.scalar_ = torch.nn.Parameter(torch.tensor(2.0))
+        model.empty_ = torch.nn.Parameter(torch.empty(0, 3))
+        model.phase_ = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        model.double_ = torch.nn.Parameter(torch.randn(2, dtype=torch.float64))
+        model.half_ = torch.nn.Parameter(torch.randn(2).to(torch.bfloat16))
+        fill(model)
+        return model
+
+    def loss_of(model: torch.nn.Module, rank: int) -> torch.Tensor:
+        factor = 1.0 + rank
+        real = model.scalar_ * factor + model.empty_.sum() + (model.phase_ * (factor + 2j)).abs().sum()
+        return real + (model.double_ * factor).sum().float() + (model.half_ * factor).sum().float()
+
+    def worker(transport):
+        model = build()
+        stretto.attach(model, transport=transport)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, transport.rank).backward()
+        return gradients(model)
+
+    model = build()
+    for rank in range(2):
+        (loss_of(model, rank) / 2).backward()
+    for found in run_ranks(worker, 2):
+        assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    def worker(transport):
+        model = torch.nn.Embedding(5, 2, sparse=True)
+        stretto.attach(model, transport=transport)
+        model(torch.tensor([1, 3])).sum().backward()
+
+    with pytest.raises(stretto.UnsupportedError, match=r"rank \d, pass 1: .*weight.*sparse"):
+        run_ranks(worker, 2)
+
+
+def test_detach_leaves_the_module_as_it_was_and_is_harmless_twice() -> None:
+    def worker(transport):
+        model = Branches()
+        sync = stretto.attach(model, transport=transport)
+        sync.detach()
+        sync.detach()
+        assert all(reducer_of(parameter) is None for parameter in model.parameters())
+        model(inputs_of(transport.rank), "abc").backward()
+        wanted = expected(1, ["abc"]) if transport.rank == 0 else None
+        if wanted:
+            assert_same(gradients(model), wanted)
+        stretto.attach(model, transport=transport).detach()
+
+    run_ranks(worker, 2)
+
+
+def test_nothing_keeps_a_dropped_model_alive() -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport)
+        model(inputs_of(transport.rank), "abc").backward()
+        return weakref.ref(model)
+
+    references = run_ranks(worker, 2)
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_the_comm_hook_replaces_the_all_reduce_and_gets_undivided_gradients() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def double(state, bucket):
+        seen.append((bucket.index(), bucket.is_last()))
+        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() * state)
+        return future
+
+    def worker(transport):
+        recording = RecordingTransport(transport)
+        model = Branches()
+        sync = stretto.attach(model, transport=recording, bucket_cap_mb=5e-5)
+        sync.register_comm_hook(2.0, double)
+        with pytest.raises(stretto.SetupError, match="registered already"):
+            sync.register_comm_hook(2.0, double)
+        for _ in range(2):
+            model.zero_grad()
+            recording.calls.clear()
+            model(inputs_of(transport.rank), "abc").backward()
+        assert recording.calls == []
+        return gradients(model)
+
+    for rank, found in enumerate(run_ranks(worker, 2)):
+        model = Branches()
+        (2 * model(inputs_of(rank), "abc")).backward()
+        assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+    assert {last for _, last in seen} == {True, False}

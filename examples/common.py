@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# Before any process group exists: its functions take the group of the moment of import as a default and never let go.
+# An optimizer would import it later; Gloo's threads then outlive destroy_process_group() and can abort the exit.
+import torch.distributed.nn
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 

@@ -67,9 +67,7 @@ def main() -> int:
     words = "are the same numbers as" if same else "DIFFER from"
     ratio = ours["seconds_per_step"] / theirs["seconds_per_step"]
     verdict = "at least" if accurate else "NOT"
-    print(
-        f"{RANKS} processes trained one model on real digits, each on its part of every batch, in one training script."
-    )
+    print(f"{RANKS} processes trained one model on real digits, each on its part of every batch.")
     print(f"The losses {words} those of torch DDP, at {ratio:.2f} of its time a step.")
     print(f"It reads {ours['accuracy']:.1%} of unseen digits, {verdict} the {ACCURACY:.0%} promised.", end=" ")
     print(f"All this took {time.perf_counter() - began:.0f} s.")

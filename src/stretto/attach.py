@@ -143,14 +143,8 @@ class Synchronizer:
         """
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, got {hook!r}")
-        if self._reducer is None:
-            return
-        if self._reducer.comm_hook is not None:
-            raise SetupError(
-                f"rank {self.rank}: a comm hook is registered already ({self._reducer.comm_hook.hook!r}).\n"
-                "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)"
-            )
-        self._reducer.comm_hook = CommHook(state, hook)
+        if self._reducer is not None:
+            self._reducer.comm_hook = CommHook(state, hook)
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""

@@ -170,23 +170,32 @@ class RecordingTransport:
 
 
 class DelayTransport(RecordingTransport):
-    """Each all-reduce takes at least ``seconds(bytes)`` longer, as on a slow link; a rank can be made late alone."""
+    """All-reduces go over a link of their own, one after the other, each for ``seconds(bytes)``.
+
+    ``transfers`` holds when each was launched and when it is through, in seconds of ``time.perf_counter``. A link that
+    is slow on one rank only makes that rank late.
+    """
 
     def __init__(self, inner: Transport, seconds: Callable[[int], float]) -> None:
         super().__init__(inner)
+        self.transfers: list[tuple[float, float]] = []
         self._seconds = seconds
+        self._free_at = 0.0
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """The inner one's work, with a ready time that lies in the future."""
+        """The inner one's work, through at a time that may lie in the future."""
         work = super().all_reduce(tensor)
-        return _DelayedWork(work, time.monotonic() + self._seconds(self.calls[-1][1]))
+        launched = time.perf_counter()
+        self._free_at = max(launched, self._free_at) + self._seconds(self.calls[-1][1])
+        self.transfers.append((launched, self._free_at))
+        return _DelayedWork(work, self._free_at)
 
 
 class _DelayedWork:
-    def __init__(self, inner: Work, ready: float) -> None:
+    def __init__(self, inner: Work, through: float) -> None:
         self._inner = inner
-        self._ready = ready
+        self._through = through
 
     def wait(self) -> None:
         self._inner.wait()
-        time.sleep(max(0.0, self._ready - time.monotonic()))
+        time.sleep(max(0.0, self._through - time.perf_counter()))

@@ -1,0 +1,121 @@
+"""Time a parameter that a reducer adds to bare training, communication taken out.
+
+    python benchmarks/overhead.py [--parameters 100 1000 10000] [--rounds 60] [--json FILE]
+
+Two ranks run a chain of Linear(16) layers, batch 4: zero_grad(set_to_none=True), forward, backward. Every contestant
+has torch's noop_hook as comm hook, so nothing is sent. The figure is the paired difference to the bare model in the
+same round, divided by the number of parameters. At world size 1 stretto is measured against the bare model too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import stretto
+from stretto.testing import spawn_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import Spread, interleave, machine, show_table, worst_rank
+
+TORCH = {
+    "torch, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "torch, batched_grad_copy": {"batched_grad_copy": True},
+    "torch, static_graph": {"static_graph": True},
+    "torch, view + batched": {"gradient_as_bucket_view": True, "batched_grad_copy": True},
+    "torch, view + batched + static": {
+        "gradient_as_bucket_view": True,
+        "batched_grad_copy": True,
+        "static_graph": True,
+    },
+}
+
+
+def layers(parameters: int) -> torch.nn.Sequential:
+    """``parameters`` small tensors: weights and biases of a chain."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(parameters // 2)))
+
+
+def step(model: torch.nn.Module) -> Callable[[], None]:
+    inputs = torch.randn(4, 16)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        model(inputs).sum().backward()
+
+    return run
+
+
+def contest(parameters: int, world_size: int) -> dict[str, Callable[[], None]]:
+    """Every contestant on a model of its own."""
+    contestants = {"bare": step(layers(parameters)), "bare again": step(layers(parameters))}
+    attached = layers(parameters)
+    sync = stretto.attach(attached)
+    sync.register_comm_hook(None, noop_hook)
+    contestants["stretto.attach"] = step(attached)
+    if world_size > 1:
+        for name, options in TORCH.items():
+            model = TorchDDP(layers(parameters), **options)
+            model.register_comm_hook(None, noop_hook)
+            contestants[name] = step(model)
+        drop_in = stretto.DistributedDataParallel(layers(parameters))
+        drop_in.register_comm_hook(None, noop_hook)
+        contestants["stretto.DistributedDataParallel"] = step(drop_in)
+    return contestants
+
+
+def measure(rank: int, parameters: int, rounds: int) -> dict[str, list[float]]:
+    """One rank's part; the slower rank's seconds of every round."""
+    world_size = torch.distributed.get_world_size()
+    contestants = contest(parameters, world_size)
+    gc.collect()
+    gc.freeze()
+    return worst_rank(interleave(contestants, rounds, title=f"{parameters} parameters, {world_size} ranks"))
+
+
+def extra(seconds: dict[str, list[float]], parameters: int) -> dict[str, Spread]:
+    """Paired extra seconds a parameter over the bare model."""
+    bare = seconds.pop("bare")
+    return {
+        name: Spread.of([(one - base) / parameters for one, base in zip(times, bare, strict=True)])
+        for name, times in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000, 10000])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for world_size in (2, 1):
+        rows: dict[str, list[str]] = {}
+        for parameters in options.parameters:
+            rounds = options.rounds if parameters < 10000 else max(15, options.rounds // 3)
+            seconds = spawn_ranks(measure, world_size, parameters, rounds, timeout=580)[0]
+            spreads = extra(seconds, parameters)
+            best = min((s.median for name, s in spreads.items() if name.startswith("torch")), default=None)
+            for name, spread in spreads.items():
+                ratio = f"  {spread.median / best:.2f}x" if best else ""
+                rows.setdefault(name, [name]).append(spread.show(1e-6) + ratio)
+            found[f"{world_size} ranks, {parameters} parameters"] = {name: vars(s) for name, s in spreads.items()}
+        header = ["us a parameter over bare", *(f"{n} parameters" for n in options.parameters)]
+        show_table(
+            f"{world_size} ranks: median (and quartiles), ratio to torch's best variant", header, list(rows.values())
+        )
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "seconds a parameter": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The buckets of a plan on their way: filled in any order, launched and waited for in plan order.
+
+[Note: launch order]  Collectives match between ranks by their order alone. A rank may *fill* buckets in any order, but
+launches bucket k only after 0..k-1, and every pass launches every bucket: so no rank ever issues a collective that
+another does not, whatever its graph did. Anything that changes the sequence (a new plan) is decided from words that
+were summed with the buckets, hence known to all ranks in the same pass.
+
+[Note: last bucket]  The last bucket leaves when the outermost backward has ended, although it may be full a moment
+earlier: it carries the word that this rank's backward did not fail, and that can only be said then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+
+from .bucket import Bucket, Control, ControlWords
+from .comm_hooks import CommHook
+from .errors import CommunicationError, UnsupportedError, name_list
+from .events import Events
+from .plan import BucketPlan
+from .transport.base import Transport
+
+
+class LaunchQueue:
+    """Buckets, and how many of them have left in this pass.
+
+    Args:
+        parameters: those of the plan, by name, in order of registration.
+        plan: the first plan.
+        transport: carries the buckets, unless a comm hook does.
+        events: told what happens.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        plan: BucketPlan,
+        transport: Transport,
+        events: Events,
+    ) -> None:
+        self.names = list(parameters)
+        self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self.devices = [parameter.device for parameter in parameters.values()]
+        self.transport = transport
+        self.events = events
+        self.comm_hook: CommHook | None = None
+        self.pass_number = 0
+        self.launched = 0
+        self.total_launched = 0
+        self.total_bytes = 0
+        self.buckets: list[Bucket] = []
+        self.bucket_of: list[Bucket] = []
+        self.adopt(plan)
+
+    def adopt(self, plan: BucketPlan) -> None:
+        """Allocate the plan's buckets, and move gradients that lie in the old ones."""
+        old = {id(view) for bucket in self.buckets for view in bucket.views}
+        self.plan = plan
+        self.buckets = [
+            Bucket(plan, number, self.parameters, self.devices[spec.indices[0]], self.transport)
+            for number, spec in enumerate(plan.buckets)
+        ]
+        home = {}
+        for bucket in self.buckets:
+            for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
+                home[index] = bucket
+                if parameter.grad is not None and id(parameter.grad) in old:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
+        self.bucket_of = [home[index] for index in range(len(self.names))]
+
+    def launch_full(self) -> None:
+        """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
+        while self.launched < len(self.buckets) - 1:
+            bucket = self.buckets[self.launched]
+            if bucket.pending:
+                return
+            self._collect(bucket, bucket.collect)
+            self._launch(bucket)
+
+    def launch_rest(self, contributed: Callable[[], set[int]], *, trust_counts: bool, wants_replan: bool) -> None:
+        """Launch the last bucket, those that lack gradients, and those that wait behind them.
+
+        Args:
+            contributed: gives the parameters for which this rank has something; asked only where a count is not 0.
+            trust_counts: False if a gradient may have arrived twice, so that a full count proves nothing.
+            wants_replan: say so in the last bucket.
+        """
+        known: set[int] | None = None
+        for bucket in self.buckets[self.launched :]:
+            if bucket.pending or not trust_counts:
+                known = contributed() if known is None else known
+                given = known
+                self._collect(bucket, lambda bucket=bucket, given=given: bucket.collect_some(given))  # type: ignore[misc]
+            else:
+                self._collect(bucket, bucket.collect)
+            if bucket.is_last and wants_replan:
+                bucket.control[Control.WANTS_REPLAN] = 1
+            self._launch(bucket)
+
+    def launch_spoiled(self) -> None:
+        """This rank's backward failed: launch what is left all the same, marked, and drop gradients in the buckets."""
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+        for bucket in self.buckets[self.launched :]:
+            bucket.spoil()
+            self._launch(bucket)
+
+    def wait(self, *, release: bool) -> ControlWords:
+        """Wait for every bucket; with ``release``, put ``.grad`` of every parameter in place. What ranks said."""
+        summed = self.comm_hook is None
+        for bucket in self.buckets:
+            self._wait_for(bucket)
+            if release:
+                bucket.release(summed_footer=summed)
+        return self.buckets[-1].control_words(summed=summed)
+
+    def reset(self) -> None:
+        """Empty, for the next pass."""
+        self.launched = 0
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def _collect(self, bucket: Bucket, copy: Callable[[], None]) -> None:
+        try:
+            copy()
+        except RuntimeError as error:
+            gradients = [parameter.grad for parameter in bucket.parameters]
+            sparse = [
+                self.names[index]
+                for index, gradient in zip(bucket.indices, gradients, strict=True)
+                if gradient is not None and gradient.layout != torch.strided
+            ]
+            if not sparse:
+                raise
+            raise UnsupportedError(
+                f"{self.where}: the gradient of {name_list(sparse)} is sparse, which this version cannot reduce.\n"
+                "Make it dense, nn.Embedding(..., sparse=False), or leave it out with attach(..., ignore={...})."
+            ) from error
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self.comm_hook is None:
+            # Divide, then sum, as torch's DDP does: the same bits on two ranks, and fp16 sums do not overflow.
+            bucket.payload.div_(self.transport.world_size)
+            bucket.work = self.transport.all_reduce(bucket.flat)
+        else:
+            bucket.work = self.comm_hook.launch(bucket)
+        self.launched += 1
+        self.total_launched += 1
+        self.total_bytes += bucket.payload_bytes
+        if self.events.bucket_launched:
+            self.events.emit(self.events.bucket_launched, self.pass_number, bucket.index, bucket.payload_bytes)
+
+    def _wait_for(self, bucket: Bucket) -> None:
+        assert bucket.work is not None, "every bucket is launched before any is waited for"
+        try:
+            bucket.work.wait()
+        except RuntimeError as error:
+            names = name_list(self.names[index] for index in bucket.indices)
+            raise CommunicationError(
+                f"{self.where}: bucket {bucket.index} ({names}) could not be reduced over {self.transport.name}: "
+                f"{error}\n"
+                "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
+            ) from error
+        if self.events.bucket_reduced:
+            self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
+
+    @property
+    def where(self) -> str:
+        """How messages begin."""
+        return f"rank {self.transport.rank}, pass {self.pass_number}"

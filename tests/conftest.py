@@ -1,0 +1,52 @@
+"""Quick tests first, and nothing that one test does reaches the next."""
+
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import settings
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+settings.register_profile("stretto", deadline=None, derandomize=True, database=None)
+settings.load_profile("stretto")
+
+
+def pytest_collection_modifyitems(items):
+    def cost(item):
+        return 2 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("ranks") else 0
+
+    items.sort(key=cost)  # stable: files keep their order otherwise
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        _forget_launcher(patch)  # also for fixtures that live longer than a test
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(monkeypatch):
+    """No launcher's variables, fixed seeds, and the global settings as they were."""
+    _forget_launcher(monkeypatch)
+    random.seed(0)
+    torch.manual_seed(0)
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group behind")
+
+
+def _forget_launcher(patch):
+    for name in list(os.environ):
+        if name in LAUNCHER or name.startswith(("GLOO_", "TORCHELASTIC_")):
+            patch.delenv(name)

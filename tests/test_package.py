@@ -1,0 +1,119 @@
+"""The package as a whole: who may import whom, what is public, no side effects of importing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import stretto
+
+SOURCE = Path(stretto.__file__).parent
+
+LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
+    {"errors", "events", "plan", "engine"},
+    {"transport", "replan"},
+    {"bucket", "agreement", "broadcast"},
+    {"comm_hooks"},
+    {"launch"},
+    {"reducer"},
+    {"attach"},
+    {"ddp"},
+    {"__init__"},
+    {"testing"},
+]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top modules of the package that a file imports."""
+    found: set[str] = set()
+    depth = len(path.relative_to(SOURCE).parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("stretto"):
+            found.add([*node.module.split("."), "__init__"][1])
+    return found
+
+
+def module_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def test_every_module_has_a_layer_and_imports_upwards_only() -> None:
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    for path in SOURCE.rglob("*.py"):
+        module = module_of(path)
+        assert module in level, f"{module} has no place in docs/design.md, section 3"
+        for imported in imports_of(path):
+            assert level[imported] <= level[module], f"{module} imports {imported} from a later layer"
+
+
+def test_no_circles() -> None:
+    needs = {module_of(path): set() for path in SOURCE.rglob("*.py")}
+    for path in SOURCE.rglob("*.py"):
+        needs[module_of(path)] |= imports_of(path) - {module_of(path)}
+    while needs:
+        free = [module for module, wanted in needs.items() if not wanted]
+        assert free, f"a circle of imports among {sorted(needs)}"
+        for module in free:
+            del needs[module]
+        for wanted in needs.values():
+            wanted.difference_update(free)
+
+
+def test_public_names() -> None:
+    assert stretto.__all__ == sorted(stretto.__all__)
+    assert all(hasattr(stretto, name) for name in stretto.__all__)
+    assert stretto.__all__ == [
+        "AlreadyAttachedError",
+        "BucketPlan",
+        "BucketSpec",
+        "CommunicationError",
+        "DistributedDataParallel",
+        "ModelMismatchError",
+        "Observer",
+        "ParameterSpec",
+        "PeerError",
+        "PlanError",
+        "SetupError",
+        "Statistics",
+        "StrettoError",
+        "Synchronizer",
+        "UnsupportedError",
+        "attach",
+    ]
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        assert path.name == "__init__.py" or ast.get_docstring(tree), path
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                private = any(
+                    isinstance(parent, (ast.FunctionDef, ast.ClassDef))
+                    and (parent.name.startswith("_") or isinstance(parent, ast.FunctionDef))
+                    and node in ast.walk(parent)
+                    and parent is not node
+                    for parent in ast.walk(tree)
+                )
+                setter = any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in node.decorator_list)
+                assert private or setter or ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+
+
+def test_importing_starts_nothing() -> None:
+    program = (
+        "import threading, logging, os, torch; before = set(os.environ); handlers = list(logging.root.handlers)\n"
+        "hooks = torch.nn.modules.module._global_forward_hooks; import stretto, stretto.testing\n"
+        "assert threading.active_count() == 1 and not torch.distributed.is_initialized()\n"
+        "assert logging.root.handlers == handlers and not hooks and set(os.environ) == before\n"
+        "import sys; assert not {'matplotlib', 'rich', 'sklearn', 'typer'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_files_stay_small() -> None:
+    for path in SOURCE.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 330, f"{path.name} is two files"

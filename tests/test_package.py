@@ -117,3 +117,14 @@ def test_importing_starts_nothing() -> None:
 def test_files_stay_small() -> None:
     for path in SOURCE.rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 330, f"{path.name} is two files"
+
+
+def test_a_destroyed_process_group_is_gone() -> None:
+    """torch.distributed.nn, imported while a group exists, holds it for ever; stretto imports it first."""
+    program = (
+        "import stretto, torch.distributed as dist, weakref\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "import torch.distributed.nn\n"
+        "group = weakref.ref(dist.group.WORLD); dist.destroy_process_group(); assert group() is None"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

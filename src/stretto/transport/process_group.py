@@ -12,6 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its functions take the default group of the moment of import as a default argument and never let go. Optimizers import
+# it late, after the group was made; Gloo's threads then outlive destroy_process_group() and can abort the exit.
+import torch.distributed.nn
+
 from ..errors import CommunicationError, UnsupportedError
 from .base import Work
 

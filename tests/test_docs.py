@@ -1,0 +1,109 @@
+"""The documentation: links lead somewhere, commands exist, code in it runs."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import stretto
+from stretto.testing import RecordingTransport, run_ranks
+from stretto.transport import LocalGroup
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for path in re.findall(r"`((?:examples|benchmarks|docs|src|tests)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_make_targets_of_the_docs_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
+
+
+def test_ci_calls_what_the_readme_tells_a_person_to_call() -> None:
+    assert re.search(r"^make test ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
+
+
+def test_readme_shows_what_overlap_draws_and_no_place_is_left_empty() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "bucket 0 " in text and "exposed " in text
+    assert not re.search(r"^[A-Z]{4,}$", text, re.MULTILINE)
+
+
+def test_version_stands_in_the_changelog() -> None:
+    assert f"## [{stretto.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def examples_in_docstrings() -> dict[str, str]:
+    """The ``Example::`` blocks of everything public, by name."""
+    from stretto import attach, events, plan, testing
+    from stretto.transport import local, process_group
+
+    found: dict[str, str] = {}
+    for module in (attach, events, plan, testing, local, process_group, stretto.ddp):
+        for name, thing in vars(module).items():
+            if getattr(thing, "__module__", None) != module.__name__:
+                continue
+            members = vars(thing).items() if inspect.isclass(thing) else ()
+            for full, one in [(name, thing), *((f"{name}.{n}", m) for n, m in members if callable(m))]:
+                text = inspect.getdoc(one) or ""
+                if "Example::" in text:
+                    block = text.split("Example::\n", 1)[1]
+                    found[f"{module.__name__}.{full}"] = textwrap.dedent(block.split("\n\n\n\n")[0])
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(examples_in_docstrings()))
+def test_examples_in_docstrings_run(name: str) -> None:
+    code = examples_in_docstrings()[name]
+    assert doctest  # the examples are plain code, not sessions
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(3, 2)
+        needs_sync = "sync = " not in code and "sync." in code
+        scope = {
+            "torch": torch,
+            "stretto": stretto,
+            "model": model,
+            "optimizer": optimizer,
+            "x": x,
+            "sync": stretto.attach(model, transport=transport) if needs_sync else None,
+            "loader": [(x, torch.randn(3, 1))],
+            "loss_function": torch.nn.functional.mse_loss,
+            "micro_batches": [x, x],
+            "loss": lambda batch: model(batch).sum(),
+            "RecordingTransport": RecordingTransport,
+            "ProcessGroupTransport": lambda: transport,
+            "run_ranks": run_ranks,
+            "LocalGroup": LocalGroup,
+            "train": lambda transport: None,
+            "dist": type("dist", (), {"init_process_group": staticmethod(lambda *_: None)}),
+            "contextlib": __import__("contextlib"),
+            "threading": __import__("threading"),
+            "plan_buckets": stretto.plan.plan_buckets,
+            "describe_parameters": stretto.plan.describe_parameters,
+            "BucketPlan": stretto.BucketPlan,
+        }
+        exec(compile(code, name, "exec"), scope)
+
+    run_ranks(worker, 2)

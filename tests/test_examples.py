@@ -1,0 +1,63 @@
+"""The examples and benchmarks, run as a user runs them: real processes, real data, short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+pytestmark = pytest.mark.ranks
+
+
+def run(*command: object, expect: int = 0) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == expect, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["digits", "text"])
+def test_example_is_short_and_shows_three_lines(name: str) -> None:
+    lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
+    assert len(lines) < 120
+    assert sum(f"{n} of 3" in line for n in (1, 2, 3) for line in lines) == 3
+
+
+def test_digits_gives_torch_ddps_losses_and_resumes_on_all_ranks(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "digits.py"
+    whole, first, second, ddp = (tmp_path / f"{name}.json" for name in ("whole", "first", "second", "ddp"))
+    run(*TORCHRUN, script, "--epochs", 2, "--json", whole)
+    run(*TORCHRUN, script, "--epochs", 2, "--json", ddp, "--reducer", "ddp")
+    run(*TORCHRUN, script, "--epochs", 1, "--json", first, "--checkpoint", tmp_path / "c.pt")
+    run(*TORCHRUN, script, "--epochs", 2, "--json", second, "--checkpoint", tmp_path / "c.pt")
+    losses = {path.stem: json.loads(path.read_text())["losses"] for path in (whole, first, second, ddp)}
+    assert losses["whole"] == losses["ddp"]
+    assert losses["first"] + losses["second"] == losses["whole"]
+
+
+def test_digits_runs_alone_and_a_missed_target_is_an_exit_status() -> None:
+    script = ROOT / "examples" / "digits.py"
+    assert "test accuracy" in run(sys.executable, script, "--epochs", 1, "--target-accuracy", 0.5)
+    run(sys.executable, script, "--epochs", 1, "--target-accuracy", 1.01, expect=1)
+
+
+def test_text_runs_on_two_ranks() -> None:
+    assert "loss" in run(*TORCHRUN, ROOT / "examples" / "text.py", "--steps", 6)
+
+
+def test_overlap_draws_a_picture() -> None:
+    picture = run(sys.executable, ROOT / "examples" / "overlap.py")
+    assert picture.startswith("backward ") and "\nbucket 0 " in picture and "\nexposed " in picture
+
+
+def test_benchmarks_run_small(tmp_path: Path) -> None:
+    folder = ROOT / "benchmarks"
+    run(sys.executable, folder / "overhead.py", "--parameters", 20, "--rounds", 3, "--json", tmp_path / "o.json")
+    run(sys.executable, folder / "broadcast.py", "--megabytes", 1, "--rounds", 3, "--json", tmp_path / "b.json")
+    for name in ("o", "b"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["machine"]["torch"]

@@ -29,7 +29,7 @@ each_cap = table("cap", CAPS)
 each_world = table("world", [1, pytest.param(2, marks=pytest.mark.ranks), pytest.param(3, marks=pytest.mark.ranks)])
 
 
-# The table: every case of one world size runs in the same processes, and the tests look at what came out.
+# The table: all cases of one world size run in the same processes, and the tests look at what came out.
 
 
 def attach(model, cap, **options):
@@ -48,22 +48,22 @@ def train(module, forward, name, optimizer, rank):
     return {"gradients": seen, "state": state(module)}
 
 
-def train_case(name, cap, optimizer, rank, world):
-    """stretto, and beside it in the same process torch's DDP (or the bare module in a world of one)."""
-    ours = build(name, seed=rank)
-    theirs = copy.deepcopy(ours)
-    sync = attach(ours, cap)
-    reference = TorchDDP(theirs) if world > 1 else theirs
-    result = {
-        "ours": train(ours, ours, name, optimizer, rank),
-        "torch": train(theirs, reference, name, optimizer, rank),
-    }
+def train_with_torch(name, optimizer, rank, world):
+    """torch's DDP with its default buckets, in the same process; in a world of one the bare module."""
+    model = build(name, seed=rank)
+    return train(model, TorchDDP(model) if world > 1 else model, name, optimizer, rank)
 
-    alone = copy.deepcopy(ours)  # in eval mode, where BatchNorm does not mix the rows of a batch
-    for model, data in ((ours, batch(name, rank, STEPS)), (alone, joined(name, world, STEPS))):
-        model.eval().zero_grad()
-        loss(model, data).backward()
-    result |= {"mean": gradients(ours), "joined": gradients(alone), "plans": sync.statistics.plans, "plan": sync.plan}
+
+def train_case(name, cap, optimizer, rank, world):
+    model = build(name, seed=rank)
+    sync = attach(model, cap)
+    result = {"ours": train(model, model, name, optimizer, rank)}
+
+    alone = copy.deepcopy(model)  # in eval mode, where BatchNorm does not mix the rows of a batch
+    for module, data in ((model, batch(name, rank, STEPS)), (alone, joined(name, world, STEPS))):
+        module.eval().zero_grad()
+        loss(module, data).backward()
+    result |= {"mean": gradients(model), "joined": gradients(alone), "plans": sync.statistics.plans, "plan": sync.plan}
     sync.detach()
     return result
 
@@ -71,10 +71,11 @@ def train_case(name, cap, optimizer, rank, world):
 def train_table(rank, world):
     results = {}
     for name in MODELS:
-        for cap in CAPS:
-            for optimizer in OPTIMIZERS:
+        for optimizer in OPTIMIZERS:
+            theirs = train_with_torch(name, optimizer, rank, world)
+            for cap in CAPS:
                 try:
-                    results[name, cap, optimizer] = train_case(name, cap, optimizer, rank, world)
+                    results[name, cap, optimizer] = train_case(name, cap, optimizer, rank, world) | {"torch": theirs}
                 except Exception as error:
                     raise RuntimeError(f"model {name}, world {world}, cap {cap!r}, {optimizer}") from error
     return results, [run_mode(mode, face, rank) for mode, face in mode_cases()] if world == 2 else []

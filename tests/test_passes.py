@@ -371,8 +371,12 @@ def test_detach_leaves_the_module_as_it_was_and_is_harmless_twice() -> None:
     def worker(transport):
         model = Branches()
         sync = stretto.attach(model, transport=transport)
+        model(inputs_of(transport.rank), "abc").backward()
+        before = sync.plan, sync.statistics
         sync.detach()
         sync.detach()
+        assert (sync.plan, sync.statistics) == before and before[1].passes == 1
+        model.zero_grad()
         assert all(reducer_of(parameter) is None for parameter in model.parameters())
         model(inputs_of(transport.rank), "abc").backward()
         wanted = expected(1, ["abc"]) if transport.rank == 0 else None

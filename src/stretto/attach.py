@@ -63,7 +63,8 @@ class Synchronizer:
         self.module = module
         self.rank = transport.rank if transport else 0
         self.world_size = transport.world_size if transport else 1
-        self._first_plan = plan
+        self._idle_plan = plan
+        self._last_statistics = Statistics()
         self._transport = transport
         self._events = Events()
         self._buffer_places = BufferPlaces(module, ignored)
@@ -86,12 +87,12 @@ class Synchronizer:
     @property
     def plan(self) -> BucketPlan:
         """The plan in use. ``print(sync.plan)`` shows a table."""
-        return self._reducer.plan if self._reducer else self._first_plan
+        return self._reducer.plan if self._reducer else self._idle_plan
 
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching, on this rank."""
-        return self._reducer.statistics if self._reducer else Statistics()
+        return self._reducer.statistics if self._reducer else self._last_statistics
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,6 +173,7 @@ class Synchronizer:
     def detach(self) -> None:
         """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""
         if self._reducer is not None:
+            self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
             self._reducer.detach()
             self._reducer = None
         if self._transport is not None:

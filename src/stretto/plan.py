@@ -38,6 +38,15 @@ class ParameterSpec:
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: str = "cpu"
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients travel and are summed, if not their own."""
+
+    def __post_init__(self) -> None:
+        sizes = (*self.shape, *self.strides)
+        if not isinstance(self.name, str) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise PlanError(f"parameter {self.name!r} cannot have shape {self.shape} and strides {self.strides}")
+        if len(self.shape) != len(self.strides):
+            raise PlanError(f"parameter {self.name}: shape {self.shape} and strides {self.strides} differ in length")
 
     @property
     def numel(self) -> int:
@@ -57,6 +66,7 @@ class BucketSpec:
     indices: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,19 @@ class BucketPlan:
     buckets: tuple[BucketSpec, ...]
     cap_bytes: int
     last_cap_bytes: int
+    cut_after: tuple[int, ...] = ()
+    """Parameters whose arrival closes every bucket that is being filled."""
 
     def __post_init__(self) -> None:
+        caps = (self.cap_bytes, self.last_cap_bytes)
+        if not all(isinstance(cap, int) for cap in caps) or self.cap_bytes <= 0 or self.last_cap_bytes < 0:
+            raise PlanError(f"bucket caps must be positive, got cap_bytes={caps[0]}, last_cap_bytes={caps[1]}")
         if sorted(self.order) != list(range(len(self.parameters))):
             raise PlanError("a bucket plan must hold every parameter exactly once")
         for number, bucket in enumerate(self.buckets):
             members = [self.parameters[index] for index in bucket.indices]
-            if not members or any((p.dtype, p.device) != (bucket.dtype, bucket.device) for p in members):
+            kind = (bucket.dtype, bucket.device, bucket.reduce_dtype)
+            if not members or any(_kind(member) != kind for member in members):
                 raise PlanError(f"bucket {number} must hold parameters of one dtype and device, and at least one")
 
     @cached_property
@@ -126,7 +142,11 @@ class BucketPlan:
                 "version": 1,
                 "cap_bytes": self.cap_bytes,
                 "last_cap_bytes": self.last_cap_bytes,
-                "parameters": [[p.name, p.shape, p.strides, _dtype_name(p.dtype), p.device] for p in self.parameters],
+                "cut_after": self.cut_after,
+                "parameters": [
+                    [p.name, p.shape, p.strides, _dtype_name(p.dtype), p.device, _dtype_name(p.reduce_dtype)]
+                    for p in self.parameters
+                ],
                 "buckets": [bucket.indices for bucket in self.buckets],
             }
         )
@@ -139,11 +159,18 @@ class BucketPlan:
             if data["version"] != 1:
                 raise PlanError(f"this is a plan of version {data['version']}; this stretto reads version 1")
             parameters = tuple(
-                ParameterSpec(name, tuple(shape), tuple(strides), _dtype_of(dtype), device)
-                for name, shape, strides, dtype, device in data["parameters"]
+                ParameterSpec(
+                    name,
+                    tuple(shape),
+                    tuple(strides),
+                    _dtype_of(dtype),
+                    device,
+                    None if reduce_dtype is None else _dtype_of(reduce_dtype),
+                )
+                for name, shape, strides, dtype, device, reduce_dtype in data["parameters"]
             )
             buckets = tuple(_bucket(parameters, indices) for indices in data["buckets"])
-            return cls(parameters, buckets, data["cap_bytes"], data["last_cap_bytes"])
+            return cls(parameters, buckets, data["cap_bytes"], data["last_cap_bytes"], tuple(data["cut_after"]))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             if isinstance(error, PlanError):
                 raise
@@ -155,7 +182,8 @@ class BucketPlan:
             names = [self.parameters[index].name for index in bucket.indices]
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             size = format_bytes(self.bucket_bytes(number))
-            rows.append((str(number), _dtype_name(bucket.dtype), bucket.device, str(len(names)), size, span))
+            dtypes = " as ".join(filter(None, (_dtype_name(bucket.dtype), _dtype_name(bucket.reduce_dtype))))
+            rows.append((str(number), dtypes, bucket.device, str(len(names)), size, span))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         right = (0, 3, 4)
         lines = [
@@ -172,8 +200,13 @@ class BucketPlan:
         return "\n".join([title, *(line.rstrip() for line in lines)])
 
 
-def describe_parameters(parameters: Mapping[str, torch.Tensor]) -> tuple[ParameterSpec, ...]:
-    """The specs of named parameters, in their order of registration."""
+def describe_parameters(
+    parameters: Mapping[str, torch.Tensor], reduce_dtypes: Mapping[str, torch.dtype] | None = None
+) -> tuple[ParameterSpec, ...]:
+    """The specs of named parameters, in their order of registration.
+
+    ``reduce_dtypes`` names parameters whose gradients travel in another dtype than their own.
+    """
     devices: dict[str, list[torch.device]] = {}
     specs = []
     for name, parameter in parameters.items():
@@ -183,7 +216,10 @@ def describe_parameters(parameters: Mapping[str, torch.Tensor]) -> tuple[Paramet
         ordinal = known.index(parameter.device)
         label = parameter.device.type if not ordinal else f"{parameter.device.type}#{ordinal}"
         shape = tuple(parameter.shape)
-        specs.append(ParameterSpec(name, shape, slot_strides(shape, parameter.stride()), parameter.dtype, label))
+        strides = slot_strides(shape, parameter.stride())
+        reduce_dtype = (reduce_dtypes or {}).get(name, parameter.dtype)
+        other = None if reduce_dtype == parameter.dtype else reduce_dtype
+        specs.append(ParameterSpec(name, shape, strides, parameter.dtype, label, other))
     return tuple(specs)
 
 
@@ -210,6 +246,7 @@ def plan_buckets(
     *,
     cap_bytes: int = 4 * MIB,
     last_cap_bytes: int | None = None,
+    cut_after: Sequence[int] = (),
 ) -> BucketPlan:
     """Cut parameters into buckets in the order in which their gradients arrive.
 
@@ -220,6 +257,7 @@ def plan_buckets(
         cap_bytes: a bucket's payload is at most this, unless one parameter alone is larger.
         last_cap_bytes: the same for the bucket that leaves last, the only one that backward can never hide; default a
             quarter of ``cap_bytes``.
+        cut_after: indices of parameters whose arrival closes every bucket that is being filled.
 
     Returns:
         A plan whose buckets are sorted by the arrival of their last parameter.
@@ -228,30 +266,34 @@ def plan_buckets(
         PlanError: ``order`` is not a permutation of the parameters, or a cap is not positive.
     """
     last_cap = cap_bytes // 4 if last_cap_bytes is None else last_cap_bytes
-    if cap_bytes <= 0 or last_cap < 0:
-        raise PlanError(f"bucket caps must be positive, got cap_bytes={cap_bytes}, last_cap_bytes={last_cap_bytes}")
     arrivals = list(reversed(range(len(parameters)))) if order is None else list(order)
     if sorted(arrivals) != list(range(len(parameters))):
         raise PlanError(f"order must name each of the {len(parameters)} parameters once, got {len(arrivals)} indices")
 
     closed: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, str], list[int]] = {}
-    filled: dict[tuple[torch.dtype, str], int] = {}
+    filling: dict[tuple[object, ...], list[int]] = {}
+    filled: dict[tuple[object, ...], int] = {}
+    cuts = set(cut_after)
     for index in arrivals:
         spec = parameters[index]
-        key = (spec.dtype, spec.device)
+        key = _kind(spec)
         if key in filling and filled[key] + spec.nbytes > cap_bytes:
             closed.append(filling.pop(key))
             filled[key] = 0
         filling.setdefault(key, []).append(index)
         filled[key] = filled.get(key, 0) + spec.nbytes
+        if index in cuts:
+            closed.extend(filling.values())
+            filling.clear()
+            filled.clear()
     closed.extend(filling.values())
     position = {index: place for place, index in enumerate(arrivals)}
     closed.sort(key=lambda members: position[members[-1]])
     if closed:
         closed[-1:] = _split_tail(parameters, closed[-1], last_cap)
+        closed.sort(key=lambda members: position[members[-1]])  # what was split off the last may end before others
     buckets = tuple(_bucket(parameters, members) for members in closed)
-    return BucketPlan(tuple(parameters), buckets, cap_bytes, last_cap)
+    return BucketPlan(tuple(parameters), buckets, cap_bytes, last_cap, tuple(cut_after))
 
 
 def _split_tail(parameters: Sequence[ParameterSpec], members: list[int], last_cap: int) -> list[list[int]]:
@@ -267,11 +309,16 @@ def _split_tail(parameters: Sequence[ParameterSpec], members: list[int], last_ca
 
 def _bucket(parameters: Sequence[ParameterSpec], indices: Sequence[int]) -> BucketSpec:
     first = parameters[indices[0]]
-    return BucketSpec(tuple(indices), first.dtype, first.device)
+    return BucketSpec(tuple(indices), first.dtype, first.device, first.reduce_dtype)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _kind(spec: ParameterSpec) -> tuple[object, ...]:
+    """What the parameters of a bucket have in common."""
+    return (spec.dtype, spec.device, spec.reduce_dtype)
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _dtype_of(name: str) -> torch.dtype:

@@ -20,7 +20,13 @@ def complete_order(plan: BucketPlan, arrived: Sequence[int]) -> list[int]:
 
 def recut(plan: BucketPlan, order: Sequence[int]) -> BucketPlan:
     """The plan for the same parameters and caps in another order of arrival."""
-    return plan_buckets(plan.parameters, order, cap_bytes=plan.cap_bytes, last_cap_bytes=plan.last_cap_bytes)
+    return plan_buckets(
+        plan.parameters,
+        order,
+        cap_bytes=plan.cap_bytes,
+        last_cap_bytes=plan.last_cap_bytes,
+        cut_after=plan.cut_after,
+    )
 
 
 class ReplanPolicy:

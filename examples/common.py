@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -57,6 +58,9 @@ def ranks() -> Iterator[Here]:
     try:
         yield Here(dist.get_rank(), dist.get_world_size(), device)
     finally:
+        # First whatever else holds the group, such as a DDP wrapper whose training function has returned: were torch's
+        # reducer its last owner, freeing the group would wait for a Gloo thread that waits for the interpreter's lock.
+        gc.collect()
         dist.destroy_process_group()
 
 

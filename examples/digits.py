@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -49,46 +51,50 @@ def accuracy(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
     return right
 
 
+def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> int:
+    torch.manual_seed(args.seed + rank)  # ranks begin differently on purpose: rank 0's weights go to all
+    train_set, test_set = digits()
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
+    loader = DataLoader(train_set, BATCH // world_size, sampler=sampler, drop_last=True)
+    model = digits_net().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    start = common.resume(args.checkpoint, model, optimizer)
+
+    forward: nn.Module = model
+    plan = ""
+    if args.reducer == "stretto":
+        sync = stretto.attach(model)  # 2 of 3: from here on backward() leaves the mean over the ranks in .grad
+    elif args.reducer == "ddp" and world_size > 1:
+        forward = DistributedDataParallel(model)
+
+    with common.Record(f"digits, {args.reducer}", rank, (args.epochs - start) * len(loader)) as record:
+        for epoch in range(start, args.epochs):
+            sampler.set_epoch(epoch)
+            for images, labels in loader:
+                optimizer.zero_grad()
+                loss = cross_entropy(forward(images.to(device)), labels.to(device))
+                loss.backward()
+                optimizer.step()
+                record.step(loss)
+            common.save(args.checkpoint, model, optimizer, epoch + 1, rank)
+
+    if args.reducer == "stretto":
+        plan = str(sync.plan)
+        sync.detach()  # 3 of 3: the model is as it was
+    if rank != 0:
+        return 0
+    reached = accuracy(model, test_set, device)
+    print(f"test accuracy {reached:.4f}")
+    record.write(args.json, rank, accuracy=reached, plan=plan)
+    return 1 if reached < args.target_accuracy else 0
+
+
 def main() -> int:
     flags = common.parser(__doc__.splitlines()[0], epochs=15)
     flags.add_argument("--target-accuracy", type=float, default=0.0, help="exit with 1 below this test accuracy")
     args = flags.parse_args()
-    with common.ranks() as (rank, world_size, device):
-        torch.manual_seed(args.seed + rank)  # ranks begin differently on purpose: rank 0's weights go to all
-        train, test = digits()
-        sampler = DistributedSampler(train, world_size, rank, seed=args.seed)
-        loader = DataLoader(train, BATCH // world_size, sampler=sampler, drop_last=True)
-        model = digits_net().to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        start = common.resume(args.checkpoint, model, optimizer)
-
-        forward: nn.Module = model
-        plan = ""
-        if args.reducer == "stretto":
-            sync = stretto.attach(model)  # 2 of 3: from here on backward() leaves the mean over the ranks in .grad
-        elif args.reducer == "ddp" and world_size > 1:
-            forward = DistributedDataParallel(model)
-
-        with common.Record(f"digits, {args.reducer}", rank, (args.epochs - start) * len(loader)) as record:
-            for epoch in range(start, args.epochs):
-                sampler.set_epoch(epoch)
-                for images, labels in loader:
-                    optimizer.zero_grad()
-                    loss = cross_entropy(forward(images.to(device)), labels.to(device))
-                    loss.backward()
-                    optimizer.step()
-                    record.step(loss)
-                common.save(args.checkpoint, model, optimizer, epoch + 1, rank)
-
-        if args.reducer == "stretto":
-            plan = str(sync.plan)
-            sync.detach()  # 3 of 3: the model is as it was
-        if rank != 0:
-            return 0
-        reached = accuracy(model, test, device)
-        print(f"test accuracy {reached:.4f}")
-        record.write(args.json, rank, accuracy=reached, plan=plan)
-        return 1 if reached < args.target_accuracy else 0
+    with common.ranks() as here:
+        return train(args, *here)
 
 
 if __name__ == "__main__":

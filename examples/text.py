@@ -1,13 +1,13 @@
 """A small GPT learns to write like Python's own standard library, on any number of ranks.
 
-    python examples/text.py
-    torchrun --nproc-per-node 2 examples/text.py
+    torchrun --nproc-per-node 2 examples/text.py        # or: python examples/text.py
 
 The text is read from the interpreter that runs this, byte by byte. `--reducer none`: each rank trains alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def standard_library(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = len(text) // (CONTEXT + 1)
     if rows < 10 * BATCH:
         raise SystemExit(f"too little text: {len(text)} bytes, need {10 * BATCH * (CONTEXT + 1)}")
-    table = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: rows * (CONTEXT + 1)].view(rows, -1).long()
+    table = torch.tensor(list(text[: rows * (CONTEXT + 1)])).view(rows, -1)
     return table[: -(rows // 10)], table[-(rows // 10) :]
 
 
@@ -71,48 +71,51 @@ def sample(model: nn.Module, device: torch.device, length: int = 200) -> str:
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
+def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> int:
+    torch.manual_seed(args.seed + rank)  # ranks begin differently on purpose: rank 0's weights go to all
+    train_set, validation = standard_library(args.bytes)
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
+    loader = DataLoader(train_set, BATCH // world_size, sampler=sampler, drop_last=True)
+    model = GPT().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    start = common.resume(args.checkpoint, model, optimizer)
+
+    forward, plan = model, ""
+    if args.reducer == "stretto":
+        sync = stretto.attach(model)  # 2 of 3: from here on backward() leaves the mean over the ranks in .grad
+    elif args.reducer == "ddp" and world_size > 1:
+        forward = DistributedDataParallel(model)
+
+    with common.Record(f"text, {args.reducer}", rank, (args.epochs - start) * len(loader)) as record:
+        for epoch in range(start, args.epochs):
+            sampler.set_epoch(epoch)
+            for rows in loader:
+                optimizer.zero_grad()
+                loss = next_byte_loss(forward, rows.to(device))
+                loss.backward()
+                optimizer.step()
+                record.step(loss)
+            common.save(args.checkpoint, model, optimizer, epoch + 1, rank)
+
+    if args.reducer == "stretto":
+        plan = str(sync.plan)
+        sync.detach()  # 3 of 3: the model is as it was
+    if rank != 0:
+        return 0
+    with torch.no_grad():
+        heard = next_byte_loss(model, validation.to(device)).item()
+    print(f"train loss {record.recent_loss():.3f}, validation loss {heard:.3f}\n{sample(model, device)}")
+    record.write(args.json, rank, validation_loss=heard, plan=plan)
+    return 1 if heard > args.target_loss else 0
+
+
 def main() -> int:
     flags = common.parser(__doc__.splitlines()[0], epochs=2)
     flags.add_argument("--bytes", type=int, default=600_000, help="how much text to read (default: %(default)s)")
     flags.add_argument("--target-loss", type=float, default=float("inf"), help="exit with 1 above this validation loss")
     args = flags.parse_args()
-    with common.ranks() as (rank, world_size, device):
-        torch.manual_seed(args.seed + rank)  # ranks begin differently on purpose: rank 0's weights go to all
-        train, validation = standard_library(args.bytes)
-        sampler = DistributedSampler(train, world_size, rank, seed=args.seed)
-        loader = DataLoader(train, BATCH // world_size, sampler=sampler, drop_last=True)
-        model = GPT().to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        start = common.resume(args.checkpoint, model, optimizer)
-
-        forward: nn.Module = model
-        plan = ""
-        if args.reducer == "stretto":
-            sync = stretto.attach(model)  # 2 of 3: from here on backward() leaves the mean over the ranks in .grad
-        elif args.reducer == "ddp" and world_size > 1:
-            forward = DistributedDataParallel(model)
-
-        with common.Record(f"text, {args.reducer}", rank, (args.epochs - start) * len(loader)) as record:
-            for epoch in range(start, args.epochs):
-                sampler.set_epoch(epoch)
-                for rows in loader:
-                    optimizer.zero_grad()
-                    loss = next_byte_loss(forward, rows.to(device))
-                    loss.backward()
-                    optimizer.step()
-                    record.step(loss)
-                common.save(args.checkpoint, model, optimizer, epoch + 1, rank)
-
-        if args.reducer == "stretto":
-            plan = str(sync.plan)
-            sync.detach()  # 3 of 3: the model is as it was
-        if rank != 0:
-            return 0
-        with torch.no_grad():
-            heard = next_byte_loss(model, validation.to(device)).item()
-        print(f"train loss {record.recent_loss():.3f}, validation loss {heard:.3f}\n{sample(model, device)}")
-        record.write(args.json, rank, validation_loss=heard, plan=plan)
-        return 1 if heard > args.target_loss else 0
+    with common.ranks() as here:
+        return train(args, *here)
 
 
 if __name__ == "__main__":

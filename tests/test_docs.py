@@ -6,6 +6,7 @@ import doctest
 import inspect
 import re
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -54,11 +55,11 @@ def test_version_stands_in_the_changelog() -> None:
 
 def examples_in_docstrings() -> dict[str, str]:
     """The ``Example::`` blocks of everything public, by name."""
-    from stretto import attach, events, plan, testing
+    from stretto import events, handle, plan, testing
     from stretto.transport import local, process_group
 
     found: dict[str, str] = {}
-    for module in (attach, events, plan, testing, local, process_group, stretto.ddp):
+    for module in (sys.modules["stretto.attach"], handle, events, plan, testing, local, process_group, stretto.ddp):
         for name, thing in vars(module).items():
             if getattr(thing, "__module__", None) != module.__name__:
                 continue
@@ -101,7 +102,7 @@ def test_examples_in_docstrings_run(name: str) -> None:
             "contextlib": __import__("contextlib"),
             "threading": __import__("threading"),
             "plan_buckets": stretto.plan.plan_buckets,
-            "describe_parameters": stretto.plan.describe_parameters,
+            "describe_parameters": stretto.specs.describe_parameters,
             "BucketPlan": stretto.BucketPlan,
         }
         exec(compile(code, name, "exec"), scope)

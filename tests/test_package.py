@@ -12,12 +12,13 @@ import stretto
 SOURCE = Path(stretto.__file__).parent
 
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
-    {"errors", "events", "plan", "engine"},
-    {"transport", "replan"},
-    {"bucket", "agreement", "broadcast"},
+    {"errors", "events", "specs", "plan", "engine"},
+    {"transport", "replan", "scaling"},
+    {"bucket", "agreement", "broadcast", "options"},
     {"comm_hooks"},
     {"launch"},
     {"reducer"},
+    {"handle"},
     {"attach"},
     {"ddp"},
     {"__init__"},

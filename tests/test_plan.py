@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 
 import stretto
 from stretto.errors import PlanError
-from stretto.plan import (
-    BucketPlan,
-    BucketSpec,
-    ParameterSpec,
-    describe_parameters,
-    format_bytes,
-    plan_buckets,
-    slot_strides,
-)
+from stretto.plan import BucketPlan, BucketSpec, plan_buckets
 from stretto.replan import ReplanPolicy, complete_order, recut
+from stretto.specs import ParameterSpec, describe_parameters, format_bytes, slot_strides
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from .attach import Synchronizer, attach
+from .attach import attach
 from .ddp import DistributedDataParallel
 from .errors import (
     AlreadyAttachedError,
@@ -15,8 +15,10 @@ from .errors import (
     UnsupportedError,
 )
 from .events import Observer
-from .plan import BucketPlan, BucketSpec, ParameterSpec
+from .handle import Synchronizer
+from .plan import BucketPlan, BucketSpec
 from .reducer import Statistics
+from .specs import ParameterSpec
 
 __version__ = _version("stretto")
 

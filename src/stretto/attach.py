@@ -1,195 +1,43 @@
-"""``attach``: the checks, the first plan, and the handle that the user keeps."""
+"""``attach``: the checks, the agreement between ranks, rank 0's values to all, and the first plan."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
-from .comm_hooks import CommHook, Hook
-from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
-from .events import Events
-from .plan import MIB, BucketPlan, describe_parameters, plan_buckets
-from .reducer import Reducer, Statistics, reducer_of
-from .transport.base import Transport
-from .transport.process_group import ProcessGroupTransport
-
-Buffers = Literal["rank0", "none"]
-
-
-class BufferPlaces:
-    """Where a module's buffers live: the owners' tables and the keys in them, in the order of ``named_buffers``.
-
-    Buffers are looked up by name each time, since users reassign them (``self.count = self.count + 1``). It holds the
-    tables and not the modules: see bucket.py, [Note: weak parameters].
-    """
-
-    def __init__(self, module: torch.nn.Module, ignored: frozenset[str]) -> None:
-        self.policy: Buffers = "rank0"
-        self._places = [
-            (owner._buffers, key)
-            for prefix, owner in module.named_modules()
-            for key in owner._buffers
-            if (f"{prefix}.{key}" if prefix else key) not in ignored
-        ]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Those that are to follow rank 0's now."""
-        if self.policy == "none":
-            return []
-        return [buffer for table, key in self._places if (buffer := table.get(key)) is not None]
-
-
-class Synchronizer:
-    """What ``attach`` returns: the handle on one attached module. Make it with :func:`attach`."""
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        plan: BucketPlan,
-        transport: Transport | None,
-        ignored: frozenset[str],
-        buffers: Buffers,
-    ) -> None:
-        self.module = module
-        self.rank = transport.rank if transport else 0
-        self.world_size = transport.world_size if transport else 1
-        self._idle_plan = plan
-        self._last_statistics = Statistics()
-        self._transport = transport
-        self._events = Events()
-        self._buffer_places = BufferPlaces(module, ignored)
-        self.buffers = buffers
-        self._reducer: Reducer | None = None
-        if transport is not None and transport.world_size > 1:
-            self._reducer = Reducer(
-                _trained(module, ignored), plan, transport, self._events, self._buffer_places.tensors
-            )
-
-    @property
-    def buffers(self) -> Buffers:
-        """``"rank0"`` or ``"none"``, from the next pass on; all ranks must set the same."""
-        return self._buffer_places.policy
-
-    @buffers.setter
-    def buffers(self, policy: Buffers) -> None:
-        self._buffer_places.policy = policy
-
-    @property
-    def plan(self) -> BucketPlan:
-        """The plan in use. ``print(sync.plan)`` shows a table."""
-        return self._reducer.plan if self._reducer else self._idle_plan
-
-    @property
-    def statistics(self) -> Statistics:
-        """Counts since attaching, on this rank."""
-        return self._reducer.statistics if self._reducer else self._last_statistics
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate in ``.grad`` without communication.
-
-        What counts is where ``backward()`` runs; forward may be inside or outside. The next backward outside reduces
-        the accumulated sum, including parameters that only the earlier passes reached. Not collective, but every
-        rank must skip the same passes.
-
-        Example::
-
-            for i, batch in enumerate(micro_batches):
-                with sync.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
-                    loss(batch).backward()
-            optimizer.step()
-        """
-        before = self.synchronize
-        self.synchronize = False
-        try:
-            yield
-        finally:
-            self.synchronize = before
-
-    @property
-    def synchronize(self) -> bool:
-        """Whether the next backward reduces; what ``no_sync`` clears for its time."""
-        return self._reducer.synchronize if self._reducer else True
-
-    @synchronize.setter
-    def synchronize(self, value: bool) -> None:
-        if self._reducer is not None:
-            self._reducer.synchronize = value
-
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
-
-        The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it also
-        divides. All ranks must register the same hook before the same pass. Once only.
-
-        Raises:
-            SetupError: a hook is registered already.
-            TypeError: ``hook`` is not callable.
-
-        Example::
-
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-            sync.register_comm_hook(None, fp16_compress_hook)
-        """
-        if not callable(hook):
-            raise TypeError(f"Communication hook must be callable, got {hook!r}")
-        if self._reducer is not None:
-            self._reducer.comm_hook = CommHook(state, hook)
-
-    def observe(self, observer: object) -> None:
-        """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
-        self._events.add(observer)
-
-    def stop_observing(self, observer: object) -> None:
-        """Undo :meth:`observe`."""
-        self._events.remove(observer)
-
-    def describe(self) -> str:
-        """What happens in a pass, in plain words, with the plan."""
-        if self._reducer is None:
-            return "1 rank: backward is left alone, nothing is communicated."
-        how = f"comm hook {self._reducer.comm_hook.hook!r}" if self._reducer.comm_hook else "mean (divide, then sum)"
-        sent = {"rank0": "follow rank 0's at the end of every pass", "none": "stay as they are on each rank"}
-        return "\n".join(
-            [
-                f"rank {self.rank} of {self.world_size} over {self._reducer.transport.name}",
-                f"gradients: {how} over ranks, in place when backward returns",
-                f"buffers ({len(self._buffer_places)}): {sent[self.buffers]}",
-                str(self.plan),
-            ]
-        )
-
-    def detach(self) -> None:
-        """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""
-        if self._reducer is not None:
-            self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
-            self._reducer.detach()
-            self._reducer = None
-        if self._transport is not None:
-            self._transport.close()
+from .errors import AlreadyAttachedError, SetupError, name_list
+from .handle import Synchronizer
+from .options import Buffers, Options, dtype_patterns, names_of
+from .plan import MIB, BucketPlan, plan_buckets
+from .reducer import reducer_of
+from .scaling import Reduce, Scaling
+from .specs import describe_parameters
+from .transport import ProcessGroupTransport, RoundRobinTransport, Transport
 
 
 def attach(
     module: torch.nn.Module,
     *,
     process_group: dist.ProcessGroup | None = None,
+    process_groups: Sequence[dist.ProcessGroup] = (),
     transport: Transport | None = None,
     bucket_cap_mb: float | None = None,
     last_bucket_cap_mb: float | None = None,
     buffers: Buffers = "rank0",
     init_sync: bool = True,
-    ignore: frozenset[str] = frozenset(),
+    ignore: Iterable[str] = (),
+    reduce: Reduce = "mean",
+    weighted: bool = False,
+    predivide_factor: float | None = None,
+    reduce_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    delay: bool = False,
+    launch_after: Iterable[str | torch.nn.Parameter] = (),
 ) -> Synchronizer:
     """Average the gradients of ``module`` over ranks whenever backward reaches them. Collective.
 
@@ -200,14 +48,25 @@ def attach(
         module: the same model on every rank; at least one parameter must require grad.
         process_group: default, the default group. Without any group, or in a world of one, nothing is done, and the
             handle works all the same.
-        transport: what carries the buckets, instead of ``process_group``.
+        process_groups: several groups of the same ranks; buckets take turns among them (VLDB 2020, section 5.4), so
+            that more than one is under way on backends that work through one after the other.
+        transport: what carries the buckets, instead of a process group.
         bucket_cap_mb: a bucket holds at most so many MiB, unless one parameter alone is larger; default, what suits the
             transport (4 for Gloo, 25 for NCCL).
         last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap.
         buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
-            ``"none"``, each keeps its own.
+            ``"mean"``, floating ones become their mean and others follow rank 0's; ``"none"``, each keeps its own.
         init_sync: False if the ranks are known to hold the same values: nothing is compared or sent.
-        ignore: names of parameters and buffers to leave alone.
+        ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone.
+        reduce: ``"mean"`` or ``"sum"`` over ranks.
+        weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
+        predivide_factor: divide by this before the sum and by the rest after it (Apex's ``gradient_predivide_factor``).
+        reduce_dtype: gradients travel and are summed in this dtype, for example ``torch.float32`` for bfloat16 ones; a
+            mapping gives one by pattern of parameter names. ``.grad`` keeps the parameter's dtype.
+        delay: send everything after backward, in one flat message a dtype unless ``bucket_cap_mb`` is given (Apex's
+            ``delay_allreduce``). The baseline to measure overlap against.
+        launch_after: parameters, or their names, whose gradient closes the buckets that are being filled (Apex's
+            trigger parameters).
 
     Returns:
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
@@ -216,6 +75,7 @@ def attach(
         SetupError: no parameter requires grad; lazy parameters; ``WORLD_SIZE`` is set and no group is initialised.
         AlreadyAttachedError: a parameter is attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
+        UnsupportedError: an option has a value that is not known.
 
     Example::
 
@@ -225,48 +85,43 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-    if buffers not in ("rank0", "none"):
-        raise UnsupportedError(f'buffers={buffers!r} is not known: use buffers="rank0" or buffers="none"')
-    carrier = transport if transport is not None else _default_transport(process_group)
-    problem = _problem_with(module, ignore)
-    if carrier is None or carrier.world_size == 1:
-        if problem is not None:
-            raise problem
-    elif problem is not None or init_sync:
-        _agree(
-            module,
-            ignore,
-            problem,
-            carrier,
-            dict(
-                bucket_cap_mb=bucket_cap_mb,
-                last_bucket_cap_mb=last_bucket_cap_mb,
-                buffers=buffers,
-            ),
-        )
-    plan = _first_plan(module, ignore, carrier, bucket_cap_mb, last_bucket_cap_mb)
-    if carrier is not None and carrier.world_size > 1 and init_sync:
-        state = [*_named(module, ignore, "parameters").values(), *_named(module, ignore, "buffers").values()]
-        broadcast_coalesced([tensor.detach() for tensor in state], carrier)
-    return Synchronizer(module, plan, carrier, ignore, buffers)
-
-
-def _agree(
-    module: torch.nn.Module,
-    ignore: frozenset[str],
-    problem: SetupError | None,
-    carrier: Transport,
-    options: dict[str, object],
-) -> None:
-    """Collective: also a rank with a problem of its own takes part, so that the others learn of it."""
+    options = Options(
+        bucket_cap_mb=bucket_cap_mb,
+        last_bucket_cap_mb=last_bucket_cap_mb,
+        buffers=buffers,
+        reduce=reduce,
+        weighted=weighted,
+        predivide_factor=predivide_factor,
+        reduce_dtype=dtype_patterns(reduce_dtype),
+        ignore=tuple(sorted(ignore)),
+        delay=delay,
+        launch_after=names_of(module, launch_after),
+    )
+    carrier = transport if transport is not None else _default_transport(process_group, process_groups)
+    alone = carrier is None or carrier.world_size == 1
+    Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
+    problem = _problem_with(module, options)
     if problem is not None:
-        with contextlib.suppress(SetupError):
-            agree(Statement((), str(problem)), carrier)
+        if carrier is not None and not alone:
+            with contextlib.suppress(SetupError):  # take part all the same, so that the other ranks learn of it
+                agree(Statement((), str(problem)), carrier)
         raise problem
-    agree(state_model(_named(module, ignore, "parameters"), _named(module, ignore, "buffers"), options), carrier)
+    plan = _first_plan(module, options, carrier)
+    if carrier is not None and not alone and init_sync:
+        agree(
+            state_model(_named(module, options, "parameters"), _named(module, options, "buffers"), vars(options)),
+            carrier,
+        )
+        state = [*_named(module, options, "parameters").values(), *_named(module, options, "buffers").values()]
+        broadcast_coalesced([tensor.detach() for tensor in state], carrier)
+    return Synchronizer(module, _trained(module, options), plan, carrier, options)
 
 
-def _default_transport(process_group: dist.ProcessGroup | None) -> Transport | None:
+def _default_transport(
+    process_group: dist.ProcessGroup | None, process_groups: Sequence[dist.ProcessGroup]
+) -> Transport | None:
+    if process_groups:
+        return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return ProcessGroupTransport(process_group)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -277,7 +132,7 @@ def _default_transport(process_group: dist.ProcessGroup | None) -> Transport | N
     return None
 
 
-def _problem_with(module: torch.nn.Module, ignore: frozenset[str]) -> SetupError | None:
+def _problem_with(module: torch.nn.Module, options: Options) -> SetupError | None:
     """What keeps this module from being attached on this rank, if anything."""
     everything = dict(module.named_parameters()) | dict(module.named_buffers())
     lazy = [name for name, tensor in everything.items() if torch.nn.parameter.is_lazy(tensor)]
@@ -286,10 +141,10 @@ def _problem_with(module: torch.nn.Module, ignore: frozenset[str]) -> SetupError
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
         )
-    unknown = sorted(ignore - set(everything))
-    if unknown:
-        return SetupError(f"attach: ignore= names {name_list(unknown)}, which the module does not have.")
-    trained = _trained(module, ignore)
+    vain = [pattern for pattern in options.ignore if not any(Options(ignore=(pattern,)).ignores(n) for n in everything)]
+    if vain:
+        return SetupError(f"attach: ignore= names {name_list(vain)}, which the module does not have.")
+    trained = _trained(module, options)
     if not trained:
         return SetupError(
             "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
@@ -304,27 +159,29 @@ def _problem_with(module: torch.nn.Module, ignore: frozenset[str]) -> SetupError
     return None
 
 
-def _first_plan(
-    module: torch.nn.Module,
-    ignore: frozenset[str],
-    carrier: Transport | None,
-    cap_mb: float | None,
-    last_cap_mb: float | None,
-) -> BucketPlan:
-    cap = int(cap_mb * MIB) if cap_mb is not None else carrier.bucket_cap_bytes if carrier else 4 * MIB
-    last = int(last_cap_mb * MIB) if last_cap_mb is not None else None
-    if last is None and cap_mb is None and carrier is not None:
-        last = carrier.last_bucket_cap_bytes
-    return plan_buckets(describe_parameters(_trained(module, ignore)), cap_bytes=cap, last_cap_bytes=last)
+def _first_plan(module: torch.nn.Module, options: Options, carrier: Transport | None) -> BucketPlan:
+    trained = _trained(module, options)
+    specs = describe_parameters(trained, options.reduce_dtypes(trained))
+    cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
+    if cap is None and options.delay:
+        cap = last = 1 + sum(spec.nbytes for spec in specs) / MIB
+    suits = (carrier.bucket_cap_bytes, carrier.last_bucket_cap_bytes) if carrier else (4 * MIB, MIB)
+    names = [spec.name for spec in specs]
+    return plan_buckets(
+        specs,
+        cap_bytes=suits[0] if cap is None else int(cap * MIB),
+        last_cap_bytes=int(last * MIB) if last is not None else suits[1] if cap is None else None,
+        cut_after=[names.index(name) for name in options.launch_after if name in names],
+    )
 
 
-def _named(module: torch.nn.Module, ignore: frozenset[str], kind: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in getattr(module, f"named_{kind}")() if name not in ignore}
+def _named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in getattr(module, f"named_{kind}")() if not options.ignores(name)}
 
 
-def _trained(module: torch.nn.Module, ignore: frozenset[str]) -> dict[str, torch.nn.Parameter]:
+def _trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Parameter]:
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and name not in ignore
+        if parameter.requires_grad and not options.ignores(name)
     }

@@ -15,26 +15,30 @@ from .transport.base import Transport, Work
 MESSAGE_BYTES = 10 * 1024 * 1024
 
 
-@dataclass
+@dataclass(frozen=True)
 class Message:
-    """One flat tensor under way and the tensors it belongs to."""
+    """One flat tensor under way, the tensors it belongs to, and whether what comes replaces them."""
 
     flat: torch.Tensor
     tensors: list[torch.Tensor]
     work: Work
+    replaces: bool
 
 
 @dataclass
-class CoalescedBroadcast:
+class CoalescedMessages:
     """Messages under way; ``finish`` waits for them and unpacks."""
 
     messages: list[Message] = field(default_factory=list)
-    is_root: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes sent, all messages together."""
         return sum(message.flat.numel() * message.flat.element_size() for message in self.messages)
+
+    def add(self, others: CoalescedMessages) -> None:
+        """Finish those together with these."""
+        self.messages += others.messages
 
     def finish(self) -> None:
         """Wait, and copy what came into the tensors. Their version counters do not move.
@@ -44,16 +48,16 @@ class CoalescedBroadcast:
         """
         for message in self.messages:
             message.work.wait()
-            if self.is_root:
-                continue
-            with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(message.tensors)):
-                torch._foreach_copy_(message.tensors, _unpack(message.flat, message.tensors))
+            if message.replaces:
+                tensors = tuple(message.tensors)
+                with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors):
+                    torch._foreach_copy_(message.tensors, _unpack(message.flat, message.tensors))
         self.messages.clear()
 
 
 def start_broadcast(
     tensors: Sequence[torch.Tensor], transport: Transport, *, root: int = 0, message_bytes: int = MESSAGE_BYTES
-) -> CoalescedBroadcast:
+) -> CoalescedMessages:
     """Put ``root``'s tensors under way. Collective.
 
     Args:
@@ -62,22 +66,30 @@ def start_broadcast(
         root: rank whose values win.
         message_bytes: a message is at most this, unless one tensor alone is larger.
     """
-    broadcast = CoalescedBroadcast(is_root=transport.rank == root)
+    started = CoalescedMessages()
+    is_root = transport.rank == root
     for group in _groups(tensors, message_bytes):
-        with torch.no_grad():
-            if broadcast.is_root:
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            else:
-                flat = group[0].new_empty(sum(tensor.numel() for tensor in group))
-        broadcast.messages.append(Message(flat, group, transport.broadcast(flat, root)))
-    return broadcast
+        flat = _pack(group) if is_root else group[0].new_empty(sum(tensor.numel() for tensor in group))
+        started.messages.append(Message(flat, group, transport.broadcast(flat, root), replaces=not is_root))
+    return started
+
+
+def start_mean(
+    tensors: Sequence[torch.Tensor], transport: Transport, *, message_bytes: int = MESSAGE_BYTES
+) -> CoalescedMessages:
+    """Put floating tensors under way to become their mean over ranks. Collective; arguments as above."""
+    started = CoalescedMessages()
+    for group in _groups(tensors, message_bytes):
+        flat = _pack(group).div_(transport.world_size)
+        started.messages.append(Message(flat, group, transport.all_reduce(flat), replaces=True))
+    return started
 
 
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], transport: Transport, *, root: int = 0, message_bytes: int = MESSAGE_BYTES
 ) -> None:
     """Collective. Replace every tensor by ``root``'s, holding no more than two messages in memory at a time."""
-    under_way: list[CoalescedBroadcast] = []
+    under_way: list[CoalescedMessages] = []
     for group in _groups(tensors, message_bytes):
         under_way.append(start_broadcast(group, transport, root=root, message_bytes=message_bytes))
         if len(under_way) == 2:
@@ -102,6 +114,11 @@ def _groups(tensors: Sequence[torch.Tensor], message_bytes: int) -> list[list[to
         members.append(tensor)
         filling[key] = (members, size + nbytes)
     return groups
+
+
+@torch.no_grad()
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

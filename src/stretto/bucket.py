@@ -1,12 +1,15 @@
 """The flat buffer of one plan entry.
 
-    flat:  | slot of p0 | slot of p1 | ... | had p0 | had p1 | ... | control words |
-           └──────────── payload ──────────┘└──────────────── footer ──────────────┘
+    flat:  | slot of p0 | slot of p1 | ... | had p0 | had p1 | ... | control words | weight |
+           └──────────── payload ──────────┘└──────────────────── footer ───────────────────┘
 
 ``views[i]`` is the slot of ``parameters[i]`` in the parameter's own shape and strides, and becomes its ``.grad``: the
 gradients exist once. The footer is summed together with the payload, so that every rank learns, at the same pass and
 without another message, which parameters any rank had and what some rank asks for. Only "zero or not" is read from it
 where the dtype is too coarse to count: a sum of ones never falls back to zero.
+
+Where gradients travel in another dtype than their own (``reduce_dtype``), the slots lie in a memory of their own, are
+cast into the payload when the bucket leaves and cast back when it has been reduced.
 
 [Note: weak parameters]  A parameter's hook holds the reducer, and Python's garbage collector cannot look through the
 C++ object that holds the hook. So reducer and buckets hold parameters weakly; else no model would ever be freed.
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 
 from .plan import BucketPlan
+from .scaling import Scaling, encode_weight
 from .transport.base import Transport, Work
 
 
@@ -73,6 +77,7 @@ class Bucket:
     __slots__ = (
         "_complete",
         "_parameters",
+        "_scaling",
         "control",
         "flat",
         "footer",
@@ -85,7 +90,9 @@ class Bucket:
         "payload",
         "payload_bytes",
         "pending",
+        "slots",
         "views",
+        "weight",
         "work",
     )
 
@@ -96,6 +103,7 @@ class Bucket:
         parameters: Sequence[weakref.ref[torch.nn.Parameter]],
         device: torch.device,
         transport: Transport,
+        scaling: Scaling,
     ) -> None:
         self.index = index
         self.indices = plan.buckets[index].indices
@@ -104,16 +112,22 @@ class Bucket:
         self.pending = len(self.indices)
         self.offsets = plan.offsets(index)
         specs = [plan.parameters[i] for i in self.indices]
-        numel, words = self.offsets[-1], len(specs) + len(Control)
-        self.flat = transport.allocate(numel + words, specs[0].dtype, device)
+        dtype = specs[0].reduce_dtype or specs[0].dtype
+        weight_words = scaling.weight_words(dtype)
+        numel, words = self.offsets[-1], len(specs) + len(Control) + weight_words
+        self.flat = transport.allocate(numel + words, dtype, device)
         self.payload = self.flat[:numel]
         self.payload_bytes = plan.bucket_bytes(index)
         self.footer = self.flat[numel:]
-        self.control = self.footer[len(specs) :]
+        self.control = self.footer[len(specs) : len(specs) + len(Control)]
+        self.weight = self.footer[len(specs) + len(Control) :]
+        own = specs[0].reduce_dtype is None
+        self.slots = self.payload if own else torch.zeros(numel, dtype=specs[0].dtype, device=device)
         self.views = [
-            self.flat.as_strided(spec.shape, spec.strides, offset + self.flat.storage_offset())
+            self.slots.as_strided(spec.shape, spec.strides, offset + self.slots.storage_offset())
             for spec, offset in zip(specs, self.offsets, strict=False)
         ]
+        self._scaling = scaling
         self._complete = torch.ones_like(self.footer)
         self._complete[len(specs) :] = 0
         self.missing: list[int] = []
@@ -185,8 +199,23 @@ class Bucket:
         for i in fresh:
             parameters[i].grad = self.views[i]
 
+    def pack(self, weight: float) -> None:
+        """Make the slots ready for the sum: cast, divided, weighted."""
+        if self.slots is not self.payload:
+            self.payload.copy_(self.slots)
+        self._scaling.before(self.payload, weight)
+        if self.is_last and len(self.weight):
+            self.weight.copy_(torch.tensor(encode_weight(weight, len(self.weight))))
+
+    def unpack(self, factor: torch.Tensor | float | None) -> None:
+        """Put the sum into the slots, scaled by what the ranks' weights ask for."""
+        if factor is not None:
+            self.payload.mul_(factor)
+        if self.slots is not self.payload:
+            self.slots.copy_(self.payload)
+
     def release(self, *, summed_footer: bool) -> None:
-        """The result is in the payload: settle the parameters that this rank had nothing for.
+        """The result is in the slots: settle the parameters that this rank had nothing for.
 
         One that another rank had gets the mean. One that nobody had is left as it was.
 
@@ -220,7 +249,7 @@ class Bucket:
         """This rank gives up the pass: say so, and send NaN, so that nobody takes it for gradients."""
         self.flat.zero_()
         if self.flat.is_floating_point() or self.flat.is_complex():
-            self.payload.fill_(float("nan"))
+            self.slots.fill_(float("nan"))
         if self.is_last:
             self.control[Control.GAVE_UP] = 1
 

@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchDDP):
             bucket_cap_mb=bucket_cap_mb,
             buffers="rank0" if self.forward_sync_buffers else "none",
             init_sync=init_sync,
-            ignore=frozenset(self.parameters_to_ignore),
+            ignore=self.parameters_to_ignore,
         )
         self.bucket_bytes_cap = int(self._synchronizer.plan.cap_bytes)
 

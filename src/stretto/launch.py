@@ -21,6 +21,7 @@ from .comm_hooks import CommHook
 from .errors import CommunicationError, UnsupportedError, name_list
 from .events import Events
 from .plan import BucketPlan
+from .scaling import Scaling
 from .transport.base import Transport
 
 
@@ -32,6 +33,7 @@ class LaunchQueue:
         plan: the first plan.
         transport: carries the buckets, unless a comm hook does.
         events: told what happens.
+        scaling: what is done to gradients besides summing them.
     """
 
     def __init__(
@@ -40,12 +42,15 @@ class LaunchQueue:
         plan: BucketPlan,
         transport: Transport,
         events: Events,
+        scaling: Scaling,
     ) -> None:
         self.names = list(parameters)
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self.devices = [parameter.device for parameter in parameters.values()]
         self.transport = transport
         self.events = events
+        self.scaling = scaling
+        self.weight = 1.0
         self.comm_hook: CommHook | None = None
         self.pass_number = 0
         self.launched = 0
@@ -60,7 +65,7 @@ class LaunchQueue:
         old = {id(view) for bucket in self.buckets for view in bucket.views}
         self.plan = plan
         self.buckets = [
-            Bucket(plan, number, self.parameters, self.devices[spec.indices[0]], self.transport)
+            Bucket(plan, number, self.parameters, self.devices[spec.indices[0]], self.transport, self.scaling)
             for number, spec in enumerate(plan.buckets)
         ]
         home = {}
@@ -114,9 +119,12 @@ class LaunchQueue:
         summed = self.comm_hook is None
         for bucket in self.buckets:
             self._wait_for(bucket)
-            if release:
-                bucket.release(summed_footer=summed)
-        return self.buckets[-1].control_words(summed=summed)
+        last = self.buckets[-1]
+        factor = self.scaling.after(last.weight) if summed else None
+        for bucket in self.buckets if release else ():
+            bucket.unpack(factor)
+            bucket.release(summed_footer=summed)
+        return last.control_words(summed=summed)
 
     def reset(self) -> None:
         """Empty, for the next pass."""
@@ -143,10 +151,11 @@ class LaunchQueue:
 
     def _launch(self, bucket: Bucket) -> None:
         if self.comm_hook is None:
-            # Divide, then sum, as torch's DDP does: the same bits on two ranks, and fp16 sums do not overflow.
-            bucket.payload.div_(self.transport.world_size)
+            bucket.pack(self.weight)
             bucket.work = self.transport.all_reduce(bucket.flat)
         else:
+            if bucket.slots is not bucket.payload:
+                bucket.payload.copy_(bucket.slots)
             bucket.work = self.comm_hook.launch(bucket)
         self.launched += 1
         self.total_launched += 1

@@ -1,6 +1,6 @@
 """The bucket plan: which parameter lies where in which bucket, and in which order buckets leave.
 
-    parameters ──> describe_parameters ──> ParameterSpec ─┐
+    parameters ──> specs.py ──> ParameterSpec ────────────┐
     order (arrival, or reverse registration) ─────────────┼──> plan_buckets ──> BucketPlan
     size caps ────────────────────────────────────────────┘
 
@@ -12,51 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 
 import torch
 
 from .errors import PlanError
+from .specs import ParameterSpec, dtype_name, dtype_of, format_bytes
 
 MIB = 1024 * 1024
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """What a plan has to know of one parameter.
-
-    ``device`` is a label that is equal on all ranks (``cpu``, ``cuda``, or ``cuda#1`` for a rank's second CUDA device),
-    since rank 3's ``cuda:3`` is rank 0's ``cuda:0``. ``strides`` (in elements) are those of its slot in the bucket.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: str = "cpu"
-    reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients travel and are summed, if not their own."""
-
-    def __post_init__(self) -> None:
-        sizes = (*self.shape, *self.strides)
-        if not isinstance(self.name, str) or not all(isinstance(size, int) and size >= 0 for size in sizes):
-            raise PlanError(f"parameter {self.name!r} cannot have shape {self.shape} and strides {self.strides}")
-        if len(self.shape) != len(self.strides):
-            raise PlanError(f"parameter {self.name}: shape {self.shape} and strides {self.strides} differ in length")
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -78,7 +44,8 @@ class BucketPlan:
 
     Example::
 
-        plan = plan_buckets(describe_parameters(dict(model.named_parameters())), cap_bytes=1 << 20)
+        specs = describe_parameters(dict(model.named_parameters()))
+        plan = plan_buckets(specs, cap_bytes=1 << 20)
         print(plan)
         assert BucketPlan.from_json(plan.to_json()) == plan
     """
@@ -144,7 +111,7 @@ class BucketPlan:
                 "last_cap_bytes": self.last_cap_bytes,
                 "cut_after": self.cut_after,
                 "parameters": [
-                    [p.name, p.shape, p.strides, _dtype_name(p.dtype), p.device, _dtype_name(p.reduce_dtype)]
+                    [p.name, p.shape, p.strides, dtype_name(p.dtype), p.device, dtype_name(p.reduce_dtype)]
                     for p in self.parameters
                 ],
                 "buckets": [bucket.indices for bucket in self.buckets],
@@ -163,9 +130,9 @@ class BucketPlan:
                     name,
                     tuple(shape),
                     tuple(strides),
-                    _dtype_of(dtype),
+                    dtype_of(dtype),
                     device,
-                    None if reduce_dtype is None else _dtype_of(reduce_dtype),
+                    None if reduce_dtype is None else dtype_of(reduce_dtype),
                 )
                 for name, shape, strides, dtype, device, reduce_dtype in data["parameters"]
             )
@@ -182,7 +149,7 @@ class BucketPlan:
             names = [self.parameters[index].name for index in bucket.indices]
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             size = format_bytes(self.bucket_bytes(number))
-            dtypes = " as ".join(filter(None, (_dtype_name(bucket.dtype), _dtype_name(bucket.reduce_dtype))))
+            dtypes = " as ".join(filter(None, (dtype_name(bucket.dtype), dtype_name(bucket.reduce_dtype))))
             rows.append((str(number), dtypes, bucket.device, str(len(names)), size, span))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         right = (0, 3, 4)
@@ -198,46 +165,6 @@ class BucketPlan:
             f"of at most {format_bytes(self.cap_bytes)} (the last {format_bytes(self.last_cap_bytes)})"
         )
         return "\n".join([title, *(line.rstrip() for line in lines)])
-
-
-def describe_parameters(
-    parameters: Mapping[str, torch.Tensor], reduce_dtypes: Mapping[str, torch.dtype] | None = None
-) -> tuple[ParameterSpec, ...]:
-    """The specs of named parameters, in their order of registration.
-
-    ``reduce_dtypes`` names parameters whose gradients travel in another dtype than their own.
-    """
-    devices: dict[str, list[torch.device]] = {}
-    specs = []
-    for name, parameter in parameters.items():
-        known = devices.setdefault(parameter.device.type, [])
-        if parameter.device not in known:
-            known.append(parameter.device)
-        ordinal = known.index(parameter.device)
-        label = parameter.device.type if not ordinal else f"{parameter.device.type}#{ordinal}"
-        shape = tuple(parameter.shape)
-        strides = slot_strides(shape, parameter.stride())
-        reduce_dtype = (reduce_dtypes or {}).get(name, parameter.dtype)
-        other = None if reduce_dtype == parameter.dtype else reduce_dtype
-        specs.append(ParameterSpec(name, shape, strides, parameter.dtype, label, other))
-    return tuple(specs)
-
-
-def slot_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The parameter's own strides if it fills its memory without holes or overlaps, else contiguous ones.
-
-    ``strides`` are in elements. channels_last parameters keep theirs, as torch's "gradient layout contract" asks, so
-    that the optimizer's fused kernels find gradient and parameter in the same layout.
-    """
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
-        if stride != expected:
-            break
-        expected *= size
-    else:
-        return tuple(strides)
-    contiguous = list(accumulate((max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1))
-    return tuple(reversed(contiguous)) if shape else ()
 
 
 def plan_buckets(
@@ -315,23 +242,3 @@ def _bucket(parameters: Sequence[ParameterSpec], indices: Sequence[int]) -> Buck
 def _kind(spec: ParameterSpec) -> tuple[object, ...]:
     """What the parameters of a bucket have in common."""
     return (spec.dtype, spec.device, spec.reduce_dtype)
-
-
-def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"{name!r} is not a torch dtype")
-    return dtype
-
-
-def format_bytes(count: float) -> str:
-    """``1.5 MB``: bytes for people (1 KB is 1,024 bytes)."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GB"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .broadcast import CoalescedBroadcast, start_broadcast
+from .broadcast import CoalescedMessages, start_broadcast, start_mean
 from .bucket import Bucket, Control, ControlWords
 from .comm_hooks import CommHook
 from .engine import NO_TASK, OutermostEnd, current_task, inside_custom_backward
@@ -29,6 +29,7 @@ from .events import Events
 from .launch import LaunchQueue
 from .plan import BucketPlan
 from .replan import ReplanPolicy, complete_order, recut
+from .scaling import Scaling
 from .transport.base import Transport
 
 
@@ -54,7 +55,10 @@ class Reducer:
         plan: the first plan.
         transport: carries the buckets.
         events: told what happens.
-        buffers: returns, without holding the module, the tensors that are to follow rank 0's at the end of every pass.
+        buffers: returns, without holding the module, the tensors that are to follow rank 0's at the end of every pass,
+            and those that are to become the mean over ranks.
+        scaling: what is done to gradients besides summing them.
+        delay: launch nothing before backward ends.
     """
 
     def __init__(
@@ -63,20 +67,24 @@ class Reducer:
         plan: BucketPlan,
         transport: Transport,
         events: Events,
-        buffers: Callable[[], Sequence[torch.Tensor]],
+        buffers: Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        scaling: Scaling,
+        *,
+        delay: bool = False,
     ) -> None:
         self.synchronize = True
-        self._queue = LaunchQueue(parameters, plan, transport, events)
+        self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
         self._names = self._queue.names
         self._events = events
         self._buffers = buffers
+        self._delay = delay
         self._lock = threading.RLock()  # each device has its own autograd thread, and all call the hooks
         self._arrived: list[int] = []
         self._last_arrived: list[int] = []
         self._unsynchronized: set[int] = set()
         self._task = NO_TASK
         self._hold = False
-        self._buffers_of_given_up: CoalescedBroadcast | None = None
+        self._buffers_of_given_up: CoalescedMessages | None = None
         self._late_words: ControlWords | None = None
         self._end = OutermostEnd(self._settle, self._give_up)
         self._replan_policy = ReplanPolicy()
@@ -100,6 +108,15 @@ class Reducer:
     def statistics(self) -> Statistics:
         """Counts since attaching."""
         return Statistics(self._passes, self._queue.total_launched, self._queue.total_bytes, self._plans)
+
+    @property
+    def weight(self) -> float:
+        """What this rank's gradients count for."""
+        return self._queue.weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        self._queue.weight = value
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -164,7 +181,7 @@ class Reducer:
         with self._lock, torch.no_grad():
             if self._events.bucket_full:
                 self._events.emit(self._events.bucket_full, self._queue.pass_number, bucket.index, closed_by)
-            if not self._hold:
+            if not self._hold and not self._delay:
                 self._queue.launch_full()
 
     # The end of a pass
@@ -199,13 +216,13 @@ class Reducer:
             index for index, parameter in parameters.items() if parameter is not None and parameter.grad is not None
         }
 
-    def _send_buffers(self) -> CoalescedBroadcast:
-        broadcast = start_broadcast(self._buffers(), self.transport)
-        if broadcast.messages and self._events.buffers_sent:
-            self._events.emit(
-                self._events.buffers_sent, self._queue.pass_number, len(broadcast.messages), broadcast.nbytes
-            )
-        return broadcast
+    def _send_buffers(self) -> CoalescedMessages:
+        follow, average = self._buffers()
+        sent = start_broadcast(follow, self.transport)
+        sent.add(start_mean(average, self.transport))
+        if sent.messages and self._events.buffers_sent:
+            self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
+        return sent
 
     def _reset(self) -> None:
         self._task = NO_TASK

@@ -3,5 +3,6 @@
 from .base import Transport, Work
 from .local import LocalGroup, LocalTransport
 from .process_group import ProcessGroupTransport
+from .round_robin import RoundRobinTransport
 
-__all__ = ["LocalGroup", "LocalTransport", "ProcessGroupTransport", "Transport", "Work"]
+__all__ = ["LocalGroup", "LocalTransport", "ProcessGroupTransport", "RoundRobinTransport", "Transport", "Work"]

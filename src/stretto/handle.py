@@ -1,0 +1,225 @@
+"""The handle that ``attach`` returns, and the table of where a module's buffers live."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .comm_hooks import CommHook, Hook
+from .errors import SetupError
+from .events import Events
+from .options import Buffers, Options
+from .plan import BucketPlan
+from .reducer import Reducer, Statistics
+from .scaling import Scaling
+from .transport.base import Transport
+
+
+class BufferPlaces:
+    """Where a module's buffers live: the owners' tables and the keys in them, in the order of ``named_buffers``.
+
+    Buffers are looked up by name each time, since users reassign them (``self.count = self.count + 1``). It holds the
+    tables and not the modules: see bucket.py, [Note: weak parameters].
+    """
+
+    def __init__(self, module: torch.nn.Module, options: Options) -> None:
+        self.policy: Buffers = options.buffers
+        self._places = [
+            (owner._buffers, key)
+            for prefix, owner in module.named_modules()
+            for key in owner._buffers
+            if not options.ignores(f"{prefix}.{key}" if prefix else key)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def to_send(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Those that are to follow rank 0's now, and those that are to become the mean over ranks."""
+        if self.policy == "none":
+            return [], []
+        found = [buffer for table, key in self._places if (buffer := table.get(key)) is not None]
+        if self.policy == "rank0":
+            return found, []
+        exact = [buffer for buffer in found if not buffer.is_floating_point()]
+        return exact, [buffer for buffer in found if buffer.is_floating_point()]
+
+
+class Synchronizer:
+    """What :func:`stretto.attach` returns: the handle on one attached module."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        trained: dict[str, torch.nn.Parameter],
+        plan: BucketPlan,
+        transport: Transport | None,
+        options: Options,
+    ) -> None:
+        self.module = module
+        self.rank = transport.rank if transport else 0
+        self.world_size = transport.world_size if transport else 1
+        self._options = options
+        self._idle_plan = plan
+        self._last_statistics = Statistics()
+        self._transport = transport
+        self._events = Events()
+        self._buffer_places = BufferPlaces(module, options)
+        self._reducer: Reducer | None = None
+        if transport is not None and transport.world_size > 1:
+            scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
+            self._reducer = Reducer(
+                trained, plan, transport, self._events, self._buffer_places.to_send, scaling, delay=options.delay
+            )
+
+    @property
+    def buffers(self) -> Buffers:
+        """``"rank0"``, ``"mean"`` or ``"none"``, from the next pass on; all ranks must set the same."""
+        return self._buffer_places.policy
+
+    @buffers.setter
+    def buffers(self, policy: Buffers) -> None:
+        self._buffer_places.policy = policy
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The plan in use. ``print(sync.plan)`` shows a table."""
+        return self._reducer.plan if self._reducer else self._idle_plan
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts since attaching, on this rank."""
+        return self._reducer.statistics if self._reducer else self._last_statistics
+
+    @property
+    def weight(self) -> float:
+        """What this rank's gradients count for in the next pass: its number of samples or tokens.
+
+        Set it before ``backward``, on a model attached with ``weighted=True``; it stays until it is set again. A whole
+        number where all gradients are of half precision.
+
+        Example::
+
+            sync = stretto.attach(model, weighted=True)
+            sync.weight = len(x)
+            model(x).mean().backward()
+        """
+        return self._reducer.weight if self._reducer else 1.0
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        if not self._options.weighted:
+            raise SetupError(
+                f"rank {self.rank}: weight={value} has no effect on a model that was attached without weights.\n"
+                "Use stretto.attach(model, weighted=True)."
+            )
+        if self._reducer is not None:
+            self._reducer.weight = value
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate in ``.grad`` without communication.
+
+        What counts is where ``backward()`` runs; forward may be inside or outside. The next backward outside reduces
+        the accumulated sum, including parameters that only the earlier passes reached. Not collective, but every
+        rank must skip the same passes.
+
+        Example::
+
+            for i, batch in enumerate(micro_batches):
+                with sync.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+                    loss(batch).backward()
+            optimizer.step()
+        """
+        before = self.synchronize
+        self.synchronize = False
+        try:
+            yield
+        finally:
+            self.synchronize = before
+
+    @property
+    def synchronize(self) -> bool:
+        """Whether the next backward reduces; what ``no_sync`` clears for its time."""
+        return self._reducer.synchronize if self._reducer else True
+
+    @synchronize.setter
+    def synchronize(self, value: bool) -> None:
+        if self._reducer is not None:
+            self._reducer.synchronize = value
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
+
+        The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it also
+        divides. All ranks must register the same hook before the same pass. Once only.
+
+        Raises:
+            SetupError: a hook is registered already, or an option asks for what only stretto's own all-reduce does.
+            TypeError: ``hook`` is not callable.
+
+        Example::
+
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            sync.register_comm_hook(None, fp16_compress_hook)
+        """
+        if not callable(hook):
+            raise TypeError(f"Communication hook must be callable, got {hook!r}")
+        asked = self._options
+        if asked.weighted or asked.reduce != "mean" or asked.predivide_factor is not None:
+            raise SetupError(
+                f"rank {self.rank}: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of "
+                "attach() have no effect beside it.\nLeave them out, or leave out the hook."
+            )
+        if self._reducer is not None:
+            self._reducer.comm_hook = CommHook(state, hook)
+
+    def observe(self, observer: object) -> None:
+        """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
+        self._events.add(observer)
+
+    def stop_observing(self, observer: object) -> None:
+        """Undo :meth:`observe`."""
+        self._events.remove(observer)
+
+    def describe(self) -> str:
+        """What happens in a pass, in plain words, with the plan."""
+        if self._reducer is None:
+            return "1 rank: backward is left alone, nothing is communicated."
+        return "\n".join(
+            [
+                f"rank {self.rank} of {self.world_size} over {self._reducer.transport.name}",
+                f"gradients: {self._how()}, in place when backward returns",
+                f"buffers ({len(self._buffer_places)}): {_BUFFERS_IN_WORDS[self.buffers]}",
+                str(self.plan),
+            ]
+        )
+
+    def _how(self) -> str:
+        assert self._reducer is not None
+        if self._reducer.comm_hook is not None:
+            return f"comm hook {self._reducer.comm_hook.hook!r}"
+        asked = self._options
+        kind = "weighted mean" if asked.weighted and asked.reduce == "mean" else asked.reduce
+        when = "after backward" if asked.delay else "while backward runs"
+        return f"{kind} over ranks, sent {when}"
+
+    def detach(self) -> None:
+        """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""
+        if self._reducer is not None:
+            self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
+            self._reducer.detach()
+            self._reducer = None
+        if self._transport is not None:
+            self._transport.close()
+
+
+_BUFFERS_IN_WORDS = {
+    "rank0": "follow rank 0's at the end of every pass",
+    "mean": "become their mean over ranks at the end of every pass (integers follow rank 0's)",
+    "none": "stay as they are on each rank",
+}

@@ -1,0 +1,77 @@
+"""What a user may ask of ``attach``, checked and in one value, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+
+from .errors import SetupError, UnsupportedError
+from .scaling import Reduce
+
+Buffers = Literal["rank0", "mean", "none"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of :func:`stretto.attach` that all ranks must give alike. Names are matched as shell patterns."""
+
+    bucket_cap_mb: float | None = None
+    last_bucket_cap_mb: float | None = None
+    buffers: Buffers = "rank0"
+    reduce: Reduce = "mean"
+    weighted: bool = False
+    predivide_factor: float | None = None
+    reduce_dtype: tuple[tuple[str, torch.dtype], ...] = ()
+    ignore: tuple[str, ...] = ()
+    delay: bool = False
+    launch_after: tuple[str, ...] = ()
+    check_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.buffers not in get_args(Buffers):
+            known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
+            raise UnsupportedError(f"buffers={self.buffers!r} is not known: use one of {known}")
+        if self.check_every is not None and self.check_every < 1:
+            raise SetupError(f"check_every={self.check_every} must be a number of passes, 1 or more")
+
+    def ignores(self, name: str) -> bool:
+        """Whether the parameter or buffer is to be left alone."""
+        return any(fnmatchcase(name, pattern) for pattern in self.ignore)
+
+    def reduce_dtypes(self, names: Iterable[str]) -> dict[str, torch.dtype]:
+        """The dtype in which each parameter's gradient travels, where one was asked for; the first match counts."""
+        found: dict[str, torch.dtype] = {}
+        for name in names:
+            for pattern, dtype in self.reduce_dtype:
+                if fnmatchcase(name, pattern):
+                    found[name] = dtype
+                    break
+        return found
+
+
+def dtype_patterns(asked: torch.dtype | Mapping[str, torch.dtype] | None) -> tuple[tuple[str, torch.dtype], ...]:
+    """``reduce_dtype`` as pairs of pattern and dtype. One dtype alone stands for all parameters."""
+    if asked is None:
+        return ()
+    pairs = tuple(asked.items()) if isinstance(asked, Mapping) else (("*", asked),)
+    for pattern, dtype in pairs:
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
+            raise UnsupportedError(f"reduce_dtype for {pattern!r} must be a floating dtype, not {dtype!r}")
+    return pairs
+
+
+def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter]) -> tuple[str, ...]:
+    """The names of parameters that were given as such or by name."""
+    by_identity = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = set(by_identity.values())
+    found = []
+    for one in asked:
+        name = one if isinstance(one, str) else by_identity.get(id(one), "")
+        if name not in names:
+            raise SetupError(f"launch_after names {one if isinstance(one, str) else 'a parameter'}, not of this module")
+        found.append(name)
+    return tuple(found)

@@ -1,0 +1,58 @@
+"""Several transports of the same ranks that take turns, as in section 5.4 of the VLDB paper on DDP (2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import SetupError
+from .base import Transport, Work
+
+
+class RoundRobinTransport:
+    """All-reduces go to each of ``transports`` in turn; everything else goes to the first.
+
+    All ranks issue all-reduces in the same order, so all take the same turn.
+
+    Example::
+
+        groups = [torch.distributed.new_group() for _ in range(3)]
+        sync = stretto.attach(model, process_groups=groups)
+    """
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        members = {(transport.rank, transport.world_size) for transport in transports}
+        if len(members) != 1:
+            raise SetupError(f"process_groups must hold the same ranks in the same order, got (rank, size) {members}")
+        first = transports[0]
+        self.name = f"{len(transports)} x {first.name}"
+        self.rank = first.rank
+        self.world_size = first.world_size
+        self.bucket_cap_bytes = first.bucket_cap_bytes
+        self.last_bucket_cap_bytes = first.last_bucket_cap_bytes
+        self._transports = list(transports)
+        self._turn = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """From the first."""
+        return self._transports[0].allocate(numel, dtype, device)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """By the next in turn."""
+        self._turn += 1
+        return self._transports[self._turn % len(self._transports)].all_reduce(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """By the first."""
+        return self._transports[0].broadcast(tensor, root)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """By the first."""
+        return self._transports[0].all_gather_object(value)
+
+    def close(self) -> None:
+        """Close all."""
+        for transport in self._transports:
+            transport.close()

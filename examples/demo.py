@@ -17,6 +17,7 @@ from rich.table import Table
 
 RANKS = 2
 ACCURACY = 0.97
+TIMEOUT = 300  # seconds for one run, which takes about ten
 
 
 def train(reducer: str, results: Path) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def train(reducer: str, results: Path) -> dict[str, Any]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command = [*launcher, str(script), "--reducer", reducer, "--json", str(found)]
     threads = str(max(1, (os.cpu_count() or 1) // RANKS))
-    subprocess.run(command, env={"OMP_NUM_THREADS": threads, **os.environ}, check=True)
+    subprocess.run(command, env={"OMP_NUM_THREADS": threads, **os.environ}, check=True, timeout=TIMEOUT)
     return json.loads(found.read_text())
 
 
@@ -55,6 +56,9 @@ def main() -> int:
                 runs[reducer] = train(reducer, Path(folder))
             except subprocess.CalledProcessError as error:
                 print(f"The run with --reducer {reducer} ended with exit status {error.returncode}.", file=sys.stderr)
+                return 1
+            except subprocess.TimeoutExpired:
+                print(f"The run with --reducer {reducer} was not done after {TIMEOUT} s.", file=sys.stderr)
                 return 1
     ours, theirs = runs["stretto"], runs["ddp"]
     difference = largest_difference(ours["losses"], theirs["losses"])

@@ -40,21 +40,19 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.byte, self.place = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
-        self.head = nn.Linear(WIDTH, 256)
+        self.layers = nn.Sequential(*(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.byte(text) + self.place.weight[: text.shape[1]]))
+        return self.layers(self.byte(text) + self.place.weight[: text.shape[1]])
 
 
 def standard_library(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of CONTEXT + 1 bytes to train on, and the last tenth of them to validate on."""
     text = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))[:size]
-    rows = len(text) // (CONTEXT + 1)
-    if rows < 10 * BATCH:
+    table = torch.tensor(list(text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)])).view(-1, CONTEXT + 1)
+    if len(table) < 10 * BATCH:
         raise SystemExit(f"too little text: {len(text)} bytes, need {10 * BATCH * (CONTEXT + 1)}")
-    table = torch.tensor(list(text[: rows * (CONTEXT + 1)])).view(rows, -1)
-    return table[: -(rows // 10)], table[-(rows // 10) :]
+    return table[: -(len(table) // 10)], table[-(len(table) // 10) :]
 
 
 def next_byte_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -102,8 +100,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
         sync.detach()  # 3 of 3: the model is as it was
     if rank != 0:
         return 0
-    with torch.no_grad():
-        heard = next_byte_loss(model, validation.to(device)).item()
+    heard = torch.no_grad()(next_byte_loss)(model, validation.to(device)).item()
     print(f"train loss {record.recent_loss():.3f}, validation loss {heard:.3f}\n{sample(model, device)}")
     record.write(args.json, rank, validation_loss=heard, plan=plan)
     return 1 if heard > args.target_loss else 0

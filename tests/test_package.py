@@ -12,10 +12,10 @@ import stretto
 SOURCE = Path(stretto.__file__).parent
 
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
-    {"errors", "events", "specs", "plan", "engine"},
+    {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling"},
     {"bucket", "agreement", "broadcast", "options"},
-    {"comm_hooks"},
+    {"comm_hooks", "schedule"},
     {"launch"},
     {"reducer"},
     {"handle"},

@@ -170,6 +170,38 @@ def test_checkpointing(layout: str, reentrant: bool) -> None:
         assert_same(found, {n: p.grad for n, p in model.named_parameters()})
 
 
+@pytest.mark.parametrize("cap", [1e-6, 5e-5, 1.0])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("ranks_that_reuse", [{0, 1}, {1}])
+def test_gradient_that_comes_again_after_its_bucket_left(
+    ranks_that_reuse: set[int], set_to_none: bool, cap: float
+) -> None:
+    """A layer used plainly and in a reentrant checkpoint before it: it arrives, its bucket leaves, it arrives again."""
+
+    def loss_of(model: Branches, inputs: torch.Tensor, reuse: bool) -> torch.Tensor:
+        inputs = inputs.clone().requires_grad_()
+        hidden = checkpoint(model.c if reuse else model.b, inputs, use_reentrant=True)
+        return model.c(model.b(model.a(hidden))).sum()
+
+    def worker(transport):
+        recording = RecordingTransport(transport)
+        model = Branches()
+        sync = stretto.attach(model, transport=recording, bucket_cap_mb=cap)
+        for number in range(4):
+            model.zero_grad(set_to_none=set_to_none)
+            recording.calls.clear()
+            loss_of(model, inputs_of(transport.rank, number), transport.rank in ranks_that_reuse).backward()
+            reference = Branches()
+            for rank in range(2):
+                (loss_of(reference, inputs_of(rank, number), rank in ranks_that_reuse) / 2).backward()
+            assert_same(gradients(model), {n: p.grad for n, p in reference.named_parameters()})
+        assert [kind for kind, _ in recording.calls] == ["all_reduce"] * len(sync.plan.buckets), "learnt by now"
+        return [p.grad.clone() for p in model.parameters()]
+
+    first, second = run_ranks(worker, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, fail):

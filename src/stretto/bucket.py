@@ -3,10 +3,13 @@
     flat:  | slot of p0 | slot of p1 | ... | had p0 | had p1 | ... | control words | weight |
            └──────────── payload ──────────┘└──────────────────── footer ───────────────────┘
 
-``views[i]`` is the slot of ``parameters[i]`` in the parameter's own shape and strides, and becomes its ``.grad``: the
-gradients exist once. The footer is summed together with the payload, so that every rank learns, at the same pass and
-without another message, which parameters any rank had and what some rank asks for. Only "zero or not" is read from it
-where the dtype is too coarse to count: a sum of ones never falls back to zero.
+``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides, and becomes its ``.grad``: the
+gradients exist once. A gradient is *taken* when it has been copied into its slot; until the pass settles, ``.grad`` is
+None then, so that one that arrives again can neither be lost nor disturb a sum that is under way.
+
+The footer is summed together with the payload, so that every rank learns, at the same pass and without another message,
+which parameters any rank had and what some rank asks for. Only "zero or not" is read from it where the dtype is too
+coarse to count: a sum of ones never falls back to zero.
 
 Where gradients travel in another dtype than their own (``reduce_dtype``), the slots lie in a memory of their own, are
 cast into the payload when the bucket leaves and cast back when it has been reduced.
@@ -38,6 +41,8 @@ class Control(IntEnum):
     """This rank's backward failed; what it sent is not a gradient."""
     WANTS_REPLAN = 1
     """Rank 0 saw gradients arrive in another order than planned."""
+    LATE = 2
+    """A gradient arrived again after its bucket had left: a second round must follow."""
 
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -71,13 +76,13 @@ class ControlWords:
 class Bucket:
     """A bucket of the plan with its memory, on this rank.
 
-    ``pending`` counts gradients that have not arrived in this pass; the bucket is full at 0.
+    ``pending`` counts parameters that have not been taken in this pass; the bucket is full at 0.
     """
 
     __slots__ = (
         "_complete",
-        "_parameters",
         "_scaling",
+        "arrived",
         "control",
         "flat",
         "footer",
@@ -90,7 +95,9 @@ class Bucket:
         "payload",
         "payload_bytes",
         "pending",
+        "references",
         "slots",
+        "taken",
         "views",
         "weight",
         "work",
@@ -108,13 +115,11 @@ class Bucket:
         self.index = index
         self.indices = plan.buckets[index].indices
         self.is_last = index == len(plan.buckets) - 1
-        self._parameters = [parameters[i] for i in self.indices]
-        self.pending = len(self.indices)
+        self.references = [parameters[i] for i in self.indices]
         self.offsets = plan.offsets(index)
         specs = [plan.parameters[i] for i in self.indices]
         dtype = specs[0].reduce_dtype or specs[0].dtype
-        weight_words = scaling.weight_words(dtype)
-        numel, words = self.offsets[-1], len(specs) + len(Control) + weight_words
+        numel, words = self.offsets[-1], len(specs) + len(Control) + scaling.weight_words(dtype)
         self.flat = transport.allocate(numel + words, dtype, device)
         self.payload = self.flat[:numel]
         self.payload_bytes = plan.bucket_bytes(index)
@@ -128,18 +133,22 @@ class Bucket:
             for spec, offset in zip(specs, self.offsets, strict=False)
         ]
         self._scaling = scaling
+        self.missing: list[int] = []
+        """Places of parameters for which this rank has nothing new in this pass."""
+        self.kept: dict[int, torch.Tensor] = {}
+        """What ``.grad`` of such a parameter held, to be restored if no rank had anything new."""
+        self.taken: list[Sequence[int]] = []
+        self.work: Work | None = None
+        self.pending = self.arrived = 0
+        """``arrived`` counts those of the pending that can be taken; outside the schedule only."""
         self._complete = torch.ones_like(self.footer)
         self._complete[len(specs) :] = 0
-        self.missing: list[int] = []
-        """Places of parameters without a contribution from this rank in this pass."""
-        self.kept: dict[int, torch.Tensor] = {}
-        """What ``.grad`` of such a parameter held, to be restored if no rank had a contribution."""
-        self.work: Work | None = None
+        self.reset()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters. One that was freed is an empty stand-in without a gradient."""
-        return [_FREED if (alive := reference()) is None else alive for reference in self._parameters]
+        return [_FREED if (alive := reference()) is None else alive for reference in self.references]
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The slots of another flat tensor that is laid out like the payload."""
@@ -148,64 +157,53 @@ class Bucket:
             for view, offset in zip(self.views, self.offsets, strict=False)
         ]
 
-    def collect(self) -> None:
-        """Every gradient has arrived: copy them in at one call; ``.grad`` becomes the slot.
+    # Filling
 
-        Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has
-        accumulated in place and there is nothing to copy.
-        """
-        parameters = self.parameters
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
-        if any(map(operator.is_, gradients, self.views)):
-            self._copy([i for i, gradient in enumerate(gradients) if gradient is not self.views[i]])
-            self.footer.copy_(self._complete)
-            return
-        torch._foreach_copy_([*self.views, self.footer], [*gradients, self._complete])
-        for parameter, view in zip(parameters, self.views, strict=True):
-            parameter.grad = view
+    def take_rest(self) -> None:
+        """Take what has not been taken; all of it has arrived."""
+        Part(self, self._not_taken()).take()
 
-    def collect_some(self, contributed: Collection[int]) -> None:
-        """Some gradients did not arrive: what ``.grad`` holds, or zeros, goes in their place, and the footer says so.
+    def _not_taken(self) -> list[int]:
+        taken = {place for places in self.taken for place in places}
+        return [place for place in range(len(self.indices)) if place not in taken]
+
+    def fill(self, contributed: Collection[int]) -> None:
+        """Take what has not been taken. Where this rank has nothing new, ``.grad`` as it is, or zeros, goes in.
 
         Args:
             contributed: parameter indices that this rank has something new to give for, in this pass or from backward
                 passes without synchronisation before it.
         """
+        taken = [place for places in self.taken for place in places]
+        rest = self._not_taken()
+        Part(self, [place for place in rest if self.indices[place] in contributed]).take()
+        self.missing += [place for place in rest if self.indices[place] not in contributed]
         parameters = self.parameters
-        places = range(len(parameters))
-        self.missing = [i for i in places if self.indices[i] not in contributed]
-        if not self.missing:
-            self.collect()
-            return
-        self._copy([i for i in places if i not in set(self.missing)])
-        for i in self.missing:
-            gradient, view = parameters[i].grad, self.views[i]
+        for place in self.missing:
+            gradient, view = parameters[place].grad, self.views[place]
             if gradient is None:
                 view.zero_()
             elif gradient is view:
-                self.kept[i] = gradient.clone()
+                self.kept[place] = gradient.clone()
             else:
                 view.copy_(gradient)
-        self.footer.copy_(self._complete)
-        for i in self.missing:
-            self.footer[i] = 0
-
-    def _copy(self, places: Sequence[int]) -> None:
-        parameters = self.parameters
-        fresh = [i for i in places if parameters[i].grad is not self.views[i]]
-        gradients: list[Any] = [parameters[i].grad for i in fresh]
-        if fresh:
-            torch._foreach_copy_([self.views[i] for i in fresh], gradients)
-        for i in fresh:
-            parameters[i].grad = self.views[i]
+        for place in taken:  # arrived again before the bucket left
+            if (gradient := parameters[place].grad) is not None:
+                self.views[place].add_(gradient)
+                parameters[place].grad = None
 
     def pack(self, weight: float) -> None:
-        """Make the slots ready for the sum: cast, divided, weighted."""
+        """Make the slots ready for the sum: cast, divided, weighted; and write the footer."""
+        self.footer.copy_(self._complete)
+        for place in self.missing:
+            self.footer[place] = 0
+        if self.is_last and len(self.weight):
+            self.weight.copy_(torch.tensor(encode_weight(weight, len(self.weight))))
         if self.slots is not self.payload:
             self.payload.copy_(self.slots)
         self._scaling.before(self.payload, weight)
-        if self.is_last and len(self.weight):
-            self.weight.copy_(torch.tensor(encode_weight(weight, len(self.weight))))
+
+    # Settling
 
     def unpack(self, factor: torch.Tensor | float | None) -> None:
         """Put the sum into the slots, scaled by what the ranks' weights ask for."""
@@ -214,24 +212,34 @@ class Bucket:
         if self.slots is not self.payload:
             self.slots.copy_(self.payload)
 
-    def release(self, *, summed_footer: bool) -> None:
-        """The result is in the slots: settle the parameters that this rank had nothing for.
+    def late(self) -> list[int]:
+        """Places of gradients that arrived again after the bucket had left."""
+        missing = set(self.missing)
+        return [i for i, p in enumerate(self.parameters) if p.grad is not None and i not in missing]
 
-        One that another rank had gets the mean. One that nobody had is left as it was.
+    def release(self, *, summed_footer: bool) -> None:
+        """The result is in the slots: they become ``.grad``.
+
+        A parameter that this rank had nothing for gets the mean if another rank had it. One that nobody had is left as
+        it was.
 
         Args:
             summed_footer: False if a comm hook moved the payload alone; then it is not known who had what, and the
                 parameter counts as had by another rank.
         """
         if not self.missing:
+            for reference, view in zip(self.references, self.views, strict=True):
+                reference().grad = view  # type: ignore[union-attr]  # its gradient has just arrived: it is alive
             return
-        parameters = self.parameters
-        had = self.footer[: len(parameters)].tolist() if summed_footer else [1] * len(parameters)
-        for i in self.missing:
-            if had[i] and parameters[i] is not _FREED:
-                parameters[i].grad = self.views[i]
-            elif i in self.kept:
-                self.views[i].copy_(self.kept[i])
+        missing = set(self.missing)
+        had = self.footer[: len(self.indices)].tolist() if summed_footer else [1] * len(self.indices)
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter is _FREED:
+                continue
+            if place not in missing or had[place]:
+                parameter.grad = view
+            elif place in self.kept:
+                view.copy_(self.kept[place])
 
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""
@@ -245,13 +253,7 @@ class Bucket:
         arrival.record()
         return ControlWords(words, arrival)
 
-    def spoil(self) -> None:
-        """This rank gives up the pass: say so, and send NaN, so that nobody takes it for gradients."""
-        self.flat.zero_()
-        if self.flat.is_floating_point() or self.flat.is_complex():
-            self.slots.fill_(float("nan"))
-        if self.is_last:
-            self.control[Control.GAVE_UP] = 1
+    # A pass that is given up
 
     def drop_gradients(self) -> None:
         """Forget gradients that lie in this bucket, since a reduction is overwriting them."""
@@ -259,8 +261,47 @@ class Bucket:
             if parameter.grad is view:
                 parameter.grad = None
 
+    def spoil(self) -> None:
+        """Put NaN in the place of gradients, so that nobody takes them for some."""
+        self.missing = list(range(len(self.indices)))
+        self.slots.fill_(float("nan"))
+
     def reset(self) -> None:
         """Empty, for the next pass."""
-        self.missing, self.kept = [], {}
+        self.missing, self.kept, self.taken = [], {}, []
         self.work = None
         self.pending = len(self.indices)
+        self.arrived = 0
+
+
+class Part:
+    """Some parameters of a bucket that are taken together: one copy call for all, while they are in the cache."""
+
+    __slots__ = ("bucket", "places", "references", "views")
+
+    def __init__(self, bucket: Bucket, places: Sequence[int]) -> None:
+        self.bucket = bucket
+        self.places = places
+        self.references = [bucket.references[place] for place in places]
+        self.views = [bucket.views[place] for place in places]
+
+    def take(self) -> None:
+        """Copy the gradients into their slots.
+
+        Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has accumulated
+        in place and there is nothing to copy.
+        """
+        parameters: list[Any] = [reference() for reference in self.references]
+        gradients = [parameter.grad for parameter in parameters]
+        if any(map(operator.is_, gradients, self.views)):
+            fresh = [
+                i for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)) if gradient is not view
+            ]
+            if fresh:
+                torch._foreach_copy_([self.views[i] for i in fresh], [gradients[i] for i in fresh])
+        elif gradients:
+            torch._foreach_copy_(self.views, gradients)
+        for parameter in parameters:
+            parameter.grad = None
+        self.bucket.pending -= len(self.places)
+        self.bucket.taken.append(self.places)

@@ -181,6 +181,8 @@ class Synchronizer:
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
         self._events.add(observer)
+        if self._reducer is not None:
+            self._reducer.observers_changed()
 
     def stop_observing(self, observer: object) -> None:
         """Undo :meth:`observe`."""

@@ -12,7 +12,7 @@ earlier: it carries the word that this rank's backward did not fail, and that ca
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -79,32 +79,20 @@ class LaunchQueue:
 
     def launch_full(self) -> None:
         """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
-        while self.launched < len(self.buckets) - 1:
-            bucket = self.buckets[self.launched]
-            if bucket.pending:
-                return
-            self._collect(bucket, bucket.collect)
-            self._launch(bucket)
+        while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].pending:
+            self._launch(self.buckets[self.launched])
 
-    def launch_rest(self, contributed: Callable[[], set[int]], *, trust_counts: bool, wants_replan: bool) -> None:
+    def launch_rest(self, contributed: set[int], says: Collection[Control]) -> None:
         """Launch the last bucket, those that lack gradients, and those that wait behind them.
 
         Args:
-            contributed: gives the parameters for which this rank has something; asked only where a count is not 0.
-            trust_counts: False if a gradient may have arrived twice, so that a full count proves nothing.
-            wants_replan: say so in the last bucket.
+            contributed: parameters for which this rank has something; where nothing is pending it may be empty.
+            says: what the last bucket is to tell.
         """
-        known: set[int] | None = None
         for bucket in self.buckets[self.launched :]:
-            if bucket.pending or not trust_counts:
-                known = contributed() if known is None else known
-                given = known
-                self._collect(bucket, lambda bucket=bucket, given=given: bucket.collect_some(given))  # type: ignore[misc]
-            else:
-                self._collect(bucket, bucket.collect)
-            if bucket.is_last and wants_replan:
-                bucket.control[Control.WANTS_REPLAN] = 1
-            self._launch(bucket)
+            if bucket.pending or contributed:
+                self.guard(bucket, lambda bucket=bucket: bucket.fill(contributed))  # type: ignore[misc]
+            self._launch(bucket, says if bucket.is_last else ())
 
     def launch_spoiled(self) -> None:
         """This rank's backward failed: launch what is left all the same, marked, and drop gradients in the buckets."""
@@ -112,7 +100,11 @@ class LaunchQueue:
             bucket.drop_gradients()
         for bucket in self.buckets[self.launched :]:
             bucket.spoil()
-            self._launch(bucket)
+            self._launch(bucket, [Control.GAVE_UP] if bucket.is_last else ())
+
+    def has_late(self) -> bool:
+        """Whether a gradient arrived again after its bucket had left."""
+        return any(bucket.late() for bucket in self.buckets[: self.launched])
 
     def wait(self, *, release: bool) -> ControlWords:
         """Wait for every bucket; with ``release``, put ``.grad`` of every parameter in place. What ranks said."""
@@ -120,11 +112,33 @@ class LaunchQueue:
         for bucket in self.buckets:
             self._wait_for(bucket)
         last = self.buckets[-1]
+        words = last.control_words(summed=summed)
+        second_round = (words.on_host or self.pass_number == 1) and words.read()[Control.LATE]
         factor = self.scaling.after(last.weight) if summed else None
-        for bucket in self.buckets if release else ():
-            bucket.unpack(factor)
-            bucket.release(summed_footer=summed)
-        return last.control_words(summed=summed)
+        if release:
+            for bucket in self.buckets:
+                bucket.unpack(factor)
+        if second_round:
+            self._second_round(factor)
+        if release:
+            for bucket in self.buckets:
+                bucket.release(summed_footer=summed)
+        return words
+
+    def _second_round(self, factor: torch.Tensor | float | None) -> None:
+        """Sum what came late, and add it: see engine.py, [Note: nested tasks]. Collective."""
+        works = []
+        for bucket in self.buckets:
+            flat = torch.zeros_like(bucket.flat)
+            views, parameters = bucket.views_of(flat), bucket.parameters
+            for place in bucket.late():
+                views[place].copy_(parameters[place].grad)  # type: ignore[arg-type]  # late(): it is not None
+            self.scaling.before(flat, self.weight)
+            works.append((bucket, flat, self.transport.all_reduce(flat)))
+        for bucket, flat, work in works:
+            work.wait()
+            late = flat[: len(bucket.payload)]
+            bucket.slots.add_(late if factor is None else late.mul_(factor))
 
     def reset(self) -> None:
         """Empty, for the next pass."""
@@ -132,7 +146,8 @@ class LaunchQueue:
         for bucket in self.buckets:
             bucket.reset()
 
-    def _collect(self, bucket: Bucket, copy: Callable[[], None]) -> None:
+    def guard(self, bucket: Bucket, copy: Callable[[], None]) -> None:
+        """Copy gradients into the bucket; say which is to blame if that cannot be done."""
         try:
             copy()
         except RuntimeError as error:
@@ -149,9 +164,11 @@ class LaunchQueue:
                 "Make it dense, nn.Embedding(..., sparse=False), or leave it out with attach(..., ignore={...})."
             ) from error
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket, says: Collection[Control] = ()) -> None:
         if self.comm_hook is None:
             bucket.pack(self.weight)
+            for word in says:
+                bucket.control[word] = 1
             bucket.work = self.transport.all_reduce(bucket.flat)
         else:
             if bucket.slots is not bucket.payload:

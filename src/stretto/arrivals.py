@@ -1,0 +1,81 @@
+"""Which gradients of a pass have arrived, in order: the hooks on the parameters.
+
+The engine calls a hook for every gradient of every pass, so a hook must cost next to nothing. Here it is the ``append``
+of a list, called without any Python in between. Two kinds of arrival call Python as well:
+
+- the first of a pass: the hook is a *gate* that is shared by all parameters, and closed between passes;
+- those after which it is worth looking at the list: see schedule.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+
+class Arrivals:
+    """The list of arrivals, and the hooks that write it.
+
+    Args:
+        parameters: to hook; not held.
+        owner: who put the hooks there, for ``owner_of``.
+        first: called with a parameter whose gradient arrives while the gate is closed, in place of the append.
+        look: called, after the append, for the parameters that were named to ``look_at``.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        owner: object,
+        first: Callable[[torch.Tensor], None],
+        look: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.order: list[torch.Tensor] = []
+        self._first = first
+        self._look = look
+        self._names = {"owner": owner}
+        # A partial's target can be exchanged, and calling it goes straight to C.
+        self._gate: Any = functools.partial(first)
+        self.close()
+        self._handles: list[Any] = [_hook(parameter, self._gate) for parameter in parameters]
+        self._looking: dict[int, Any] = {}
+
+    def open(self) -> None:
+        """A pass has begun: from here on arrivals are appended."""
+        self._gate.__setstate__((self.order.append, (), {}, self._names))
+
+    def close(self) -> None:
+        """The next arrival calls ``first``."""
+        self._gate.__setstate__((self._first, (), {}, self._names))
+
+    def look_at(self, parameters: Collection[tuple[int, torch.nn.Parameter]]) -> None:
+        """Call ``look`` after arrivals of these parameters, given with their index, and of no others."""
+        wanted = dict(parameters)
+        for index in [index for index in self._looking if index not in wanted]:
+            self._looking.pop(index).remove()
+        for index, parameter in wanted.items():
+            if index not in self._looking:
+                self._looking[index] = _hook(parameter, self._look)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        self.look_at(())
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def owner_of(parameter: torch.nn.Parameter) -> object | None:
+    """Who counts this parameter's arrivals, if anybody."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        if isinstance(hook, functools.partial) and "owner" in vars(hook):
+            found: object = vars(hook)["owner"]
+            return found
+    return None
+
+
+def _hook(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

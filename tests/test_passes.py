@@ -234,7 +234,7 @@ def test_backward_that_fails_is_told_to_the_others_and_the_next_pass_is_right(
 ) -> None:
     def worker(transport):
         model = Branches()
-        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
         for number in range(5):
             model.zero_grad(set_to_none=set_to_none)
             fails = number == in_pass and transport.rank in failing
@@ -244,6 +244,9 @@ def test_backward_that_fails_is_told_to_the_others_and_the_next_pass_is_right(
             except (ValueError, stretto.PeerError) as error:
                 raised = type(error)
             if number == in_pass:
+                with sync.no_sync():
+                    model(inputs_of(transport.rank), "abc").backward()  # must not touch what is still under way
+                model.zero_grad(set_to_none=set_to_none)
                 assert raised is (ValueError if fails else stretto.PeerError)
             else:
                 assert raised is None

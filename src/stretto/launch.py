@@ -11,6 +11,7 @@ earlier: it carries the word that this rank's backward did not fail, and that ca
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
 
@@ -48,6 +49,7 @@ class LaunchQueue:
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self.devices = [parameter.device for parameter in parameters.values()]
         self.transport = transport
+        self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling = scaling
         self.weight = 1.0

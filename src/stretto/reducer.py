@@ -1,6 +1,6 @@
 """From gradient hook to settled ``.grad``: the stage where communication overlaps backward.
 
-    autograd ──> arrivals.py ──> a chunk is complete ──> taken into buckets ──> launch.py, in plan order ──> Work
+    autograd ──> arrivals.py ──> tracker.py: gradients taken into buckets ──> launch.py, in plan order ──> Work
                                                                                                               │
     outermost backward ends ──> launch what is left ──> buffers under way ──> wait ──> .grad in place ──> new plan?
 
@@ -16,16 +16,14 @@ See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for 
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from .arrivals import Arrivals, owner_of
+from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_mean
-from .bucket import Bucket, Control, ControlWords
+from .bucket import Control, ControlWords
 from .comm_hooks import CommHook
 from .engine import OutermostEnd
 from .errors import PeerError, SetupError, UnsupportedError, name_list
@@ -34,7 +32,7 @@ from .launch import LaunchQueue
 from .plan import BucketPlan
 from .replan import ReplanPolicy, complete_order, recut
 from .scaling import Scaling
-from .schedule import Chunk, schedule
+from .tracker import ArrivalTracker
 from .transport.base import Transport
 
 
@@ -79,35 +77,19 @@ class Reducer:
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
-        self._names = self._queue.names
         self._events = events
         self._buffers = buffers
         self._delay = delay
-        self._lock = threading.RLock()  # each device has its own autograd thread, and all call the hooks
-        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters.values())}
         self._running = False
-        self._schedule: list[Chunk] | None = None
-        self._known: list[int] = []
-        """``id()`` of the last pass's arrivals."""
-        self._next_chunk = 0
-        self._in_order = False
-        """Whether this pass has followed the schedule so far."""
-        self._looked_at = 0
-        """How many arrivals of this pass have been dealt with."""
-        self._count: dict[int, int] = {}
-        """How often parameters have arrived in this pass; kept only outside the schedule."""
-        self._expected: dict[int, int] = {}
-        """How often those arrived in the last pass that arrived more than once."""
         self._unsynchronized: set[int] = set()
-        self._last_arrived: list[int] = []
         self._buffers_of_given_up: CoalescedMessages | None = None
         self._late_words: ControlWords | None = None
         self._replan_policy = ReplanPolicy()
         self._passes, self._plans = 0, 1
         hooked = list(parameters.values())
-        self._arrivals = Arrivals(hooked, self, self._first_arrival, self._look)
+        self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
+        self._arrivals = self._tracker.arrivals
         self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
-        self._watch_all()
 
     @property
     def plan(self) -> BucketPlan:
@@ -151,38 +133,22 @@ class Reducer:
         """Remove the hooks. ``.grad`` stays as it is."""
         self._arrivals.remove()
 
-    # Which arrivals are looked at
-
-    def _watch_all(self) -> None:
-        """Look at each arrival: the order is not known, or somebody observes it."""
-        self._schedule = None
-        self._arrivals.look_at(self._alive(range(len(self._names))))
-
-    def _follow(self, order: Sequence[int], ids: Sequence[int]) -> None:
-        """Look only where the schedule for this order says so."""
-        self._schedule = schedule(order, ids, self._queue.bucket_of)
-        self._arrivals.look_at(self._alive(chunk.closer for chunk in self._schedule))
-
-    def _alive(self, indices: Iterable[int]) -> list[tuple[int, torch.nn.Parameter]]:
-        found = ((index, self._queue.parameters[index]()) for index in indices)
-        return [(index, parameter) for index, parameter in found if parameter is not None]
-
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
         if self._events.gradient_ready:
-            self._watch_all()
+            self._tracker.watch_all()
 
     # Backward
 
     def _first_arrival(self, parameter: torch.Tensor) -> None:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
-        with self._lock:
+        with self._queue.lock:
             if self._running:
                 self._end.watch()
             elif self.synchronize:
                 self._begin_pass()
             else:
-                self._unsynchronized.add(self._index_of[id(parameter)])
+                self._unsynchronized.add(self._tracker.index_of[id(parameter)])
                 return
             self._arrivals.order.append(parameter)
             self._arrivals.open()
@@ -194,57 +160,14 @@ class Reducer:
             self._act_on(words)
         self._queue.pass_number += 1
         self._running = True
-        self._in_order = self._schedule is not None
+        self._tracker.begin()
         self._end.watch()
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 
-    def _look(self, _: torch.Tensor) -> None:
-        """Take what has arrived since the last look, and launch what is full."""
-        if not self._running:
-            return
-        with self._lock, torch.no_grad():
-            if not (self._in_order and self._take_chunk()):
-                self._take_one_by_one()
-            if not self._delay:
-                self._queue.launch_full()
-
-    def _take_chunk(self) -> bool:
-        """Take the next chunk of the schedule. False if something else has arrived."""
-        assert self._schedule is not None
-        chunk = self._schedule[self._next_chunk]
-        stop = self._looked_at + len(chunk.arrivals)
-        if [*map(id, self._arrivals.order[self._looked_at : stop])] != chunk.arrivals:
-            self._in_order = False
-            self._count = dict(Counter(self._index_of[id(p)] for p in self._arrivals.order[: self._looked_at]))
-            return False
-        for part in chunk.parts:
-            self._queue.guard(part.bucket, part.take)
-        self._looked_at = stop
-        self._next_chunk += 1
-        if self._events.bucket_full:
-            for bucket in chunk.full:
-                self._tell_full(bucket, chunk.closer)
-        return True
-
-    def _take_one_by_one(self) -> None:
-        """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
-        for parameter in self._arrivals.order[self._looked_at :]:
-            index = self._index_of[id(parameter)]
-            self._count[index] = self._count.get(index, 0) + 1
-            if self._events.gradient_ready:
-                self._events.emit(self._events.gradient_ready, self._queue.pass_number, self._names[index])
-            if self._count[index] == self._expected.get(index, 1):
-                bucket = self._queue.bucket_of[index]
-                bucket.arrived += 1
-                if bucket.arrived == bucket.pending:
-                    self._queue.guard(bucket, bucket.take_rest)
-                    self._tell_full(bucket, index)
-        self._looked_at = len(self._arrivals.order)
-
-    def _tell_full(self, bucket: Bucket, index: int) -> None:
-        if self._events.bucket_full:
-            self._events.emit(self._events.bucket_full, self._queue.pass_number, bucket.index, self._names[index])
+    def _progressed(self) -> None:
+        if not self._delay:
+            self._queue.launch_full()
 
     # The end of a pass
 
@@ -252,9 +175,9 @@ class Reducer:
         """Every gradient of the pass has arrived."""
         if not self._running:
             return
-        with self._lock, torch.no_grad():
+        with self._queue.lock, torch.no_grad():
             try:
-                self._queue.launch_rest(self._contributed(), self._says())
+                self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), self._says())
                 buffers = self._send_buffers()
                 words = self._queue.wait(release=True)
                 buffers.finish()
@@ -268,32 +191,17 @@ class Reducer:
             else:
                 self._late_words = words
 
-    def _as_scheduled(self) -> bool:
-        """Whether the pass is over and was what the schedule foresaw, with nothing missing and nothing twice."""
-        return self._in_order and self._looked_at == len(self._arrivals.order)
-
-    def _contributed(self) -> set[int]:
-        """Parameters that this rank has something to give for, from this pass or from unsynchronised ones before.
-
-        Empty where the buckets know: everything has been taken.
-        """
-        if self._as_scheduled() and not any(bucket.pending for bucket in self._queue.buckets):
-            return set()
-        arrived = {self._index_of[id(parameter)] for parameter in self._arrivals.order}
-        return {index for index, parameter in self._alive(self._unsynchronized | arrived) if parameter.grad is not None}
-
     def _says(self) -> list[Control]:
         """What the last bucket tells the other ranks."""
-        says = []
-        order = self._arrivals.order
-        if not self._as_scheduled():
-            self._last_arrived = [self._index_of[id(parameter)] for parameter in order]
-            if self._queue.has_late():
-                says.append(Control.LATE)
-                self._refuse_late()
-        if self.transport.rank == 0 and self._replan_policy.drifted(
-            self.plan, self._last_arrived, self._queue.pass_number
-        ):
+        says: list[Control] = []
+        scheduled = self._tracker.as_scheduled()
+        if scheduled and not self._replan_policy.deferred:
+            return says
+        if not scheduled and self._queue.has_late():
+            self._refuse_late()
+            says.append(Control.LATE)
+        order = [self._tracker.index_of[id(parameter)] for parameter in self._arrivals.order]
+        if self.transport.rank == 0 and self._replan_policy.drifted(self.plan, order, self._queue.pass_number):
             says.append(Control.WANTS_REPLAN)
         return says
 
@@ -301,7 +209,7 @@ class Reducer:
         on_host = all(device.type == "cpu" for device in self._queue.devices)
         if self.comm_hook is None and (on_host or self._queue.pass_number == 1):
             return
-        names = [self._names[bucket.indices[i]] for bucket in self._queue.buckets for i in bucket.late()]
+        names = [self._queue.names[bucket.indices[i]] for bucket in self._queue.buckets for i in bucket.late()]
         raise UnsupportedError(
             f"{self._queue.where}: {name_list(names)} got another gradient after the bucket had left (a reentrant "
             "checkpoint around a layer that is used again), which cannot be made good here.\n"
@@ -317,34 +225,17 @@ class Reducer:
         return sent
 
     def _reset(self) -> None:
-        scheduled = self._as_scheduled()
-        ids = [] if scheduled else [*map(id, self._arrivals.order)]
         self._running = False
-        self._arrivals.close()
-        self._arrivals.order.clear()
+        self._tracker.end()
         self._unsynchronized.clear()
-        self._count.clear()
-        self._next_chunk = self._looked_at = 0
         self._queue.reset()
-        if not scheduled:
-            self._learn(ids)
-
-    def _learn(self, ids: list[int]) -> None:
-        """The pass was not as scheduled. Follow its order once it was seen twice, or at once if it is the first."""
-        self._expected = {index: n for index, n in Counter(self._index_of[i] for i in ids).items() if n > 1}
-        stable = ids == self._known or not self._known
-        self._known = ids
-        if stable and ids and not self._events.gradient_ready:
-            self._follow([self._index_of[i] for i in ids], ids)
-        elif self._schedule is not None:
-            self._watch_all()
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
     def _give_up(self) -> None:
-        with self._lock, torch.no_grad():
+        with self._queue.lock, torch.no_grad():
             self._running = False
-            self._arrivals.close()
+            self._tracker.stop()
             self._queue.launch_spoiled()
             self._buffers_of_given_up = self._send_buffers()
 
@@ -377,18 +268,17 @@ class Reducer:
 
     def _replan(self) -> None:
         """Collective. Cut new buckets in the order in which rank 0's gradients arrived."""
-        order = complete_order(self.plan, self._last_arrived)
+        order = complete_order(self.plan, self._tracker.last_order)
         message = torch.tensor(order, dtype=torch.int64, device=self._queue.devices[0])
         self.transport.broadcast(message).wait()
         plan = recut(self.plan, message.tolist())
-        self._replan_policy.learnt(self._last_arrived, self._queue.pass_number)
+        self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
         if plan == self.plan:
             return
         with torch.no_grad():
             self._queue.adopt(plan)
         self._plans += 1
-        if self._schedule is not None:
-            self._follow([self._index_of[i] for i in self._known], self._known)
+        self._tracker.follow_again()
         if self._events.plan_changed:
             self._events.emit(self._events.plan_changed, self._queue.pass_number, plan)
 

@@ -40,10 +40,14 @@ class ReplanPolicy:
         self._known: list[int] = []
         self._looked_at = 0
         self._patience = 1
+        self.deferred = False
+        """Whether an order is waiting to be looked at."""
 
     def drifted(self, plan: BucketPlan, arrived: Sequence[int], pass_number: int) -> bool:
         """Whether a plan made from ``arrived`` (parameter indices of one pass) would let bytes leave earlier."""
-        if arrived == self._known or pass_number < self._looked_at + self._patience:
+        known = arrived == self._known
+        self.deferred = not known and pass_number < self._looked_at + self._patience
+        if known or self.deferred:
             return False
         soon = pass_number < self._looked_at + 2 * self._patience
         self._patience = min(2 * self._patience, MOST_PATIENCE) if soon else 1

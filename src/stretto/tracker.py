@@ -1,0 +1,180 @@
+"""From arrivals to full buckets: along the schedule as long as it holds, one by one otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from .arrivals import Arrivals
+from .bucket import Bucket
+from .events import Events
+from .launch import LaunchQueue
+from .schedule import Chunk, schedule
+
+
+class ArrivalTracker:
+    """Takes gradients into their buckets as they arrive, and learns in which order and how often they do.
+
+    Args:
+        parameters: to hook; not held.
+        queue: has the buckets.
+        events: told of gradients and full buckets.
+        owner: as in :class:`Arrivals`.
+        first: as in :class:`Arrivals`.
+        progressed: called when gradients were taken.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        queue: LaunchQueue,
+        events: Events,
+        owner: object,
+        first: Callable[[torch.Tensor], None],
+        progressed: Callable[[], None],
+    ) -> None:
+        self.arrivals = Arrivals(parameters, owner, first, self._look)
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self.last_order: list[int] = []
+        """Indices of the last arrivals that were not as scheduled, the schedule's own order otherwise."""
+        self._queue = queue
+        self._events = events
+        self._progressed = progressed
+        self._running = False
+        self._schedule: list[Chunk] | None = None
+        self._known: list[int] = []
+        """``id()`` of the last pass's arrivals."""
+        self._expected: dict[int, int] = {}
+        """How often those arrived in the last pass that arrived more than once."""
+        self._next_chunk = 0
+        self._in_order = False
+        """Whether this pass has followed the schedule so far."""
+        self._looked_at = 0
+        """How many arrivals of this pass have been dealt with."""
+        self._count: dict[int, int] = {}
+        """How often parameters have arrived in this pass; kept only outside the schedule."""
+        self.watch_all()
+
+    # Which arrivals are looked at
+
+    def watch_all(self) -> None:
+        """Look at each arrival: the order is not known, or somebody observes it."""
+        self._schedule = None
+        self.arrivals.look_at(self.alive(range(len(self.index_of))))
+
+    def follow_again(self) -> None:
+        """The plan has changed: schedule the known order for its buckets."""
+        if self._schedule is not None:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Look only where the schedule for the known order says so."""
+        order = [self.index_of[i] for i in self._known]
+        self._schedule = schedule(order, self._known, self._queue.bucket_of)
+        self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
+
+    def alive(self, indices: Iterable[int]) -> list[tuple[int, torch.nn.Parameter]]:
+        """Those parameters that were not freed, with their index."""
+        found = ((index, self._queue.parameters[index]()) for index in indices)
+        return [(index, parameter) for index, parameter in found if parameter is not None]
+
+    # During a pass
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._running = True
+        self._in_order = self._schedule is not None
+
+    def stop(self) -> None:
+        """The pass is given up: nothing more is taken."""
+        self._running = False
+        self.arrivals.close()
+
+    def _look(self, _: torch.Tensor) -> None:
+        if not self._running:
+            return
+        with self._queue.lock, torch.no_grad():
+            if not (self._in_order and self._take_chunk()):
+                self._take_one_by_one()
+            self._progressed()
+
+    def _take_chunk(self) -> bool:
+        """Take the next chunk of the schedule if it is complete. False if something else has arrived."""
+        assert self._schedule is not None
+        done = self._next_chunk == len(self._schedule)
+        expected = [] if done else self._schedule[self._next_chunk].arrivals
+        stop = self._looked_at + len(expected)
+        arrived = [*map(id, self.arrivals.order[self._looked_at : stop])]
+        if done or arrived != expected[: len(arrived)]:
+            self._in_order = False
+            self._count = dict(Counter(self.index_of[id(p)] for p in self.arrivals.order[: self._looked_at]))
+            return False
+        if len(arrived) == len(expected):
+            chunk = self._schedule[self._next_chunk]
+            for part in chunk.parts:
+                self._queue.guard(part.bucket, part.take)
+            self._looked_at = stop
+            self._next_chunk += 1
+            for bucket in chunk.full:
+                self._tell_full(bucket, chunk.closer)
+        return True
+
+    def _take_one_by_one(self) -> None:
+        """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
+        for parameter in self.arrivals.order[self._looked_at :]:
+            index = self.index_of[id(parameter)]
+            self._count[index] = self._count.get(index, 0) + 1
+            if self._events.gradient_ready:
+                name = self._queue.names[index]
+                self._events.emit(self._events.gradient_ready, self._queue.pass_number, name)
+            if self._count[index] == self._expected.get(index, 1):
+                bucket = self._queue.bucket_of[index]
+                bucket.arrived += 1
+                if bucket.arrived == bucket.pending:
+                    self._queue.guard(bucket, bucket.take_rest)
+                    self._tell_full(bucket, index)
+        self._looked_at = len(self.arrivals.order)
+
+    def _tell_full(self, bucket: Bucket, index: int) -> None:
+        if self._events.bucket_full:
+            name = self._queue.names[index]
+            self._events.emit(self._events.bucket_full, self._queue.pass_number, bucket.index, name)
+
+    # At its end
+
+    def as_scheduled(self) -> bool:
+        """Whether the pass was what the schedule foresaw, with nothing twice that was not to be."""
+        return self._in_order and self._looked_at == len(self.arrivals.order)
+
+    def contributed(self, unsynchronized: set[int]) -> set[int]:
+        """Parameters for which this rank has a gradient that was not taken yet.
+
+        From this pass, or from ``unsynchronized`` ones before. Empty without a search where everything was taken.
+        """
+        if self.as_scheduled() and not any(bucket.pending for bucket in self._queue.buckets):
+            return set()
+        arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
+        return {index for index, parameter in self.alive(unsynchronized | arrived) if parameter.grad is not None}
+
+    def end(self) -> None:
+        """The pass is over, or given up. If it was not as scheduled, learn from it."""
+        order = self.arrivals.order
+        if not self.as_scheduled():
+            self._learn([*map(id, order)])
+        self.stop()
+        order.clear()
+        self._count.clear()
+        self._next_chunk = self._looked_at = 0
+
+    def _learn(self, ids: list[int]) -> None:
+        """Follow an order once it was seen twice, or at once if it is the first."""
+        self.last_order = [self.index_of[i] for i in ids]
+        self._expected = {index: n for index, n in Counter(self.last_order).items() if n > 1}
+        stable = ids == self._known or not self._known
+        self._known = ids
+        if stable and ids and not self._events.gradient_ready:
+            self._follow()
+        elif self._schedule is not None:
+            self.watch_all()

@@ -84,6 +84,7 @@ class Bucket:
         "_scaling",
         "arrived",
         "control",
+        "filled",
         "flat",
         "footer",
         "index",
@@ -139,6 +140,8 @@ class Bucket:
         """What ``.grad`` of such a parameter held, to be restored if no rank had anything new."""
         self.taken: list[Sequence[int]] = []
         self.work: Work | None = None
+        self.filled = False
+        """Whether something else than this pass's arrivals went in."""
         self.pending = self.arrived = 0
         """``arrived`` counts those of the pending that can be taken; outside the schedule only."""
         self._complete = torch.ones_like(self.footer)
@@ -174,6 +177,7 @@ class Bucket:
             contributed: parameter indices that this rank has something new to give for, in this pass or from backward
                 passes without synchronisation before it.
         """
+        self.filled = True
         taken = [place for places in self.taken for place in places]
         rest = self._not_taken()
         Part(self, [place for place in rest if self.indices[place] in contributed]).take()
@@ -272,6 +276,7 @@ class Bucket:
         self.work = None
         self.pending = len(self.indices)
         self.arrived = 0
+        self.filled = False
 
 
 class Part:
@@ -286,22 +291,28 @@ class Part:
         self.views = [bucket.views[place] for place in places]
 
     def take(self) -> None:
-        """Copy the gradients into their slots.
+        """Copy the gradients into their slots."""
+        take_gradients([reference() for reference in self.references], self.views)
+        self.mark()
 
-        Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has accumulated
-        in place and there is nothing to copy.
-        """
-        parameters: list[Any] = [reference() for reference in self.references]
-        gradients = [parameter.grad for parameter in parameters]
-        if any(map(operator.is_, gradients, self.views)):
-            fresh = [
-                i for i, (view, gradient) in enumerate(zip(self.views, gradients, strict=True)) if gradient is not view
-            ]
-            if fresh:
-                torch._foreach_copy_([self.views[i] for i in fresh], [gradients[i] for i in fresh])
-        elif gradients:
-            torch._foreach_copy_(self.views, gradients)
-        for parameter in parameters:
-            parameter.grad = None
+    def mark(self) -> None:
+        """They have been taken."""
         self.bucket.pending -= len(self.places)
         self.bucket.taken.append(self.places)
+
+
+def take_gradients(parameters: Sequence[Any], views: Sequence[torch.Tensor]) -> None:
+    """Copy gradients into their slots at one call, and leave ``.grad`` empty.
+
+    Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has accumulated in
+    place and there is nothing to copy.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    if any(map(operator.is_, gradients, views)):
+        fresh = [i for i, view in enumerate(views) if gradients[i] is not view]
+        if fresh:
+            torch._foreach_copy_([views[i] for i in fresh], [gradients[i] for i in fresh])
+    elif gradients:
+        torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]  # any sequence will do
+    for parameter in parameters:
+        parameter.grad = None

@@ -11,6 +11,7 @@ earlier: it carries the word that this rank's backward did not fail, and that ca
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -93,7 +94,7 @@ class LaunchQueue:
         """
         for bucket in self.buckets[self.launched :]:
             if bucket.pending or contributed:
-                self.guard(bucket, lambda bucket=bucket: bucket.fill(contributed))  # type: ignore[misc]
+                self.guard(functools.partial(bucket.fill, contributed))
             self._launch(bucket, says if bucket.is_last else ())
 
     def launch_spoiled(self) -> None:
@@ -108,8 +109,13 @@ class LaunchQueue:
         """Whether a gradient arrived again after its bucket had left."""
         return any(bucket.late() for bucket in self.buckets[: self.launched])
 
-    def wait(self, *, release: bool) -> ControlWords:
-        """Wait for every bucket; with ``release``, put ``.grad`` of every parameter in place. What ranks said."""
+    def wait(self, hand_out: Callable[[], bool] | None) -> ControlWords:
+        """Wait for every bucket, put ``.grad`` of every parameter in place, and return what ranks said.
+
+        Args:
+            hand_out: makes the slots of what has arrived ``.grad``, or returns False if the buckets have to. None, if
+                the pass was given up and ``.grad`` is to be left alone.
+        """
         summed = self.comm_hook is None
         for bucket in self.buckets:
             self._wait_for(bucket)
@@ -117,13 +123,17 @@ class LaunchQueue:
         words = last.control_words(summed=summed)
         second_round = (words.on_host or self.pass_number == 1) and words.read()[Control.LATE]
         factor = self.scaling.after(last.weight) if summed else None
-        if release:
-            for bucket in self.buckets:
-                bucket.unpack(factor)
+        if hand_out is None:
+            if second_round:
+                self._second_round(factor)
+            return words
+        for bucket in self.buckets:
+            bucket.unpack(factor)
         if second_round:
             self._second_round(factor)
-        if release:
-            for bucket in self.buckets:
+        done = hand_out()
+        for bucket in self.buckets:
+            if bucket.filled or not done:
                 bucket.release(summed_footer=summed)
         return words
 
@@ -148,17 +158,16 @@ class LaunchQueue:
         for bucket in self.buckets:
             bucket.reset()
 
-    def guard(self, bucket: Bucket, copy: Callable[[], None]) -> None:
-        """Copy gradients into the bucket; say which is to blame if that cannot be done."""
+    def guard(self, copy: Callable[[], None]) -> None:
+        """Copy gradients into buckets; say which is to blame if that cannot be done."""
         try:
             copy()
         except RuntimeError as error:
-            gradients = [parameter.grad for parameter in bucket.parameters]
-            sparse = [
-                self.names[index]
-                for index, gradient in zip(bucket.indices, gradients, strict=True)
-                if gradient is not None and gradient.layout != torch.strided
+            gradients = [
+                (name, getattr(reference(), "grad", None))
+                for name, reference in zip(self.names, self.parameters, strict=True)
             ]
+            sparse = [name for name, grad in gradients if grad is not None and grad.layout != torch.strided]
             if not sparse:
                 raise
             raise UnsupportedError(

@@ -179,7 +179,7 @@ class Reducer:
             try:
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), self._says())
                 buffers = self._send_buffers()
-                words = self._queue.wait(release=True)
+                words = self._queue.wait(self._tracker.hand_out)
                 buffers.finish()
             finally:
                 self._reset()
@@ -246,7 +246,7 @@ class Reducer:
         buffers, self._buffers_of_given_up = self._buffers_of_given_up, None
         with torch.no_grad():
             try:
-                words = self._queue.wait(release=False)
+                words = self._queue.wait(None)
                 buffers.finish()
             finally:
                 self._reset()

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .bucket import Bucket, Part
+import torch
+
+from .bucket import Bucket, Part, take_gradients
 
 CHUNK_BYTES = 128 * 1024
 CHUNK_ARRIVALS = 64
@@ -28,6 +30,18 @@ class Chunk:
     """Index of the parameter that arrives last."""
     full: list[Bucket]
     """Buckets that are complete with it."""
+    views: list[torch.Tensor] | None
+    """The slot of each arrival; None where some parameter arrives again later."""
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of these arrivals, which are those that were foreseen."""
+        if self.views is None:
+            for part in self.parts:
+                part.take()
+            return
+        take_gradients(parameters, self.views)
+        for part in self.parts:
+            part.mark()
 
 
 def schedule(order: Sequence[int], ids: Sequence[int], bucket_of: Sequence[Bucket]) -> list[Chunk]:
@@ -55,7 +69,9 @@ def schedule(order: Sequence[int], ids: Sequence[int], bucket_of: Sequence[Bucke
             full.append(bucket)
         if full or nbytes >= CHUNK_BYTES or len(complete) >= CHUNK_ARRIVALS or place == len(order) - 1:
             parts = _parts(complete, bucket_of, place_of)
-            chunks.append(Chunk(list(ids[start : place + 1]), parts, index, full))
+            once = len(complete) == place + 1 - start
+            views = [bucket_of[i].views[place_of[i]] for i in complete] if once else None
+            chunks.append(Chunk(list(ids[start : place + 1]), parts, index, full, views))
             start, nbytes, complete, full = place + 1, 0, [], []
     return chunks
 

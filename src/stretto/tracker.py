@@ -44,6 +44,8 @@ class ArrivalTracker:
         self._progressed = progressed
         self._running = False
         self._schedule: list[Chunk] | None = None
+        self._views: list[torch.Tensor] | None = None
+        """The slot of each arrival of the schedule."""
         self._known: list[int] = []
         """``id()`` of the last pass's arrivals."""
         self._expected: dict[int, int] = {}
@@ -73,6 +75,8 @@ class ArrivalTracker:
         """Look only where the schedule for the known order says so."""
         order = [self.index_of[i] for i in self._known]
         self._schedule = schedule(order, self._known, self._queue.bucket_of)
+        views = [chunk.views for chunk in self._schedule]
+        self._views = None if None in views else [view for some in views for view in some or ()]
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
 
     def alive(self, indices: Iterable[int]) -> list[tuple[int, torch.nn.Parameter]]:
@@ -113,8 +117,7 @@ class ArrivalTracker:
             return False
         if len(arrived) == len(expected):
             chunk = self._schedule[self._next_chunk]
-            for part in chunk.parts:
-                self._queue.guard(part.bucket, part.take)
+            self._queue.guard(lambda: chunk.take(self.arrivals.order[self._looked_at : stop]))
             self._looked_at = stop
             self._next_chunk += 1
             for bucket in chunk.full:
@@ -133,7 +136,7 @@ class ArrivalTracker:
                 bucket = self._queue.bucket_of[index]
                 bucket.arrived += 1
                 if bucket.arrived == bucket.pending:
-                    self._queue.guard(bucket, bucket.take_rest)
+                    self._queue.guard(bucket.take_rest)
                     self._tell_full(bucket, index)
         self._looked_at = len(self.arrivals.order)
 
@@ -157,6 +160,15 @@ class ArrivalTracker:
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
         return {index for index, parameter in self.alive(unsynchronized | arrived) if parameter.grad is not None}
+
+    def hand_out(self) -> bool:
+        """Make the slots ``.grad`` of everything that has arrived. False if the buckets have to do it."""
+        order = self.arrivals.order
+        if self._views is None or not self.as_scheduled() or len(order) != len(self._views):
+            return False
+        for parameter, view in zip(order, self._views, strict=True):
+            parameter.grad = view
+        return True
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""

@@ -202,6 +202,34 @@ def test_gradient_that_comes_again_after_its_bucket_left(
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_told_and_then_known() -> None:
+    def loss_of(model: Branches, inputs: torch.Tensor, reuse: bool) -> torch.Tensor:
+        inputs = inputs.clone().requires_grad_()
+        hidden = checkpoint(model.c if reuse else torch.tanh, inputs, use_reentrant=True)
+        return model.c(model.b(model.a(hidden))).sum()
+
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(7):
+            reuse = number >= 3
+            model.zero_grad()
+            try:
+                loss_of(model, inputs_of(transport.rank, number), reuse).backward()
+            except stretto.UnsupportedError as error:
+                assert number == 3
+                assert str(error).startswith(f"rank {transport.rank}, pass 4: c.bias, c.weight got one more gradient")
+                continue
+            assert number != 3
+            reference = Branches()
+            for rank in range(2):
+                (loss_of(reference, inputs_of(rank, number), reuse) / 2).backward()
+            assert_same(gradients(model), {n: p.grad for n, p in reference.named_parameters()})
+        return True
+
+    assert run_ranks(worker, 2) == [True, True]
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, fail):

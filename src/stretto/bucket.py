@@ -4,8 +4,9 @@
            └──────────── payload ──────────┘└──────────────────── footer ───────────────────┘
 
 ``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides, and becomes its ``.grad``: the
-gradients exist once. A gradient is *taken* when it has been copied into its slot; until the pass settles, ``.grad`` is
-None then, so that one that arrives again can neither be lost nor disturb a sum that is under way.
+gradients exist once. A gradient is *taken* when it has been copied into its slot. Along the schedule ``.grad`` becomes
+the slot at once, while both are in the cache. Where it is not known how often gradients arrive, ``.grad`` is None until
+the pass settles, so that one that arrives again can neither be lost nor disturb a sum that is under way.
 
 The footer is summed together with the payload, so that every rank learns, at the same pass and without another message,
 which parameters any rank had and what some rank asks for. Only "zero or not" is read from it where the dtype is too
@@ -192,7 +193,8 @@ class Bucket:
             else:
                 view.copy_(gradient)
         for place in taken:  # arrived again before the bucket left
-            if (gradient := parameters[place].grad) is not None:
+            gradient = parameters[place].grad
+            if gradient is not None and gradient is not self.views[place]:
                 self.views[place].add_(gradient)
                 parameters[place].grad = None
 
@@ -219,7 +221,11 @@ class Bucket:
     def late(self) -> list[int]:
         """Places of gradients that arrived again after the bucket had left."""
         missing = set(self.missing)
-        return [i for i, p in enumerate(self.parameters) if p.grad is not None and i not in missing]
+        return [
+            i
+            for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True))
+            if parameter.grad is not None and parameter.grad is not view and i not in missing
+        ]
 
     def release(self, *, summed_footer: bool) -> None:
         """The result is in the slots: they become ``.grad``.
@@ -292,7 +298,10 @@ class Part:
 
     def take(self) -> None:
         """Copy the gradients into their slots."""
-        take_gradients([reference() for reference in self.references], self.views)
+        parameters = [reference() for reference in self.references]
+        take_gradients(parameters, self.views)
+        for parameter in parameters:
+            parameter.grad = None  # type: ignore[union-attr]  # its gradient has just arrived: it is alive
         self.mark()
 
     def mark(self) -> None:
@@ -302,7 +311,7 @@ class Part:
 
 
 def take_gradients(parameters: Sequence[Any], views: Sequence[torch.Tensor]) -> None:
-    """Copy gradients into their slots at one call, and leave ``.grad`` empty.
+    """Copy gradients into their slots at one call.
 
     Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has accumulated in
     place and there is nothing to copy.
@@ -314,5 +323,3 @@ def take_gradients(parameters: Sequence[Any], views: Sequence[torch.Tensor]) -> 
             torch._foreach_copy_([views[i] for i in fresh], [gradients[i] for i in fresh])
     elif gradients:
         torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]  # any sequence will do
-    for parameter in parameters:
-        parameter.grad = None

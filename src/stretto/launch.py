@@ -109,12 +109,12 @@ class LaunchQueue:
         """Whether a gradient arrived again after its bucket had left."""
         return any(bucket.late() for bucket in self.buckets[: self.launched])
 
-    def wait(self, hand_out: Callable[[], bool] | None) -> ControlWords:
+    def wait(self, *, release: bool, handed_out: bool = False) -> ControlWords:
         """Wait for every bucket, put ``.grad`` of every parameter in place, and return what ranks said.
 
         Args:
-            hand_out: makes the slots of what has arrived ``.grad``, or returns False if the buckets have to. None, if
-                the pass was given up and ``.grad`` is to be left alone.
+            release: False if the pass was given up, and ``.grad`` is to be left alone.
+            handed_out: the slots of what has arrived are ``.grad`` already.
         """
         summed = self.comm_hook is None
         for bucket in self.buckets:
@@ -123,17 +123,12 @@ class LaunchQueue:
         words = last.control_words(summed=summed)
         second_round = (words.on_host or self.pass_number == 1) and words.read()[Control.LATE]
         factor = self.scaling.after(last.weight) if summed else None
-        if hand_out is None:
-            if second_round:
-                self._second_round(factor)
-            return words
-        for bucket in self.buckets:
+        for bucket in self.buckets if release else ():
             bucket.unpack(factor)
         if second_round:
             self._second_round(factor)
-        done = hand_out()
-        for bucket in self.buckets:
-            if bucket.filled or not done:
+        for bucket in self.buckets if release else ():
+            if bucket.filled or not handed_out:
                 bucket.release(summed_footer=summed)
         return words
 

@@ -177,9 +177,14 @@ class Reducer:
             return
         with self._queue.lock, torch.no_grad():
             try:
-                self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), self._says())
+                says = self._says()
+                self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
+            except BaseException:
+                self._give_up()
+                raise
+            try:
                 buffers = self._send_buffers()
-                words = self._queue.wait(self._tracker.hand_out)
+                words = self._queue.wait(release=True, handed_out=self._tracker.handed_out())
                 buffers.finish()
             finally:
                 self._reset()
@@ -197,24 +202,28 @@ class Reducer:
         scheduled = self._tracker.as_scheduled()
         if scheduled and not self._replan_policy.deferred:
             return says
-        if not scheduled and self._queue.has_late():
+        if not scheduled:
             self._refuse_late()
-            says.append(Control.LATE)
+            if self._queue.has_late():
+                says.append(Control.LATE)
         order = [self._tracker.index_of[id(parameter)] for parameter in self._arrivals.order]
         if self.transport.rank == 0 and self._replan_policy.drifted(self.plan, order, self._queue.pass_number):
             says.append(Control.WANTS_REPLAN)
         return says
 
     def _refuse_late(self) -> None:
+        """Raise where a second round is out of reach: asking for one would stop the host, or the word does not travel."""
         on_host = all(device.type == "cpu" for device in self._queue.devices)
-        if self.comm_hook is None and (on_host or self._queue.pass_number == 1):
-            return
-        names = [self._queue.names[bucket.indices[i]] for bucket in self._queue.buckets for i in bucket.late()]
-        raise UnsupportedError(
-            f"{self._queue.where}: {name_list(names)} got another gradient after the bucket had left (a reentrant "
-            "checkpoint around a layer that is used again), which cannot be made good here.\n"
-            "Use torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
-        )
+        late = self._tracker.spoilt()
+        if not late and (self.comm_hook is not None or not (on_host or self._queue.pass_number == 1)):
+            late = [self._queue.names[bucket.indices[i]] for bucket in self._queue.buckets for i in bucket.late()]
+        if late:
+            raise UnsupportedError(
+                f"{self._queue.where}: {name_list(late)} got one more gradient than in the passes before, after the "
+                "bucket had left (a reentrant checkpoint around a layer that is used again).\n"
+                "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
+                "torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
+            )
 
     def _send_buffers(self) -> CoalescedMessages:
         follow, average = self._buffers()
@@ -246,7 +255,7 @@ class Reducer:
         buffers, self._buffers_of_given_up = self._buffers_of_given_up, None
         with torch.no_grad():
             try:
-                words = self._queue.wait(None)
+                words = self._queue.wait(release=False)
                 buffers.finish()
             finally:
                 self._reset()

@@ -40,6 +40,8 @@ class Chunk:
                 part.take()
             return
         take_gradients(parameters, self.views)
+        for parameter, view in zip(parameters, self.views, strict=True):
+            parameter.grad = view
         for part in self.parts:
             part.mark()
 

@@ -44,8 +44,8 @@ class ArrivalTracker:
         self._progressed = progressed
         self._running = False
         self._schedule: list[Chunk] | None = None
-        self._views: list[torch.Tensor] | None = None
-        """The slot of each arrival of the schedule."""
+        self._hands_out = False
+        """Whether all chunks of the schedule make the slots ``.grad`` when they are taken."""
         self._known: list[int] = []
         """``id()`` of the last pass's arrivals."""
         self._expected: dict[int, int] = {}
@@ -75,8 +75,7 @@ class ArrivalTracker:
         """Look only where the schedule for the known order says so."""
         order = [self.index_of[i] for i in self._known]
         self._schedule = schedule(order, self._known, self._queue.bucket_of)
-        views = [chunk.views for chunk in self._schedule]
-        self._views = None if None in views else [view for some in views for view in some or ()]
+        self._hands_out = all(chunk.views is not None for chunk in self._schedule)
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
 
     def alive(self, indices: Iterable[int]) -> list[tuple[int, torch.nn.Parameter]]:
@@ -161,14 +160,23 @@ class ArrivalTracker:
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
         return {index for index, parameter in self.alive(unsynchronized | arrived) if parameter.grad is not None}
 
-    def hand_out(self) -> bool:
-        """Make the slots ``.grad`` of everything that has arrived. False if the buckets have to do it."""
-        order = self.arrivals.order
-        if self._views is None or not self.as_scheduled() or len(order) != len(self._views):
-            return False
-        for parameter, view in zip(order, self._views, strict=True):
-            parameter.grad = view
-        return True
+    def handed_out(self) -> bool:
+        """Whether the slots of everything that has arrived are ``.grad`` already."""
+        return self._hands_out and self.as_scheduled()
+
+    def spoilt(self) -> list[str]:
+        """Parameters that arrived more often than foreseen after their slot had become ``.grad`` and had left.
+
+        Their gradient was accumulated into a sum under way.
+        """
+        if self.as_scheduled():
+            return []
+        count = Counter(self.index_of[id(parameter)] for parameter in self.arrivals.order)
+        left = self._queue.buckets[: self._queue.launched]
+        launched = {index for bucket in left for index in bucket.indices}
+        hot = {i for chunk in (self._schedule or ())[: self._next_chunk] if chunk.views for i in chunk.arrivals}
+        again = [index for index, n in count.items() if n > self._expected.get(index, 1) and index in launched]
+        return [self._queue.names[index] for index in again if id(self._queue.parameters[index]()) in hot]
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""

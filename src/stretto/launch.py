@@ -11,10 +11,10 @@ earlier: it carries the word that this rank's backward did not fail, and that ca
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 
@@ -94,7 +94,7 @@ class LaunchQueue:
         """
         for bucket in self.buckets[self.launched :]:
             if bucket.pending or contributed:
-                self.guard(functools.partial(bucket.fill, contributed))
+                self.guard(bucket.fill, contributed)
             self._launch(bucket, says if bucket.is_last else ())
 
     def launch_spoiled(self) -> None:
@@ -153,10 +153,10 @@ class LaunchQueue:
         for bucket in self.buckets:
             bucket.reset()
 
-    def guard(self, copy: Callable[[], None]) -> None:
+    def guard(self, copy: Callable[..., None], *arguments: Any) -> None:
         """Copy gradients into buckets; say which is to blame if that cannot be done."""
         try:
-            copy()
+            copy(*arguments)
         except RuntimeError as error:
             gradients = [
                 (name, getattr(reference(), "grad", None))

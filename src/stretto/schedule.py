@@ -14,8 +14,8 @@ import torch
 
 from .bucket import Bucket, Part, take_gradients
 
-CHUNK_BYTES = 128 * 1024
-CHUNK_ARRIVALS = 64
+CHUNK_BYTES = 256 * 1024
+CHUNK_ARRIVALS = 128
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,17 @@ class ArrivalTracker:
     def _look(self, _: torch.Tensor) -> None:
         if not self._running:
             return
-        with self._queue.lock, torch.no_grad():
-            if not (self._in_order and self._take_chunk()):
-                self._take_one_by_one()
-            self._progressed()
+        with self._queue.lock:
+            if torch.is_grad_enabled():  # backward(create_graph=True)
+                with torch.no_grad():
+                    self._take()
+            else:
+                self._take()
+
+    def _take(self) -> None:
+        if not (self._in_order and self._take_chunk()):
+            self._take_one_by_one()
+        self._progressed()
 
     def _take_chunk(self) -> bool:
         """Take the next chunk of the schedule if it is complete. False if something else has arrived."""
@@ -109,14 +116,15 @@ class ArrivalTracker:
         done = self._next_chunk == len(self._schedule)
         expected = [] if done else self._schedule[self._next_chunk].arrivals
         stop = self._looked_at + len(expected)
-        arrived = [*map(id, self.arrivals.order[self._looked_at : stop])]
+        parameters = self.arrivals.order[self._looked_at : stop]
+        arrived = [*map(id, parameters)]
         if done or arrived != expected[: len(arrived)]:
             self._in_order = False
             self._count = dict(Counter(self.index_of[id(p)] for p in self.arrivals.order[: self._looked_at]))
             return False
         if len(arrived) == len(expected):
             chunk = self._schedule[self._next_chunk]
-            self._queue.guard(lambda: chunk.take(self.arrivals.order[self._looked_at : stop]))
+            self._queue.guard(chunk.take, parameters)
             self._looked_at = stop
             self._next_chunk += 1
             for bucket in chunk.full:

@@ -271,10 +271,10 @@ class Bucket:
             if parameter.grad is view:
                 parameter.grad = None
 
-    def spoil(self) -> None:
-        """Put NaN in the place of gradients, so that nobody takes them for some."""
+    def clear(self, value: float) -> None:
+        """Send ``value`` in place of gradients, and say that there are none."""
         self.missing = list(range(len(self.indices)))
-        self.slots.fill_(float("nan"))
+        self.slots.fill_(value)
 
     def reset(self) -> None:
         """Empty, for the next pass."""

@@ -102,8 +102,17 @@ class LaunchQueue:
         for bucket in self.buckets:
             bucket.drop_gradients()
         for bucket in self.buckets[self.launched :]:
-            bucket.spoil()
+            bucket.clear(float("nan"))
             self._launch(bucket, [Control.GAVE_UP] if bucket.is_last else ())
+
+    def launch_idle(self) -> None:
+        """This rank has run out of batches: launch zeros that say so, and drop gradients in the buckets."""
+        weight, self.weight = self.weight, 0.0
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+            bucket.clear(0.0)
+            self._launch(bucket)
+        self.weight = weight
 
     def has_late(self) -> bool:
         """Whether a gradient arrived again after its bucket had left."""

@@ -153,12 +153,16 @@ class Reducer:
             self._arrivals.order.append(parameter)
             self._arrivals.open()
 
-    def _begin_pass(self) -> None:
+    def _next_pass(self) -> None:
+        """Deal with what the last pass left, and count."""
         self._drain()
         if self._late_words is not None:
             words, self._late_words = self._late_words, None
             self._act_on(words)
         self._queue.pass_number += 1
+
+    def _begin_pass(self) -> None:
+        self._next_pass()
         self._running = True
         self._tracker.begin()
         self._end.watch()
@@ -212,7 +216,7 @@ class Reducer:
         return says
 
     def _refuse_late(self) -> None:
-        """Raise where a second round is out of reach: asking for one would stop the host, or the word does not travel."""
+        """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
         on_host = all(device.type == "cpu" for device in self._queue.devices)
         late = self._tracker.spoilt()
         if not late and (self.comm_hook is not None or not (on_host or self._queue.pass_number == 1)):
@@ -238,6 +242,19 @@ class Reducer:
         self._tracker.end()
         self._unsynchronized.clear()
         self._queue.reset()
+
+    def shadow_pass(self) -> None:
+        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
+        with self._queue.lock, torch.no_grad():
+            self._next_pass()
+            try:
+                self._queue.launch_idle()
+                buffers = self._send_buffers()
+                words = self._queue.wait(release=False)
+                buffers.finish()
+            finally:
+                self._reset()
+            self._act_on(words)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 

@@ -1,0 +1,277 @@
+"""The reduction options of ``attach``, each against one process that computes what is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stretto
+from stretto.scaling import WEIGHT_BITS, Scaling, encode_weight, total_weight
+from stretto.testing import RecordingTransport, run_ranks
+from stretto.transport import RoundRobinTransport
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.to(dtype)
+
+
+def batch(rank: int, samples: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(samples, 3, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def reduced(
+    world: int, samples=lambda rank: 4, dtype=torch.float32, weight=None, **options
+) -> list[list[torch.Tensor]]:
+    """Gradients on each rank after two passes with these options."""
+
+    def worker(transport):
+        model = model_of(dtype)
+        sync = stretto.attach(model, transport=transport, **options)
+        for _ in range(2):
+            model.zero_grad()
+            if weight is not None:
+                sync.weight = weight(transport.rank)
+            model(batch(transport.rank, samples(transport.rank), dtype)).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    found = run_ranks(worker, world)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), "the same bits on every rank"
+    return found
+
+
+def alone(weights: list[float], samples=lambda rank: 4, dtype=torch.float32) -> list[torch.Tensor]:
+    """The sum over ranks of weighted gradients, in double precision."""
+    total: list[torch.Tensor] = []
+    for rank, weight in enumerate(weights):
+        model = model_of(dtype)
+        model(batch(rank, samples(rank), dtype)).square().mean().backward()
+        gradients = [weight * parameter.grad.double() for parameter in model.parameters()]
+        total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
+    return total
+
+
+def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], **tolerance) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, **(tolerance or {"rtol": 1e-5, "atol": 1e-7}))
+
+
+@pytest.mark.parametrize("cap", [1e-6, 1.0])
+@pytest.mark.parametrize("world", [2, 3])
+def test_sum(world: int, cap: float) -> None:
+    assert_close(reduced(world, reduce="sum", bucket_cap_mb=cap)[0], alone([1.0] * world))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_predivide_factor_changes_where_the_division_is_not_what_comes_out(reduce: str) -> None:
+    found = reduced(3, reduce=reduce, predivide_factor=4.0)[0]
+    assert_close(found, alone([1.0] * 3 if reduce == "sum" else [1 / 3] * 3))
+
+
+def test_predivide_factor_keeps_half_precision_sums_from_overflowing() -> None:
+    def worker(factor, transport):
+        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+        model = torch.nn.Module()
+        model.parameter = parameter
+        stretto.attach(model, transport=transport, reduce="sum" if factor is None else "mean", predivide_factor=factor)
+        (parameter * 40000.0).sum().backward()
+        return parameter.grad.item()
+
+    assert run_ranks(lambda transport: worker(None, transport), 2) == [float("inf")] * 2
+    assert run_ranks(lambda transport: worker(2.0, transport), 2) == [40000.0] * 2
+
+
+@pytest.mark.parametrize("cap", [1e-6, 1.0])
+def test_weighted_mean_is_the_mean_over_samples(cap: float) -> None:
+    counts = [1, 3, 2]
+    found = reduced(3, lambda r: counts[r], weighted=True, weight=lambda r: counts[r], bucket_cap_mb=cap)[0]
+    model = model_of().double()
+    model(torch.cat([batch(rank, counts[rank]) for rank in range(3)]).double()).square().mean().backward()
+    assert_close(found, [parameter.grad for parameter in model.parameters()])
+
+
+def test_weights_of_a_half_precision_model_are_summed_exactly() -> None:
+    weights = [100_003, 7]
+    found = reduced(2, dtype=torch.bfloat16, weighted=True, weight=lambda r: weights[r], reduce_dtype=torch.float32)[0]
+    total = sum(weights)
+    assert_close(found, alone([w / total for w in weights], dtype=torch.bfloat16), rtol=1e-2, atol=1e-3)
+    with pytest.raises(stretto.SetupError, match=r"weight=0.5 must be whole"):
+        reduced(2, dtype=torch.bfloat16, weighted=True, weight=lambda r: 0.5)
+
+
+def test_a_rank_of_weight_0_and_all_of_weight_0() -> None:
+    assert_close(reduced(2, weighted=True, weight=lambda r: r)[0], alone([0.0, 1.0]))
+    assert all(g.eq(0).all() for g in reduced(2, weighted=True, weight=lambda r: 0)[0])
+
+
+def test_weight_without_weighted_is_told() -> None:
+    with pytest.raises(stretto.SetupError, match=r"rank \d: weight=3 has no effect.*\n.*weighted=True"):
+        reduced(2, weight=lambda r: 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weight_words(dtype: torch.dtype) -> None:
+    words = Scaling(3, weighted=True).weight_words(dtype)
+    given = [5.0, 1000.0, 2.0**20 + 1]
+    total = sum(torch.tensor(encode_weight(weight, words), dtype=dtype) for weight in given)
+    assert total_weight(total).item() == sum(given)
+    assert words == (1 if dtype == torch.float32 else WEIGHT_BITS)
+    with pytest.raises(stretto.SetupError, match="must be between 0 and"):
+        encode_weight(-1, words)
+
+
+def test_reduce_dtype_sums_in_it_and_keeps_the_gradients_own() -> None:
+    found = reduced(3, dtype=torch.bfloat16, reduce_dtype=torch.float32)[0]
+    assert all(gradient.dtype == torch.bfloat16 for gradient in found)
+    wanted = alone([1 / 3] * 3, dtype=torch.bfloat16)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(found, wanted, strict=True)), "rounded once, at the end"
+
+
+def test_reduce_dtype_by_pattern_shows_in_the_plan_and_in_the_bytes() -> None:
+    def worker(transport):
+        recording = RecordingTransport(transport)
+        model = model_of(torch.bfloat16)
+        sync = stretto.attach(model, transport=recording, reduce_dtype={"2.*": torch.float64})
+        recording.calls.clear()
+        model(batch(0, dtype=torch.bfloat16)).sum().backward()
+        assert {p.name: p.reduce_dtype for p in sync.plan.parameters} == {
+            "0.weight": None,
+            "0.bias": None,
+            "2.weight": torch.float64,
+            "2.bias": torch.float64,
+        }
+        assert "bfloat16 as float64" in str(sync.plan)
+        assert stretto.BucketPlan.from_json(sync.plan.to_json()) == sync.plan
+        return sum(nbytes for kind, nbytes in recording.calls if kind == "all_reduce")
+
+    assert run_ranks(worker, 2)[0] > 10 * 8 + 16 * 2
+
+
+def test_delay_sends_one_message_a_dtype_after_backward() -> None:
+    events: list[str] = []
+
+    class Log:
+        def gradient_ready(self, number, name):
+            events.append("ready")
+
+        def bucket_launched(self, number, bucket, nbytes):
+            events.append("launched")
+
+    def worker(transport):
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+        sync = stretto.attach(model, transport=transport, delay=True)
+        if transport.rank == 0:
+            sync.observe(Log())
+        model(batch(0)).sum().backward()
+        return len(sync.plan.buckets)
+
+    assert run_ranks(worker, 2) == [1, 1]
+    assert events == ["ready"] * 8 + ["launched"]
+    assert_close(reduced(2, delay=True)[0], alone([0.5, 0.5]))
+    assert_close(reduced(2, delay=True, bucket_cap_mb=1e-6)[0], alone([0.5, 0.5]))
+
+
+@pytest.mark.parametrize("by", ["name", "parameter"])
+def test_launch_after_cuts_where_the_user_says(by: str) -> None:
+    def worker(transport):
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+        trigger = "2.weight" if by == "name" else model[2].weight
+        sync = stretto.attach(model, transport=transport, launch_after=[trigger])
+        for _ in range(3):
+            model(batch(0)).sum().backward()
+        return [[sync.plan.parameters[i].name for i in bucket.indices] for bucket in sync.plan.buckets]
+
+    first, second = run_ranks(worker, 2)
+    assert first == second and len(first) == 2
+    assert set(first[0]) >= {"3.weight", "3.bias", "2.weight"} and "0.weight" in first[1]
+    with pytest.raises(stretto.SetupError, match=r"launch_after names 9.weight"):
+        stretto.attach(model_of(), launch_after=["9.weight"])
+
+
+def test_buckets_take_turns_among_transports() -> None:
+    from stretto.transport import LocalGroup
+
+    groups = [LocalGroup(2) for _ in range(3)]
+
+    def worker(transport):
+        recorded = [RecordingTransport(group.transport(transport.rank)) for group in groups]
+        model = model_of()
+        stretto.attach(model, transport=RoundRobinTransport(recorded), bucket_cap_mb=1e-6)
+        for one in recorded:
+            one.calls.clear()
+        model(batch(transport.rank)).square().mean().backward()
+        counts = [sum(kind == "all_reduce" for kind, _ in one.calls) for one in recorded]
+        return [p.grad.clone() for p in model.parameters()], counts
+
+    (first, counts), (second, _) = run_ranks(worker, 2)
+    assert sorted(counts) == [1, 1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_close(first, alone([0.5, 0.5]))
+
+
+def test_buffers_mean() -> None:
+    def worker(transport):
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        stretto.attach(model, transport=transport, buffers="mean")
+        model(batch(transport.rank)).sum().backward()
+        return model[0].running_mean, model[0].num_batches_tracked
+
+    first, second = run_ranks(worker, 2)
+    wanted = sum(0.1 * batch(rank).mean(0) for rank in range(2)) / 2
+    torch.testing.assert_close(first[0], wanted)
+    assert torch.equal(first[0], second[0]) and first[1] == second[1] == 1
+
+
+def test_ignore_by_pattern() -> None:
+    def worker(transport):
+        model = model_of()
+        stretto.attach(model, transport=transport, ignore=["0.*"])
+        model(batch(transport.rank)).square().mean().backward()
+        return model[0].weight.grad, model[2].weight.grad
+
+    first, second = run_ranks(worker, 2)
+    assert not torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reduce": "median"}, "reduce='median' is not known"),
+        ({"predivide_factor": -1.0}, "predivide_factor=-1.0 must be positive"),
+        ({"reduce_dtype": torch.int32}, "must be a floating dtype"),
+        ({"buffers": "rank1"}, "buffers='rank1' is not known"),
+    ],
+)
+def test_values_that_are_not_known(options: dict, words: str) -> None:
+    with pytest.raises(stretto.SetupError, match=words):
+        stretto.attach(model_of(), **options)
+
+
+def test_a_comm_hook_beside_options_that_it_would_undo_is_refused() -> None:
+    def worker(transport):
+        sync = stretto.attach(model_of(), transport=transport, reduce="sum")
+        with pytest.raises(stretto.SetupError, match="a comm hook does its own scaling"):
+            sync.register_comm_hook(None, lambda state, bucket: None)
+
+    run_ranks(worker, 2)
+
+
+def test_a_rank_that_only_shadows_gives_zeros() -> None:
+    def worker(transport):
+        model = model_of()
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for _ in range(2):
+            model.zero_grad()
+            if transport.rank == 1:
+                sync._reducer.shadow_pass()
+            else:
+                model(batch(0)).square().mean().backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    trained, shadow = run_ranks(worker, 2)
+    assert_close(trained, alone([0.5]))
+    assert shadow == [None] * 4

@@ -55,11 +55,21 @@ def test_version_stands_in_the_changelog() -> None:
 
 def examples_in_docstrings() -> dict[str, str]:
     """The ``Example::`` blocks of everything public, by name."""
-    from stretto import events, handle, plan, testing
+    from stretto import events, handle, plan, tensors, testing
     from stretto.transport import local, process_group
 
     found: dict[str, str] = {}
-    for module in (sys.modules["stretto.attach"], handle, events, plan, testing, local, process_group, stretto.ddp):
+    for module in (
+        sys.modules["stretto.attach"],
+        handle,
+        events,
+        plan,
+        tensors,
+        testing,
+        local,
+        process_group,
+        stretto.ddp,
+    ):
         for name, thing in vars(module).items():
             if getattr(thing, "__module__", None) != module.__name__:
                 continue
@@ -88,6 +98,7 @@ def test_examples_in_docstrings_run(name: str) -> None:
             "model": model,
             "optimizer": optimizer,
             "x": x,
+            "transport": transport,
             "sync": stretto.attach(model, transport=transport) if needs_sync else None,
             "loader": [(x, torch.randn(3, 1))],
             "loss_function": torch.nn.functional.mse_loss,

@@ -275,3 +275,30 @@ def test_a_rank_that_only_shadows_gives_zeros() -> None:
     trained, shadow = run_ranks(worker, 2)
     assert_close(trained, alone([0.5]))
     assert shadow == [None] * 4
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("cap", [1e-5, 10])
+def test_reduce_of_tensors_that_do_not_come_from_backward(op: str, cap: float) -> None:
+    def worker(transport):
+        model = model_of()
+        loss = model(batch(transport.rank)).square().mean()
+        gradients = [*torch.autograd.grad(loss, list(model.parameters())), None]
+        gradients[0] = gradients[0].t().contiguous().t()
+        places = [g.data_ptr() for g in gradients[:-1]]
+        stretto.reduce(gradients, transport=transport, op=op, bucket_cap_mb=cap)
+        assert places == [g.data_ptr() for g in gradients[:-1]], "in place"
+        return gradients[:-1]
+
+    for found in run_ranks(worker, 3):
+        assert_close(found, alone([1.0 if op == "sum" else 1 / 3] * 3))
+
+
+def test_reduce_alone_does_nothing_and_refuses_what_it_cannot_do() -> None:
+    tensor = torch.ones(2)
+    stretto.reduce([tensor])
+    assert tensor.eq(1).all()
+    with pytest.raises(stretto.UnsupportedError, match=r"tensor 0 is torch.strided of torch.int64"):
+        stretto.reduce([torch.ones(2, dtype=torch.int64)])
+    with pytest.raises(stretto.UnsupportedError, match="op='max' is not known"):
+        stretto.reduce([tensor], op="max")

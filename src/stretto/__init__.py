@@ -19,6 +19,7 @@ from .handle import Synchronizer
 from .plan import BucketPlan, BucketSpec
 from .reducer import Statistics
 from .specs import ParameterSpec
+from .tensors import reduce
 
 __version__ = _version("stretto")
 
@@ -39,4 +40,5 @@ __all__ = [
     "Synchronizer",
     "UnsupportedError",
     "attach",
+    "reduce",
 ]

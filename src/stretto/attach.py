@@ -97,7 +97,7 @@ def attach(
         delay=delay,
         launch_after=names_of(module, launch_after),
     )
-    carrier = transport if transport is not None else _default_transport(process_group, process_groups)
+    carrier = transport if transport is not None else default_transport(process_group, process_groups)
     alone = carrier is None or carrier.world_size == 1
     Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
     problem = _problem_with(module, options)
@@ -117,9 +117,10 @@ def attach(
     return Synchronizer(module, _trained(module, options), plan, carrier, options)
 
 
-def _default_transport(
-    process_group: dist.ProcessGroup | None, process_groups: Sequence[dist.ProcessGroup]
+def default_transport(
+    process_group: dist.ProcessGroup | None = None, process_groups: Sequence[dist.ProcessGroup] = ()
 ) -> Transport | None:
+    """The transport over the groups given, else over the default group; None in a program of one process."""
     if process_groups:
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):

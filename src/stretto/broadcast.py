@@ -74,13 +74,15 @@ def start_broadcast(
     return started
 
 
-def start_mean(
-    tensors: Sequence[torch.Tensor], transport: Transport, *, message_bytes: int = MESSAGE_BYTES
+def start_reduce(
+    tensors: Sequence[torch.Tensor], transport: Transport, divisor: float, *, message_bytes: int = MESSAGE_BYTES
 ) -> CoalescedMessages:
-    """Put floating tensors under way to become their mean over ranks. Collective; arguments as above."""
+    """Put tensors under way to become their sum over ranks, divided by ``divisor``. Collective; arguments as above."""
     started = CoalescedMessages()
     for group in _groups(tensors, message_bytes):
-        flat = _pack(group).div_(transport.world_size)
+        flat = _pack(group)
+        if divisor != 1:
+            flat.div_(divisor)
         started.messages.append(Message(flat, group, transport.all_reduce(flat), replaces=True))
     return started
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .arrivals import owner_of
-from .broadcast import CoalescedMessages, start_broadcast, start_mean
+from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .bucket import Control, ControlWords
 from .comm_hooks import CommHook
 from .engine import OutermostEnd
@@ -232,7 +232,7 @@ class Reducer:
     def _send_buffers(self) -> CoalescedMessages:
         follow, average = self._buffers()
         sent = start_broadcast(follow, self.transport)
-        sent.add(start_mean(average, self.transport))
+        sent.add(start_reduce(average, self.transport, self.transport.world_size))
         if sent.messages and self._events.buffers_sent:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent

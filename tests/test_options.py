@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import stretto
+from stretto.check import fingerprint
 from stretto.scaling import WEIGHT_BITS, Scaling, encode_weight, total_weight
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport import RoundRobinTransport
@@ -302,3 +303,55 @@ def test_reduce_alone_does_nothing_and_refuses_what_it_cannot_do() -> None:
         stretto.reduce([torch.ones(2, dtype=torch.int64)])
     with pytest.raises(stretto.UnsupportedError, match="op='max' is not known"):
         stretto.reduce([tensor], op="max")
+
+
+@pytest.mark.parametrize("change", [1e-7, float("nan")])
+def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: float) -> None:
+    def worker(transport):
+        model = model_of()
+        sync = stretto.attach(model, transport=transport, check_every=2)
+        for number in range(1, 5):
+            if number == 3 and transport.rank == 1:
+                with torch.no_grad():
+                    model[2].bias[1] += change
+            try:
+                model(batch(transport.rank)).sum().backward()
+            except stretto.ReplicaError as error:
+                with pytest.raises(stretto.ReplicaError, match="pass 4"):
+                    sync.check()
+                return number, str(error)
+            if number < 3:
+                sync.check()
+
+    assert (
+        run_ranks(worker, 3)
+        == [
+            (
+                4,
+                "pass 4: the ranks no longer hold the same values of 2.bias.\n"
+                "  2.bias: ranks 0, 2 differs from rank 1\n"
+                "Something changed them on some ranks only: a step that was skipped, or a random number.",
+            )
+        ]
+        * 3
+    )
+
+
+def test_check_every_must_be_a_number_of_passes() -> None:
+    with pytest.raises(stretto.SetupError, match="check_every=0 must be a number of passes"):
+        stretto.attach(model_of(), check_every=0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.uint8]
+)
+def test_fingerprint_sees_every_element(dtype: torch.dtype) -> None:
+    tensor = torch.ones(5, dtype=dtype)
+    seen = {fingerprint(tensor)}
+    for place in range(5):
+        other = tensor.clone()
+        other[place] = 0
+        seen.add(fingerprint(other))
+    assert len(seen) == 2
+    assert fingerprint(torch.empty(0)) == (0, 0)
+    assert fingerprint(torch.ones(2, 3).t()) == fingerprint(torch.ones(6))

@@ -79,7 +79,9 @@ def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str
         for rank, facts in enumerate(by_rank):
             holders.setdefault(facts.get(name, "missing"), []).append(rank)
         if len(holders) > 1:
-            lines.append(f"  {name}: " + "; ".join(f"{fact} on {_ranks(ranks)}" for fact, ranks in holders.items()))
+            lines.append(
+                f"  {name}: " + "; ".join(f"{fact} on {describe_ranks(ranks)}" for fact, ranks in holders.items())
+            )
     if not lines:
         order = [", ".join(name for name in facts if not name.startswith("option ")) for facts in by_rank]
         lines = [f"  rank {rank} registers {names}" for rank, names in enumerate(order)]
@@ -92,5 +94,6 @@ def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str
     )
 
 
-def _ranks(ranks: list[int]) -> str:
+def describe_ranks(ranks: list[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

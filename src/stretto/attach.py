@@ -38,6 +38,7 @@ def attach(
     reduce_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     delay: bool = False,
     launch_after: Iterable[str | torch.nn.Parameter] = (),
+    check_every: int | None = None,
 ) -> Synchronizer:
     """Average the gradients of ``module`` over ranks whenever backward reaches them. Collective.
 
@@ -67,6 +68,8 @@ def attach(
             ``delay_allreduce``). The baseline to measure overlap against.
         launch_after: parameters, or their names, whose gradient closes the buckets that are being filled (Apex's
             trigger parameters).
+        check_every: at the end of every n-th pass compare all parameters and buffers over the ranks by a cheap
+            fingerprint, as ``check()`` of the handle does at any time.
 
     Returns:
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
@@ -96,6 +99,7 @@ def attach(
         ignore=tuple(sorted(ignore)),
         delay=delay,
         launch_after=names_of(module, launch_after),
+        check_every=check_every,
     )
     carrier = transport if transport is not None else default_transport(process_group, process_groups)
     alone = carrier is None or carrier.world_size == 1

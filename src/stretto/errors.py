@@ -6,8 +6,9 @@ StrettoError
 │   ├── ModelMismatchError    the ranks do not hold the same model or options
 │   └── UnsupportedError      an argument or a tensor layout that stretto refuses, by name
 ├── PlanError                 a bucket plan that contradicts itself or its parameters
+├── ReplicaError              the ranks no longer hold the same parameters
 └── CommunicationError        a bucket could not be reduced
-    └── PeerError             another rank failed: says which, where and with what
+    └── PeerError             another rank failed in this pass
 
 Every message says the rank and, during training, the pass; names parameters; and ends with the line to change.
 """
@@ -43,6 +44,10 @@ class UnsupportedError(SetupError, TypeError):
 
 class PlanError(StrettoError, ValueError):
     """A bucket plan is inconsistent."""
+
+
+class ReplicaError(StrettoError, RuntimeError):
+    """Parameters or buffers that must be equal on all ranks are not."""
 
 
 class CommunicationError(StrettoError, RuntimeError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from .check import check_replicas
 from .comm_hooks import CommHook, Hook
 from .errors import SetupError
 from .events import Events
@@ -72,7 +74,14 @@ class Synchronizer:
         if transport is not None and transport.world_size > 1:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
             self._reducer = Reducer(
-                trained, plan, transport, self._events, self._buffer_places.to_send, scaling, delay=options.delay
+                trained,
+                plan,
+                transport,
+                self._events,
+                self._buffer_places.to_send,
+                scaling,
+                delay=options.delay,
+                inspect=_inspection(module, transport, options),
             )
 
     @property
@@ -178,6 +187,20 @@ class Synchronizer:
         if self._reducer is not None:
             self._reducer.comm_hook = CommHook(state, hook)
 
+    def check(self) -> None:
+        """Compare all parameters, and the buffers unless each rank keeps its own, over the ranks. Collective.
+
+        Raises:
+            ReplicaError: on every rank, with the names of the tensors and the ranks that differ.
+
+        Example::
+
+            sync.check()
+        """
+        if self._reducer is not None and self._transport is not None:
+            where = f"pass {self.statistics.passes}"
+            check_replicas(_replicated(self.module, self._options), self._transport, where)
+
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
         self._events.add(observer)
@@ -218,6 +241,27 @@ class Synchronizer:
             self._reducer = None
         if self._transport is not None:
             self._transport.close()
+
+
+def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:
+    """What is to be equal on all ranks, by name."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if options.buffers != "none":
+        tensors.update(module.named_buffers())
+    return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
+
+
+def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int], None] | None:
+    """Checks the replicas at every n-th pass, without keeping the module alive."""
+    if options.check_every is None:
+        return None
+    every, alive = options.check_every, weakref.ref(module)
+
+    def inspect(number: int) -> None:
+        if number % every == 0 and (found := alive()) is not None:
+            check_replicas(_replicated(found, options), transport, f"pass {number}")
+
+    return inspect
 
 
 _BUFFERS_IN_WORDS = {

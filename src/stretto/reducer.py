@@ -62,6 +62,7 @@ class Reducer:
             and those that are to become the mean over ranks.
         scaling: what is done to gradients besides summing them.
         delay: launch nothing before backward ends.
+        inspect: called with the pass number when a pass has settled, on all ranks.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class Reducer:
         scaling: Scaling,
         *,
         delay: bool = False,
+        inspect: Callable[[int], None] | None = None,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
         self._events = events
         self._buffers = buffers
         self._delay = delay
+        self._inspect = inspect
         self._running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -199,6 +202,8 @@ class Reducer:
                 self._act_on(words)
             else:
                 self._late_words = words
+            if self._inspect is not None:
+                self._inspect(self._queue.pass_number)
 
     def _says(self) -> list[Control]:
         """What the last bucket tells the other ranks."""

@@ -171,29 +171,6 @@ def test_only_rank_0_values_count_and_messages_are_few() -> None:
 
 
 class TestDropIn:
-    @pytest.mark.parametrize(
-        ("argument", "value"),
-        [
-            ("delay_all_reduce_named_params", [("0.weight", None)]),
-            ("param_to_hook_all_reduce", object()),
-            ("mixed_precision", object()),
-            ("bucket_cap_mb_list", [1]),
-        ],
-    )
-    def test_an_argument_that_is_not_honoured_raises_by_name(self, argument: str, value: object) -> None:
-        with pytest.raises(
-            stretto.UnsupportedError, match=rf"DistributedDataParallel\({argument}=...\) is not honoured"
-        ):
-            stretto.DistributedDataParallel(linear(), **{argument: value})
-
-    def test_constructor_is_torchs_argument_for_argument(self) -> None:
-        import inspect
-
-        ours = inspect.signature(stretto.DistributedDataParallel.__init__).parameters
-        torchs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
-        assert list(ours) == list(torchs)
-        assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in torchs.items()}
-
     def test_passes_isinstance_and_never_builds_torchs_reducer(self, monkeypatch) -> None:
         def forbidden(*_: object) -> None:
             raise AssertionError("torch's reducer was built")
@@ -219,7 +196,3 @@ class TestDropIn:
         assert not wrapped.forward_sync_buffers
         with pytest.warns(FutureWarning, match="check_reduction"):
             stretto.DistributedDataParallel(linear(), check_reduction=True)
-
-    def test_join_is_refused_by_name(self) -> None:
-        with pytest.raises(stretto.UnsupportedError, match="join is not supported by stretto yet"):
-            stretto.DistributedDataParallel(linear()).join()

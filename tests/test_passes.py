@@ -44,7 +44,8 @@ def expected(world: int, uses: list[str], numbers: int = 0) -> dict[str, torch.T
     """The mean over ranks, computed by one process; None for what no rank used."""
     model = Branches()
     for rank in range(world):
-        (model(inputs_of(rank, numbers), uses[rank]) / world).backward()
+        if uses[rank]:
+            (model(inputs_of(rank, numbers), uses[rank]) / world).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -418,6 +419,21 @@ def test_gradients_of_kinds() -> None:
         (loss_of(model, rank) / 2).backward()
     for found in run_ranks(worker, 2):
         assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_an_undefined_gradient_is_none_given() -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport)
+        for number in range(4):
+            model.zero_grad()
+            loss = model(inputs_of(transport.rank), "ab")
+            if number % 2:
+                loss = torch._C._functions.UndefinedGrad()(loss)
+            loss.backward()
+            assert_same(gradients(model), expected(2, ["", ""] if number % 2 else ["ab", "ab"]))
+
+    run_ranks(worker, 2)
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:

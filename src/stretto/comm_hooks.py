@@ -3,15 +3,28 @@
 A hook is called as ``hook(state, bucket)`` with a :class:`GradBucket` that is not yet divided by the world size, and
 returns a ``torch.futures.Future`` of the reduced flat tensor. Hooks of
 ``torch.distributed.algorithms.ddp_comm_hooks`` serve as they are.
+
+[Note: stateful hooks]  PowerSGD and others keep tensors by bucket index. With a hook registered, buckets are cut anew
+at most once, when the first pass has settled and its order of arrival is known, as torch does: what ranks ask for
+travels behind the payload, which a hook does not send. Such hooks begin later, or ask ``_has_rebuilt_buckets``.
+
+[Note: one at a time]  PowerSGD and others communicate again in callbacks of their future, which Gloo runs on threads of
+its own. With two buckets under way these collectives come in another order on each rank, and torch's DDP aborts. So a
+bucket is handed to the hook when the future of the one before is done, and the last is waited for, before buffers or
+anything else are sent. NCCL's futures are done as soon as the work is in its stream, so there nothing waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .bucket import Bucket
 
@@ -50,29 +63,131 @@ class GradBucket:
         return self._bucket.is_last
 
 
-@dataclass(frozen=True)
 class CommHook:
-    """A registered hook with its state."""
+    """A registered hook with its state. See [Note: one at a time]."""
 
-    state: Any
-    hook: Hook
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self.state = state
+        self.hook = hook
+        self._waiting: deque[HookWork] = deque()
+        self._current: HookWork | None = None
 
     def launch(self, bucket: Bucket) -> HookWork:
-        """Hand the bucket to the hook."""
-        return HookWork(self.hook(self.state, GradBucket(bucket)), bucket)
+        """Hand the bucket to the hook, at once or when those before it are through."""
+        work = HookWork(self, bucket)
+        self._waiting.append(work)
+        while self._waiting and (self._current is None or self._current.done()):
+            self._call_next()
+        if bucket.is_last:
+            self.call(work)
+            with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
+                work.future.wait()
+        return work
+
+    def call(self, work: HookWork) -> None:
+        """Hand over the work's bucket and all before it."""
+        while work.future is None:
+            if self._current is not None and self._current.future is not None:
+                self._current.future.wait()
+            self._call_next()
+
+    def _call_next(self) -> None:
+        self._current = self._waiting.popleft()
+        try:
+            self._current.future = self.hook(self.state, GradBucket(self._current.bucket))
+        except BaseException:
+            self._waiting.clear()  # of a pass that has failed
+            self._current = None
+            raise
 
 
-@dataclass
 class HookWork:
-    """The future that a hook returned, waited for like any other work."""
+    """The future that a hook returns, waited for like any other work."""
 
-    future: torch.futures.Future[Any]
-    bucket: Bucket
+    def __init__(self, owner: CommHook, bucket: Bucket) -> None:
+        self.owner = owner
+        self.bucket = bucket
+        self.future: Any = None
+
+    def done(self) -> bool:
+        """Whether the hook will not communicate any more for this bucket."""
+        return self.future is not None and bool(self.future.done())
 
     def wait(self) -> None:
         """Put the hook's result into the bucket, unless it is there already."""
+        if self.future is None:
+            self.owner.call(self)
         result = self.future.wait()
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]
         if result.data_ptr() != self.bucket.payload.data_ptr():
             self.bucket.payload.copy_(result.view(-1))
+
+
+def check_hook(hook: Any) -> Exception | None:
+    """What torch would find wrong with a hook: its annotations, if it has some."""
+    if not callable(hook):
+        return TypeError("Communication hook must be callable.")
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, ValueError):  # names that exist for a type checker only; a builtin
+        return None
+    bucket = signature.parameters.get("bucket")
+    known = (inspect.Parameter.empty, Any, dist.GradBucket, GradBucket)  # type: ignore[attr-defined]
+    if bucket is not None and bucket.annotation not in known:
+        return ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    if signature.return_annotation not in (inspect.Signature.empty, Any, torch.futures.Future[torch.Tensor]):
+        return ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+    return None
+
+
+def sum_hook(process_group: Any, bucket: Any) -> torch.futures.Future[Any]:
+    """The sum over ranks, undivided."""
+    work = dist.all_reduce(bucket.buffer(), group=process_group, async_op=True)
+    future: torch.futures.Future[Any] = work.get_future().then(lambda done: done.value()[0])
+    return future
+
+
+class StepInBackward:
+    """A comm hook, and an observer, for ``torch.distributed.optim._apply_optimizer_in_backward``.
+
+    When a bucket's mean is there, its parameters' optimizers step; when the pass has settled, ``.grad`` is None.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def __call__(self, process_group: Any, bucket: Any) -> Any:
+        """The hook's contract; what it returns can only be waited for."""
+        return _StepOnce(sum_hook(process_group, bucket), bucket, dist.get_world_size(process_group))
+
+    def pass_settled(self, *_: object) -> None:
+        """Forget the gradients that have been used up."""
+        for reference in self._parameters:
+            if (parameter := reference()) is not None:
+                parameter.grad = None
+
+
+class _StepOnce:
+    """Steps in the first ``wait``, on the thread that trains, not in a callback on the backend's."""
+
+    def __init__(self, future: torch.futures.Future[Any], bucket: Any, world_size: int) -> None:
+        self.done = future.done
+        self._future = future
+        self._bucket = bucket
+        self._world_size = world_size
+        self._stepped = False
+
+    def wait(self) -> torch.Tensor:
+        mean: torch.Tensor = self._bucket.buffer()
+        if self._stepped:
+            return mean
+        self._future.wait()
+        self._stepped = True
+        mean.div_(self._world_size)
+        for parameter, gradient in zip(self._bucket.parameters(), self._bucket.gradients(), strict=True):
+            parameter.grad = gradient
+            for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+                optimizer.step()
+            parameter.grad = None
+        return mean

@@ -1,55 +1,56 @@
 """The drop-in: torch's ``DistributedDataParallel`` by signature and by ``isinstance``, with stretto's reducer inside.
 
 A thin subclass, so that accelerate, Lightning, torch's checkpointing and its compiler, which all test ``isinstance``,
-take it for what it is. torch's own constructor never runs and torch's C++ reducer is never built. Forward calls the
-wrapped module and nothing else: gradients are reduced whichever method ran forward, and buffers travel when backward
-ends.
+take it for what it is. torch's own constructor never runs and torch's C++ reducer is never built. Forward is torch's,
+around steps of our own that do nothing but move inputs: gradients are reduced whichever method ran forward, and buffers
+travel when backward ends. What frameworks reach for below the public surface is in ddp_compat.py,
+and what they find at ``.reducer`` and ``.logger`` in ddp_faces.py.
 """
+
+# mypy: disallow-untyped-calls=False
+# (torch annotates none of the methods that are inherited here)
 
 from __future__ import annotations
 
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BucketCapacityConfig
 
-from .attach import attach
-from .comm_hooks import Hook
+from .comm_hooks import Hook, check_hook
+from .ddp_compat import TorchSurface
+from .ddp_faces import Logger, ReducerFace
 from .errors import SetupError, UnsupportedError
-
-REFUSED: Mapping[str, str] = {
-    "delay_all_reduce_named_params": "attach to the module and use no_sync() for what is to wait",
-    "param_to_hook_all_reduce": "it goes with delay_all_reduce_named_params",
-    "mixed_precision": "use torch.autocast, or cast the module before wrapping it",
-    "bucket_cap_mb_list": "use bucket_cap_mb; the plan sizes its last bucket by itself",
-}
-"""Constructor arguments of torch's class that are not honoured, and what to do instead."""
+from .handle import Synchronizer
+from .options import Buffers
+from .scaling import Reduce
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchSurface):
     """torch's ``DistributedDataParallel``, argument for argument. Collective.
 
     What differs, always for the better:
 
-    - ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy`` and
-      ``skip_all_reduce_unused_params`` are accepted and change nothing: any graph is right, and ``.grad`` is a view of
-      its bucket.
+    - ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``,
+      ``skip_all_reduce_unused_params`` and ``delay_all_reduce_named_params`` are accepted and change nothing: any graph
+      is right, and ``.grad`` is a view of its bucket.
     - ``no_sync`` counts where ``backward`` runs; forward may be outside.
-    - Forward never communicates: ``forward_sync_buffers`` (``broadcast_buffers``) sends rank 0's buffers at the end of
-      backward. Evaluation on one rank alone works.
+    - Forward never communicates (but inside ``join()``, and for a buffer hook): ``forward_sync_buffers``
+      (``broadcast_buffers``) sends rank 0's buffers at the end of backward. Evaluation on one rank alone works.
     - Without a process group, or in a world of one, it is a plain wrapper.
 
     Args:
         module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb, device_mesh,
-        forward_sync_buffers: as in torch.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, bucket_cap_mb_list: refused by name.
+        bucket_cap_mb_list, forward_sync_buffers: as in torch; of a list of caps the largest counts.
+        mixed_precision: refused by name.
+        buffers, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after, process_groups, check_every: as
+            in :func:`stretto.attach`.
 
     Raises:
         UnsupportedError: an argument that is not honoured.
@@ -84,25 +85,45 @@ class DistributedDataParallel(TorchDDP):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        buffers: Buffers | None = None,
+        reduce: Reduce = "mean",
+        weighted: bool = False,
+        predivide_factor: float | None = None,
+        reduce_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        delay: bool = False,
+        launch_after: Iterable[str | torch.nn.Parameter] = (),
+        process_groups: Sequence[dist.ProcessGroup] = (),
+        check_every: int | None = None,
     ) -> None:
-        _refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-        )
+        if mixed_precision is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel(mixed_precision=...) is not honoured by stretto: "
+                "use torch.autocast, or cast the module before wrapping it."
+            )
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise SetupError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        self.process_group = _group_of(process_group, device_mesh)  # type: ignore[assignment]  # None: a world of one
+        self.logger = Logger(self)
+        self.reducer = ReducerFace(self)
         self.device_mesh = device_mesh
+        first_group = process_groups[0] if process_groups and process_group is None else process_group
+        self.process_group = _group_of(first_group, device_mesh)  # None: a world of one
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self._set_devices(device_ids, output_device)
         self.dim = dim
-        self.forward_sync_buffers = _sync_buffers_in_passes(broadcast_buffers, forward_sync_buffers)
+        if broadcast_buffers is not None:
+            text = "`broadcast_buffers` is deprecated in torch: use `forward_sync_buffers`."
+            warnings.warn(text, FutureWarning, stacklevel=2)
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated and changes nothing.", FutureWarning, stacklevel=2)
+        old_flag = True if broadcast_buffers is None else broadcast_buffers
+        self.forward_sync_buffers = old_flag if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -111,15 +132,36 @@ class DistributedDataParallel(TorchDDP):
         self.mixed_precision = None
         self.require_forward_param_sync = True
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self._use_python_reducer = False  # read by the compiler
-        self._synchronizer = attach(
-            module,
-            process_group=self.process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            buffers="rank0" if self.forward_sync_buffers else "none",
-            init_sync=init_sync,
-            ignore=self.parameters_to_ignore,
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self._bucket_config = _BucketCapacityConfig.create(
+            bucket_cap_mb,  # type: ignore[arg-type]  # a fraction works as well
+            bucket_cap_mb_list,
+            use_python_reducer=False,
         )
+        self.bucket_bytes_cap_list = [*self._bucket_config.per_bucket_bytes_caps]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self._comm_hooks = []
+        self._use_python_reducer = False  # read by the compiler, as are the next three by torch's forward
+        self._lazy_init_ran = False
+        self._delay_all_reduce_all_params = False
+        self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
+        ignore = self.parameters_to_ignore & {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
+        if not old_flag and forward_sync_buffers is None:  # broadcast_buffers=False: not even at the start
+            ignore |= {name for name, _ in module.named_buffers()}
+        self._buffers_policy: Buffers = buffers or ("rank0" if self.forward_sync_buffers else "none")
+        self._attach_options: dict[str, Any] = {
+            "bucket_cap_mb": None if self.bucket_bytes_cap_default else self._bucket_config.bucket_bytes_cap / 2**20,
+            "ignore": ignore,
+            "reduce": reduce,
+            "weighted": weighted,
+            "predivide_factor": predivide_factor,
+            "reduce_dtype": reduce_dtype,
+            "delay": delay,
+            "launch_after": tuple(launch_after),
+            "process_groups": tuple(process_groups),
+            "check_every": check_every,
+        }
+        self._attach(init_sync=init_sync)
         self.bucket_bytes_cap = int(self._synchronizer.plan.cap_bytes)
 
     def _set_devices(self, device_ids: list[Any] | None, output_device: Any) -> None:
@@ -132,6 +174,10 @@ class DistributedDataParallel(TorchDDP):
         self.is_multi_device_module = len(devices) > 1
         if device_ids and len(device_ids) > 1:
             raise SetupError(f"device_ids can only be None or contain a single element, got {device_ids}")
+        if len({device.type for device in devices}) > 1:
+            raise SetupError(
+                f"the module's parameters must be on one type of device, but are on {sorted(map(str, devices))}"
+            )
         movable = not self.is_multi_device_module and self.device_type != "cpu"
         if not movable and (device_ids or output_device is not None):
             raise SetupError(
@@ -142,17 +188,12 @@ class DistributedDataParallel(TorchDDP):
         first = self.device_ids[0] if self.device_ids else None
         self.output_device = output_device if output_device is not None else first
 
-    # torch's surface
+    # torch's public surface, as far as it is not inherited
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward. Inputs are moved to ``device_ids[0]`` if that was given."""
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            if self.device_ids:
-                target = torch.device(self.device_type, self.device_ids[0])
-                moved, moved_kwargs = _to_kwargs(inputs, kwargs, target, self.use_side_stream_for_tensor_copies)
-                inputs, kwargs = moved[0], moved_kwargs[0]
-            with self._inside_ddp_forward():  # the compiler then cuts its graphs where buckets end
-                return self.module(*inputs, **kwargs)
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """stretto's handle: plan, statistics, ``describe()``, observers."""
+        return self._synchronizer
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -171,7 +212,8 @@ class DistributedDataParallel(TorchDDP):
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
-        self._synchronizer.buffers = "rank0" if value else "none"
+        self._buffers_policy = "rank0" if value else "none"
+        self._synchronizer.buffers = self._buffers_policy
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,35 +222,32 @@ class DistributedDataParallel(TorchDDP):
             yield
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """As :meth:`stretto.Synchronizer.register_comm_hook`."""
+        """As :meth:`stretto.Synchronizer.register_comm_hook`, with torch's checks of the hook's annotations."""
+        problem = check_hook(hook)
+        if problem is not None:
+            self._log_and_throw(type(problem), str(problem))
         self._synchronizer.register_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether buffers will follow rank 0's when the next backward ends."""
-        return self.forward_sync_buffers and self.require_backward_grad_sync and any(True for _ in self.buffers())
+        """Whether buffers will be made equal when the next backward ends (inside ``join()``: in the next forward)."""
+        return self.forward_sync_buffers and self.require_backward_grad_sync and bool(self.modules_buffers)
 
-    @property
-    def synchronizer(self) -> Any:
-        """stretto's handle: plan, statistics, ``describe()``, observers."""
-        return self._synchronizer
+    # Pickling and copy.deepcopy: torch's rule is "the default group only", since a group itself cannot travel
 
-    def join(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refused."""
-        _refuse_method("join", "give every rank the same number of batches (DistributedSampler does)")
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        out = ("process_group", "_synchronizer", "reducer", "logger", "_comm_hooks", "_join_config")
+        return {key: value for key, value in self.__dict__.items() if key not in out}
 
-    def join_hook(self, **kwargs: object) -> NoReturn:
-        """Refused, and with it ``torch.distributed.algorithms.Join``."""
-        _refuse_method("join_hook", "give every rank the same number of batches (DistributedSampler does)")
-
-
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise UnsupportedError(f"DistributedDataParallel({name}=...) is not honoured by stretto: {REFUSED[name]}.")
-
-
-def _refuse_method(name: str, instead: str) -> NoReturn:
-    raise UnsupportedError(f"DistributedDataParallel.{name} is not supported by stretto yet: {instead}.")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.nn.Module.__setstate__(self, state)
+        Joinable.__init__(self)
+        self.process_group = _group_of(None, None)
+        self.logger = Logger(self)
+        self.reducer = ReducerFace(self)
+        self._comm_hooks = []
+        self._attach(init_sync=False)
 
 
 def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:
@@ -224,16 +263,6 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist
         raise UnsupportedError("a mesh cut out of a larger one (DDP with tensor parallelism) is not supported yet")
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
-
-
-def _sync_buffers_in_passes(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    if broadcast_buffers is not None:
-        warnings.warn(
-            "`broadcast_buffers` is deprecated in torch: use `forward_sync_buffers`.", FutureWarning, stacklevel=3
-        )
-    if forward_sync_buffers is not None:
-        return forward_sync_buffers
-    return True if broadcast_buffers is None else broadcast_buffers
 
 
 def _index(device: Any) -> int:

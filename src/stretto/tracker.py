@@ -119,21 +119,30 @@ class ArrivalTracker:
         parameters = self.arrivals.order[self._looked_at : stop]
         arrived = [*map(id, parameters)]
         if done or arrived != expected[: len(arrived)]:
-            self._in_order = False
-            self._count = dict(Counter(self.index_of[id(p)] for p in self.arrivals.order[: self._looked_at]))
-            return False
+            return self._leave_schedule()
         if len(arrived) == len(expected):
             chunk = self._schedule[self._next_chunk]
-            self._queue.guard(chunk.take, parameters)
+            try:
+                self._queue.guard(chunk.take, parameters)
+            except TypeError:  # a hook fired without a gradient (autograd's undefined gradient): nothing was copied
+                return self._leave_schedule()
             self._looked_at = stop
             self._next_chunk += 1
             for bucket in chunk.full:
                 self._tell_full(bucket, chunk.closer)
         return True
 
+    def _leave_schedule(self) -> bool:
+        """Count one by one for the rest of the pass."""
+        self._in_order = False
+        self._count = dict(Counter(self.index_of[id(p)] for p in self.arrivals.order[: self._looked_at]))
+        return False
+
     def _take_one_by_one(self) -> None:
         """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
         for parameter in self.arrivals.order[self._looked_at :]:
+            if parameter.grad is None:  # an undefined gradient
+                continue
             index = self.index_of[id(parameter)]
             self._count[index] = self._count.get(index, 0) + 1
             if self._events.gradient_ready:

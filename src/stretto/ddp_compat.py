@@ -1,0 +1,266 @@
+"""Below the public surface of torch's ``DistributedDataParallel``: what torch itself and the frameworks reach for.
+
+Members that are not here or in ddp.py are torch's own, inherited, and work on what is set here. docs/drop-in.md has a
+row for each.
+"""
+
+# mypy: disallow-untyped-calls=False
+# (torch annotates none of the methods that are inherited here)
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from .attach import attach
+from .comm_hooks import Hook, StepInBackward
+from .errors import AlreadyAttachedError, UnsupportedError, name_list
+from .handle import Synchronizer
+from .options import Buffers
+from .reducer import Reducer, reducer_of
+
+
+class TorchSurface(TorchDDP):
+    """The private methods of torch's class, rewritten where torch's own would talk to torch's reducer."""
+
+    _synchronizer: Synchronizer
+    _attach_options: dict[str, Any]
+    _buffers_policy: Buffers
+    _comm_hooks: list[tuple[Hook, Any]]
+    logger: Any
+    reducer: Any
+    process_group: Any
+
+    def _attach(self, *, init_sync: bool, **other: Any) -> None:
+        """(Again) put hooks on the module's parameters. A comm hook moves along."""
+        before = self.__dict__.get("_synchronizer")
+        options = {**self._attach_options, **other}
+        group = None if options["process_groups"] else self.process_group
+        if before is not None:
+            before.detach()
+        hand_over(self)
+        self._synchronizer = attach(
+            self.module, process_group=group, buffers=self._buffers_policy, init_sync=init_sync, **options
+        )
+        if before is not None:
+            self._synchronizer.synchronize = before.synchronize
+        for hook, state in self._comm_hooks:
+            self._synchronizer.register_comm_hook(state, hook)
+
+    # forward is torch's: _pre_forward, the module, _post_forward
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if (self._join_config.enable or "buffer_hook" in self.__dict__) and self._synchronizing_forward():
+            if self._join_config.enable:
+                self._synchronizer.buffers = "none"  # they follow a rank that has not joined, before forward
+                Join.notify_join_context(self)
+            if self._check_sync_bufs_pre_fwd():
+                self._sync_buffers()
+        if self.device_ids:
+            target = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, target, self.use_side_stream_for_tensor_copies)
+            return moved[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        if "buffer_hook" in self.__dict__ and self._synchronizing_forward() and self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        return output
+
+    def _synchronizing_forward(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Optimizers of ``_apply_optimizer_in_backward`` step when their bucket has been reduced, not before."""
+        stepping = [p for p in self._module_parameters if hasattr(p, "_in_backward_optimizers")]
+        if not stepping or self._synchronizer.world_size == 1:
+            return
+        handles = dist.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map  # type: ignore[attr-defined]
+        for parameter in stepping:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        hook = StepInBackward(stepping)
+        self.register_comm_hook(self.process_group, hook)
+        self._synchronizer.observe(hook)
+
+    # Buffers
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """Buffers by name, as they are now, without those that are to be ignored."""
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]
+        """Buffers as they are now, without those that are to be ignored."""
+        return [*self.named_module_buffers.values()]
+
+    def _assign_modules_buffers(self) -> None:
+        """Nothing to do: buffers are looked up each time."""
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
+        """As torch's. The hook runs around forward, and futures that it returns are waited for at once."""
+        where = () if comm_hook_location is None else (comm_hook_location,)
+        super()._register_buffer_comm_hook(state, hook, *where)
+        self._buffers_policy = "none"
+        self._synchronizer.buffers = "none"
+
+    # Hooks
+
+    def _check_comm_hook(self, hook: Hook) -> None:
+        """Done by ``register_comm_hook``."""
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """torch's C++ hooks have twins in Python, which compute the same."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # with it comes numpy
+
+        kinds: dict[Any, Hook] = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,  # type: ignore[attr-defined]
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
+        }
+        self.register_comm_hook(self.process_group, kinds[comm_hook_type])
+        self.logger.comm_hook = str(comm_hook_type)
+
+    # State
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        """Whether bucket indices are final where a comm hook is registered: the order is learnt in the first pass."""
+        return self._synchronizer.statistics.passes > 0
+
+    def _set_static_graph(self) -> None:
+        """Remembered, and nothing else: no graph needs it, at any time."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+        self.static_graph = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Checked as in torch, and of no effect: an observer sees every pass."""
+        if sample_rate < 1:
+            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """torch's keys with stretto's values; times are absent, see stretto's observers."""
+        return self.logger.data()  # type: ignore[no-any-return]
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Of no effect: outputs are passed on as they are."""
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop reducing."""
+        self._synchronizer.detach()
+
+    def _check_reducer_finalized(self) -> None:
+        """Always true when backward has returned."""
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on with other ranks. The plan starts anew; nothing is sent. A rank outside the group trains alone."""
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):
+            self._synchronizer.detach()
+            return
+        self.process_group = new_process_group
+        self._attach_options["process_groups"] = ()
+        self._attach(init_sync=False)
+
+    def _check_default_group(self) -> None:
+        if self.process_group is not None or self._attach_options["process_groups"]:
+            super()._check_default_group()
+
+    # Join: ranks that run out of batches early
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """As torch's, for ``Join`` and ``join()``: ranks without batches take part in the passes of the others.
+
+        With ``divide_by_initial_world_size=False`` the mean is over the ranks that still have batches. A comm hook does
+        its own division, as in torch.
+        """
+        self.logger.joins = True
+        effective = not kwargs.get("divide_by_initial_world_size", True)
+        weigh = effective and not self._comm_hooks and not self._attach_options["weighted"]
+        if weigh:
+            self._attach(init_sync=False, weighted=True)  # a rank without batches weighs nothing
+        return _ShadowHook(self, back_to_options=weigh)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """One pass of the other ranks, to which this one has nothing to give."""
+        reducer = self._synchronizer._reducer
+        if reducer is not None:
+            reducer.shadow_pass()
+
+
+class _ShadowHook(JoinHook):
+    def __init__(self, ddp: TorchSurface, *, back_to_options: bool) -> None:
+        self.ddp = ddp
+        self.back_to_options = back_to_options
+
+    def main_hook(self) -> None:
+        self.ddp._synchronizer.buffers = "none"
+        self.ddp._check_and_sync_module_buffers()
+        self.ddp._match_all_reduce_for_bwd_pass()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        ddp = self.ddp
+        ddp._sync_final_model(is_last_joiner)
+        Joinable.__init__(ddp)  # outside of join() forward shall not communicate
+        if self.back_to_options:
+            ddp._attach(init_sync=False)
+        ddp._synchronizer.buffers = ddp._buffers_policy
+
+
+def hand_over(ddp: TorchSurface) -> None:
+    """A module is wrapped again, or one that holds a wrapped one: the earlier reducer ends, the new one takes over.
+
+    As in torch, where both would reduce, one after the other, for the same result. Hooks sit on parameters, so the
+    earlier wrapper goes on to work through the new reducer. Not where another group's mean would be lost.
+    """
+    earlier: dict[Reducer, None] = {}
+    mine = {id(parameter) for parameter in ddp._module_parameters}
+    for parameter in ddp._module_parameters:
+        if (reducer := reducer_of(parameter)) is not None:
+            earlier[reducer] = None
+    for reducer in earlier:
+        group = getattr(reducer.transport, "process_group", None)
+        theirs = [p for reference in reducer._queue.parameters if (p := reference()) is not None]
+        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in theirs):
+            held = [n for n, p in ddp.module.named_parameters() if reducer_of(p) is reducer]
+            raise AlreadyAttachedError(
+                f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "
+                "ranks or with parameters that this module does not have.\nWrap the outer module last, over one group."
+            )
+        reducer.detach()
+
+
+REFUSED: dict[str, str] = dict.fromkeys(
+    ("_root_copy_hook", "_module_wait_for_copy_hook", "_fire_reducer_autograd_hook"),
+    "it serves mixed_precision; use torch.autocast",
+) | {
+    "_set_sparse_metadata": "sparse gradients are reduced without it",
+    "_ddp_init_helper": "it builds torch's reducer; wrap the module again instead",
+    "_register_accum_grad_hook": "it serves torch's Python reducer; stretto's hooks are on the parameters already",
+    "_register_delay_all_reduce_hook": "delayed parameters are reduced at the end of each backward",
+    "_delayed_all_reduce_hook": "delayed parameters are reduced at the end of each backward",
+    "_check_global_requires_backward_grad_sync": "passes without synchronisation need no word to joined ranks",
+    "_match_unused_params_allreduce": "who had what travels with the buckets",
+}
+"""Private methods of torch's class that have no counterpart, and why."""
+
+
+def _refusal(name: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedError(f"DistributedDataParallel.{name} is not supported by stretto: {reason}.")
+
+    refuse.__name__ = name
+    return refuse
+
+
+for _name, _reason in REFUSED.items():
+    setattr(TorchSurface, _name, _refusal(_name, _reason))

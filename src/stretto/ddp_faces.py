@@ -1,0 +1,187 @@
+"""What others find at ``ddp.reducer`` and ``ddp.logger``: stand-ins for torch's C++ objects.
+
+docs/drop-in.md has a row for each member of torch's reducer.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .comm_hooks import sum_hook
+from .errors import SetupError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .ddp_compat import TorchSurface
+
+
+class UnsupportedMemberError(UnsupportedError, AttributeError):
+    """A member of torch's class without a counterpart. As an ``AttributeError`` it makes ``hasattr`` say no."""
+
+
+class ReducerFace:
+    """What others call on ``ddp.reducer``. Preparations have no object here: any graph is right without."""
+
+    def __init__(self, ddp: TorchSurface) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to do."""
+
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Nothing to do: unused parameters are found in backward."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Plans change at the end of passes: never now."""
+        return False
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Nothing to do."""
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing to do: a pass is settled when the outermost backward ends."""
+
+    def _set_static_graph(self) -> None:
+        """Nothing to do."""
+
+    def _reset_state(self) -> None:
+        """Nothing to do: a pass that failed is cleared by itself."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing to do."""
+
+    def set_logger(self, logger: object) -> None:
+        """Nothing to do."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Always true when backward has returned."""
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop reducing."""
+        self._owner._remove_autograd_hooks()
+
+    def _update_process_group(self, group: Any) -> None:
+        """As the wrapper's."""
+        self._owner._update_process_group(group)
+
+    def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        """Waits at once."""
+        torch.futures.wait_all([*futures])
+
+    def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[Any]:
+        """The sum over ranks of ``bucket.buffer()``, not divided."""
+        return sum_hook(self._owner.process_group, bucket)
+
+    def _run_comm_hook(self, bucket: Any) -> torch.futures.Future[Any]:
+        """What the registered hook does with the bucket; without one, the sum."""
+        hooks = self._owner._comm_hooks
+        if not hooks:
+            return self._run_allreduce_hook(bucket)
+        hook, state = hooks[0]
+        future: torch.futures.Future[Any] = hook(state, bucket)
+        return future
+
+    @property
+    def _owner(self) -> TorchSurface:
+        owner = self._ddp()
+        if owner is None:
+            raise SetupError("this reducer's DistributedDataParallel is gone")
+        return owner
+
+    def __getattr__(self, name: str) -> NoReturn:
+        reason = REFUSED_OF_REDUCER.get(name)
+        if reason is None:
+            raise AttributeError(name)
+        raise UnsupportedMemberError(f"DistributedDataParallel.reducer.{name} is not supported by stretto: {reason}.")
+
+
+class Logger:
+    """What torch writes down of a wrapper, gathered when it is asked for."""
+
+    def __init__(self, ddp: TorchSurface) -> None:
+        self._ddp = weakref.ref(ddp)
+        self.error = ""
+        self.comm_hook = ""
+        self.joins = False
+
+    def set_error_and_log(self, message: str) -> None:
+        """Keep the message for ``_get_ddp_logging_data``."""
+        self.error = message
+
+    def data(self) -> dict[str, Any]:
+        """torch's keys, as far as there is something to say."""
+        ddp = self._ddp()
+        assert ddp is not None
+        sync = ddp._synchronizer
+        plan, counts = sync.plan, sync.statistics
+        group = ddp.process_group
+        sizes = ", ".join(str(plan.bucket_bytes(i)) for i in range(len(plan.buckets)))
+        found: dict[str, Any] = {
+            "world_size": sync.world_size,
+            "rank": sync.rank,
+            "module_name": type(ddp.module).__name__,
+            "device_ids": ", ".join(map(str, ddp.device_ids or ())),
+            "output_device": -1 if ddp.output_device is None else ddp.output_device,
+            "broadcast_buffers": int(ddp.forward_sync_buffers),
+            "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules())),
+            "bucket_cap_bytes": ddp.bucket_bytes_cap,
+            "find_unused_parameters": int(ddp.find_unused_parameters),
+            "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
+            "static_graph": int(ddp.static_graph),
+            "can_set_static_graph": 0,  # it would change nothing
+            "backend_name": "" if group is None else dist.get_backend(group),
+            "iteration": counts.passes,
+            "num_parameter_tensors": len(plan.parameters),
+            "total_parameter_size_bytes": sum(spec.nbytes for spec in plan.parameters),
+            "dtypes": ", ".join(sorted({_type_name(spec.dtype) for spec in plan.parameters})),
+            "bucket_sizes": sizes,
+            "has_rebuilt_buckets": int(ddp._has_rebuilt_buckets),
+            "num_buckets_reduced": len(plan.buckets),
+            "join_uneven_inputs": int(self.joins),
+            "has_error": int(bool(self.error)),
+            "error": self.error,
+        }
+        if ddp._has_rebuilt_buckets:
+            found["rebuilt_bucket_sizes"] = sizes
+            found["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, bucket.indices)) for bucket in plan.buckets
+            )
+            found["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, plan.order))
+        if ddp._comm_hooks:
+            hook = ddp._comm_hooks[0][0]
+            found["comm_hook"] = self.comm_hook or getattr(hook, "__qualname__", repr(hook))
+        for name in _ENVIRONMENT[found["backend_name"] if found["backend_name"] in _ENVIRONMENT else ""]:
+            found[name.lower()] = os.environ.get(name, "N/A")
+        return found
+
+
+_EVERYWHERE = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_ENVIRONMENT = {
+    "": _EVERYWHERE,
+    "gloo": (*_EVERYWHERE, "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (*_EVERYWHERE, "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"),
+}
+_TYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return _TYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+REFUSED_OF_REDUCER: dict[str, str] = {
+    "_autograd_hook": "it serves mixed_precision",
+    "_set_mixed_precision_param_dtype": "it serves mixed_precision",
+    "_set_optimizer_in_backward": "a comm hook of stretto's serves _apply_optimizer_in_backward",
+    "_set_forward_pass_work_handle": "join() divides by weights",
+    "_get_zeros_like_grad_buckets": "joined ranks take part by themselves",
+    "_set_sparse_metadata": "sparse gradients are reduced without it",
+    "get_backward_stats": "observe passes with DistributedDataParallel.synchronizer.observe",
+    "_get_local_used_map": "which parameters were used is known inside a pass only",
+    "_ddp_graph_static": "whether graphs change is not recorded, since nothing depends on it",
+}
+"""Members of torch's reducer that have no counterpart, and why."""

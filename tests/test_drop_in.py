@@ -1,0 +1,416 @@
+"""Every member of torch's DistributedDataParallel is there or refused by name, and behaves as docs/drop-in.md says."""
+
+import ast
+import contextlib
+import copy
+import inspect
+import io
+import pathlib
+import pickle
+import re
+import textwrap
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, build, loss, same_bits, state
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
+
+from stretto import AlreadyAttachedError, DistributedDataParallel, SetupError, UnsupportedError, attach
+from stretto.ddp_compat import REFUSED
+from stretto.ddp_faces import REFUSED_OF_REDUCER
+from stretto.testing import spawn_ranks
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "drop-in.md"
+
+
+def table():
+    """Member or argument -> verdict, over all tables of the page."""
+    found = {}
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 3:
+            found |= {(name, len(found)): cells[1] for name in re.findall(r"`(\w+)`", cells[0])}
+    return {name: verdict for (name, _), verdict in found.items()}
+
+
+def members():
+    """What torch's class has beyond a Module: methods, properties, and attributes that any of its methods sets."""
+    own = {name for name in vars(TorchDDP) if name not in vars(torch.nn.Module)} | {"forward", "train"}
+    own |= {name for name in vars(Joinable) if not name.startswith("__")}
+    tree = ast.parse(textwrap.dedent(inspect.getsource(TorchDDP)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
+    made_by_python = {"__annotations__", "__doc__", "__module__", "__slots__", "__abstractmethods__", "_abc_impl"}
+    return own - made_by_python - {"_static_graph_delay_allreduce_enqueued", "__parameters__", "__orig_bases__"}
+
+
+MEMBERS = sorted(members())
+ONLY_IN_USE = {"buffer_hook", "_authoritative_rank", "_divide_by_initial_world_size"}
+"""Set by torch's class when it is asked for something, not before."""
+ONLY_INSIDE = {"_ddp_sink_clone", "_delay_grad_buffer", "_delay_grad_views", "_accum_grad_hooks"}
+"""State of torch's own mechanisms, which nothing outside of its class reads."""
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    """Alone, without a group."""
+    return DistributedDataParallel(torch.nn.Linear(2, 1))
+
+
+class TestSurface:
+    @pytest.mark.parametrize("name", MEMBERS)
+    def test_each_member_of_torch_is_in_the_table(self, name):
+        assert name in table(), f"{name}: write it, or give it a row in {PAGE.name}"
+
+    @pytest.mark.parametrize("name", MEMBERS)
+    def test_a_member_is_there_unless_it_is_refused(self, name, wrapped):
+        if table()[name] == "refused":
+            if name in REFUSED:
+                with pytest.raises(UnsupportedError, match=f"DistributedDataParallel.{name} is not supported by"):
+                    getattr(wrapped, name)()
+            else:
+                assert not hasattr(wrapped, name)
+        elif name not in ONLY_IN_USE | ONLY_INSIDE:
+            if name != "module":  # a property may want a group, so it is not asked
+                inspect.getattr_static(wrapped, name)
+            theirs = inspect.getattr_static(TorchDDP, name, None)
+            ours = inspect.getattr_static(type(wrapped), name, None)
+            assert not (inspect.isfunction(theirs) and not inspect.isfunction(ours)), name
+
+    def test_methods_take_the_arguments_of_torchs(self):
+        for name in MEMBERS:
+            theirs, ours = (inspect.getattr_static(one, name, None) for one in (TorchDDP, DistributedDataParallel))
+            if inspect.isfunction(theirs) and name not in REFUSED and theirs is not ours and name != "__init__":
+                assert [*inspect.signature(theirs).parameters] == [*inspect.signature(ours).parameters], name
+
+    def test_the_constructor_begins_with_torchs_arguments_in_its_order(self):
+        theirs = list(inspect.signature(TorchDDP.__init__).parameters.values())
+        ours = list(inspect.signature(DistributedDataParallel.__init__).parameters.values())
+        assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
+        assert [p.default for p in ours[: len(theirs)]] == [p.default for p in theirs]
+        assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+        assert {p.name for p in theirs[1:]} <= table().keys()
+
+    def test_options_of_attach_are_keywords_of_the_drop_in(self):
+        ours = inspect.signature(DistributedDataParallel.__init__).parameters
+        elsewhere = {"module", "transport", "last_bucket_cap_mb", "ignore"}
+        assert set(inspect.signature(attach).parameters) - elsewhere <= set(ours)
+
+    def test_the_reducer_has_each_method_of_torchs_reducer_or_refuses_it(self, wrapped):
+        for name in dir(dist.Reducer):
+            if name.startswith("__") or "pybind11" in name:
+                continue
+            verdict = table()[name]
+            if verdict == "refused" or name in REFUSED_OF_REDUCER:
+                assert not hasattr(wrapped.reducer, name)
+                with pytest.raises(UnsupportedError, match=name):
+                    getattr(wrapped.reducer, name)
+            else:
+                assert callable(getattr(wrapped.reducer, name))
+
+    def test_a_name_that_torch_does_not_have_is_an_attribute_error(self, wrapped):
+        with pytest.raises(AttributeError):
+            _ = wrapped.reducer.surely_not
+
+
+class TestAlone:
+    """In a world of one: what needs no other rank."""
+
+    def test_it_is_what_frameworks_test_for(self, wrapped):
+        assert isinstance(wrapped, TorchDDP) and isinstance(wrapped, Joinable)
+
+    def test_state_dict_has_the_prefix(self, wrapped):
+        assert [*wrapped.state_dict()] == ["module.weight", "module.bias"]
+
+    def test_no_flag_changes_anything(self):
+        flags = dict.fromkeys(
+            ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"), True
+        )
+        model = DistributedDataParallel(torch.nn.Linear(2, 1), **flags, skip_all_reduce_unused_params=True)
+        assert all(getattr(model, name) for name in flags)
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.ones(1, 2))
+
+    def test_mixed_precision_is_refused_by_name(self):
+        with pytest.raises(UnsupportedError, match=r"mixed_precision=.*use torch\.autocast"):
+            DistributedDataParallel(torch.nn.Linear(1, 1), mixed_precision=object())
+
+    def test_delayed_parameters_come_in_pairs_of_arguments(self):
+        model = torch.nn.Linear(1, 1)
+        with pytest.raises(ValueError, match="need to be set at the same time"):
+            DistributedDataParallel(model, delay_all_reduce_named_params=[("weight", model.weight)])
+
+    def test_buckets_of_a_list_are_at_most_its_largest(self):
+        model = DistributedDataParallel(torch.nn.Linear(1, 1), bucket_cap_mb_list=[1, 2])
+        assert model.bucket_bytes_cap == 2 * 2**20 and model.bucket_bytes_cap_list == [2**20, 2 * 2**20]
+
+    def test_deprecated_arguments_warn_once_each(self):
+        with pytest.warns(FutureWarning, match="broadcast_buffers"):
+            DistributedDataParallel(torch.nn.Linear(1, 1), broadcast_buffers=False)
+        with pytest.warns(FutureWarning, match="check_reduction"):
+            DistributedDataParallel(torch.nn.Linear(1, 1), check_reduction=True)
+
+    def test_static_graph_may_be_set_at_any_time_and_once(self):
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        model(torch.ones(1, 1)).sum().backward()
+        model._set_static_graph()
+        assert model.static_graph
+        with pytest.warns(UserWarning, match="no need to set it again"):
+            model._set_static_graph()
+
+    def test_sample_rates_are_checked_and_the_error_is_kept(self, wrapped):
+        with pytest.raises(ValueError, match="equal or greater than 1"):
+            wrapped._set_ddp_runtime_logging_sample_rate(0)
+        said = wrapped._get_ddp_logging_data()
+        assert said["has_error"] == 1 and "equal or greater than 1" in said["error"]
+
+    def test_ignored_names_that_do_not_exist_are_no_error(self):
+        model = torch.nn.Linear(1, 1)
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["weight", "elsewhere.weight"])
+        model = DistributedDataParallel(model)
+        assert [spec.name for spec in model.synchronizer.plan.parameters] == ["bias"]
+
+    def test_it_can_be_copied_and_pickled(self):
+        model = DistributedDataParallel(torch.nn.Linear(2, 1), reduce_dtype=torch.float64)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not same_bits(state(model), state(other))
+            other(torch.ones(1, 2)).sum().backward()
+            assert other.module.weight.grad is not None and model.module.weight.grad is None
+
+    def test_nothing_keeps_it_alive(self):
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        gone = weakref.ref(model)
+        del model
+        import gc
+
+        gc.collect()
+        assert gone() is None
+
+
+def lightning_and_accelerate(rank):
+    """The calls that these make around manual optimization and gradient accumulation."""
+    model = DistributedDataParallel(build("mlp"))
+    with model.no_sync():
+        loss(model, batch("mlp", rank)).backward()
+    output = loss(model, batch("mlp", rank, 1))
+    model.require_backward_grad_sync = True
+    model.require_forward_param_sync = True
+    assert model.reducer._rebuild_buckets() is False
+    model.reducer.prepare_for_backward(list(_find_tensors(output)))
+    model.reducer._delay_all_reduce()
+    output.backward()
+    assert not model._get_ddp_logging_data().get("can_set_static_graph")
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def pickled_and_loaded(rank):
+    model = DistributedDataParallel(build("cnn", seed=rank))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loss(loaded, batch("cnn", rank)).backward()
+    other = DistributedDataParallel(build("mlp"), process_group=dist.new_group([0, 1]))
+    try:
+        pickle.dumps(other)
+    except RuntimeError as error:
+        return [p.grad.clone() for p in loaded.parameters()], str(error)
+
+
+def uneven(rank, divide, with_hook):
+    """Ranks with 2 and 5 batches; the gradients after each, and the model at the end."""
+    model = DistributedDataParallel(build("cnn"), bucket_cap_mb=0.002)
+    if with_hook:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        model.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gradients = []
+    with model.join(divide_by_initial_world_size=divide):
+        for step in range(2 + 3 * rank):
+            optimizer.zero_grad()
+            loss(model, batch("cnn", rank, step)).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+    optimizer.zero_grad()
+    loss(model, batch("cnn", rank, 9)).backward()  # and on, together
+    return gradients, state(model), [p.grad.clone() for p in model.parameters()]
+
+
+def accumulating_unevenly(rank):
+    """Micro-batches under no_sync, and a word only where it is synchronised."""
+    model = DistributedDataParallel(build("mlp"))
+    with Join([model]):
+        for step in range(4 + 4 * rank):
+            with model.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+                loss(model, batch("mlp", rank, step)).backward()
+    return state(model)
+
+
+def early_end(rank):
+    model = DistributedDataParallel(build("mlp"))
+    done = 0
+    try:
+        with model.join(throw_on_early_termination=True):
+            for step in range(2 + rank):
+                loss(model, batch("mlp", rank, step)).backward()
+                done += 1
+    except RuntimeError as error:
+        return done, str(error)
+
+
+def another_group(rank):
+    """From both ranks to each alone, and back."""
+    model = DistributedDataParallel(build("mlp"))
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    loss(model, batch("mlp", rank)).backward()
+    model.zero_grad()
+    model._update_process_group(alone[rank])
+    loss(model, batch("mlp", rank)).backward()
+    local = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model._update_process_group(dist.group.WORLD)
+    loss(model, batch("mlp", rank)).backward()
+    return local, [p.grad.clone() for p in model.parameters()]
+
+
+def buffer_hooks(rank):
+    found = []
+    for where in _BufferCommHookLocation:
+        for with_futures in (False, True):
+            model = torch.nn.Linear(1, 1)
+            model.register_buffer("seen", torch.tensor([1.0 + rank]))
+            model = DistributedDataParallel(model, init_sync=False)
+
+            def total(model, buffers, with_futures=with_futures):
+                futures = [
+                    dist.all_reduce(b, group=model.process_group, async_op=True).get_future() for b in buffers.values()
+                ]
+                return futures if with_futures else torch.futures.wait_all(futures) and None
+
+            model._register_buffer_comm_hook(model, total, where)
+            output = model(torch.ones(1, 1))
+            output.sum().backward()
+            with torch.no_grad():
+                model(torch.ones(1, 1))
+            found.append(model.module.seen.item())
+    return found
+
+
+def wrapped_twice(rank):
+    inner = DistributedDataParallel(build("mlp", seed=rank))
+    outer = DistributedDataParallel(torch.nn.Sequential(inner, torch.nn.Linear(8, 8)))
+    loss(outer, batch("mlp", rank)).backward()
+    grads = [p.grad.clone() for p in outer.parameters()]
+    again = DistributedDataParallel(outer.module)
+    try:
+        DistributedDataParallel(outer.module[1])
+    except AlreadyAttachedError as error:
+        return grads, str(error), again.synchronizer.world_size
+
+
+def own_options(rank):
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    model = DistributedDataParallel(
+        build("mlp"), weighted=True, reduce_dtype=torch.float64, launch_after=["0.weight"], process_groups=groups
+    )
+    model.synchronizer.weight = 1 + 2 * rank
+    loss(model, batch("mlp", rank)).backward()
+    summed = DistributedDataParallel(build("mlp"), reduce="sum", predivide_factor=2.0, delay=True, buffers="none")
+    loss(summed, batch("mlp", rank)).backward()
+    return [p.grad.clone() for p in model.parameters()], [p.grad.clone() for p in summed.parameters()]
+
+
+def all_scenes(rank):
+    return {
+        "frameworks": lightning_and_accelerate(rank),
+        "pickled": pickled_and_loaded(rank),
+        "uneven": {(divide, hook): uneven(rank, divide, hook) for divide in (True, False) for hook in (False, True)},
+        "accumulating": accumulating_unevenly(rank),
+        "early end": early_end(rank),
+        "another group": another_group(rank),
+        "buffer hooks": buffer_hooks(rank),
+        "wrapped twice": wrapped_twice(rank),
+        "own options": own_options(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return spawn_ranks(all_scenes, 2)
+
+
+def one_process(steps_by_rank, divisor=2.0, name="mlp", weights=(1.0, 1.0)):
+    """Gradients of the sum over ranks and their steps, divided."""
+    model = build(name)
+    for rank, steps in enumerate(steps_by_rank):
+        for step in steps:
+            (loss(model, batch(name, rank, step)) * (weights[rank] / divisor)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def same(first, second):
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.ranks
+class TestTogether:
+    def test_what_frameworks_call_around_backward(self, scenes):
+        for found in scenes:
+            torch.testing.assert_close(found["frameworks"], one_process([[0, 1], [0, 1]]))
+
+    def test_a_loaded_wrapper_reduces_and_another_group_is_torchs_error(self, scenes):
+        assert same(scenes[0]["pickled"][0], scenes[1]["pickled"][0])
+        assert all("only supported when using DDP with the default process group" in s["pickled"][1] for s in scenes)
+
+    @pytest.mark.parametrize("divide", [True, False])
+    @pytest.mark.parametrize("with_hook", [False, True])
+    def test_ranks_with_fewer_batches(self, divide, with_hook, scenes):
+        (short, first, after), (long, second, then) = (scene["uneven"][divide, with_hook] for scene in scenes)
+        assert [len(short), len(long)] == [2, 5]
+        for mine, other in zip(short, long[:2], strict=True):
+            assert same(mine, other)
+        assert not same_bits(first, second)  # the last joiner's model, buffers included
+        assert same(after, then)
+
+    def test_a_mean_over_those_that_are_left_is_asked_for_by_name(self, scenes):
+        full, left = (scenes[1]["uneven"][divide, False][0] for divide in (True, False))
+        for step in (0, 1):
+            torch.testing.assert_close(full[step], left[step])
+        torch.testing.assert_close([2 * one for one in full[2]], left[2])  # the first step that rank 1 takes alone
+
+    def test_passes_that_are_not_synchronised_need_no_word(self, scenes):
+        assert not same_bits(scenes[0]["accumulating"], scenes[1]["accumulating"])
+
+    def test_an_early_end_is_raised_on_all_ranks(self, scenes):
+        assert scenes[0]["early end"] == (2, "Rank 0 exhausted all inputs.")
+        done, message = scenes[1]["early end"]
+        assert done == 2 and message.startswith("Detected at least one rank that exhausted inputs.")
+
+    def test_another_group_of_ranks(self, scenes):
+        for rank, scene in enumerate(scenes):
+            local, together = scene["another group"]
+            torch.testing.assert_close(local, one_process([[0] if r == rank else [] for r in range(2)], 1.0))
+            torch.testing.assert_close(together, one_process([[0], [0]]))
+
+    def test_a_buffer_hook_replaces_what_is_done_to_buffers(self, scenes):
+        assert scenes[0]["buffer hooks"] == scenes[1]["buffer hooks"] == [3.0] * 4
+
+    def test_wrapping_again_hands_over(self, scenes):
+        assert same(scenes[0]["wrapped twice"][0], scenes[1]["wrapped twice"][0])
+        assert "Wrap the outer module last" in scenes[0]["wrapped twice"][1]
+
+    def test_options_of_stretto(self, scenes):
+        weighted, summed = scenes[0]["own options"]
+        torch.testing.assert_close(weighted, one_process([[0], [0]], 4.0, weights=(1.0, 3.0)))
+        torch.testing.assert_close(summed, one_process([[0], [0]], 1.0))
+
+
+def test_a_mesh_and_a_group_exclude_each_other():
+    with pytest.raises(SetupError, match="Cannot specify both process_group and device_mesh"):
+        DistributedDataParallel(torch.nn.Linear(1, 1), process_group=object(), device_mesh=object())

@@ -9,7 +9,7 @@ import torch
 
 import stretto
 from stretto.reducer import reducer_of
-from stretto.testing import RecordingTransport, run_ranks
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 
 
 def linear() -> torch.nn.Module:
@@ -125,6 +125,43 @@ def test_options_that_differ_are_a_difference() -> None:
             stretto.attach(linear(), transport=transport, bucket_cap_mb=1.0 + transport.rank)
 
     run_ranks(worker, 2)
+
+
+def test_a_bad_value_on_one_rank_is_told_to_the_others() -> None:
+    def worker(transport):
+        with pytest.raises(stretto.StrettoError) as caught:
+            stretto.attach(linear(), transport=transport, bucket_cap_mb=-1 if transport.rank else None)
+        return str(caught.value)
+
+    first, second = run_ranks(worker, 2, timeout=5)
+    assert second.startswith("bucket caps must be positive")
+    assert first == f"attach, rank 0: other ranks cannot attach, so this one cannot:\n  rank 1: {second}"
+
+
+def test_another_memory_format_is_a_difference() -> None:
+    def build(rank: int) -> torch.nn.Module:
+        module = torch.nn.Conv2d(2, 2, 2)
+        return module.to(memory_format=torch.channels_last) if rank == 1 else module
+
+    assert (
+        "  parameter weight: 2x2x2x2 float32 cpu on ranks 0, 2; 2x2x2x2 float32 cpu, strides 8x1x4x2 on rank 1\n"
+        in refusals(build)[0]
+    )
+
+
+@pytest.mark.ranks
+def test_ranks_that_differ_over_gloo_raise_within_two_seconds() -> None:
+    messages = spawn_ranks(attach_what_differs, 2)
+    assert messages[0] == messages[1]
+    assert "  parameter 0.weight: 4x3 float32 cpu on rank 0; 5x3 float32 cpu on rank 1\n" in messages[0]
+
+
+def attach_what_differs(rank: int) -> str:
+    started = time.monotonic()
+    with pytest.raises(stretto.ModelMismatchError) as caught:
+        stretto.attach(torch.nn.Sequential(torch.nn.Linear(3, 4 + rank)))
+    assert time.monotonic() - started < 2
+    return str(caught.value)
 
 
 def test_unknown_arguments_and_values() -> None:

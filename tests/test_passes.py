@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 
 import pytest
@@ -507,3 +508,157 @@ def test_the_comm_hook_replaces_the_all_reduce_and_gets_undivided_gradients() ->
         (2 * model(inputs_of(rank), "abc")).backward()
         assert_same(found, {n: p.grad for n, p in model.named_parameters()})
     assert {last for _, last in seen} == {True, False}
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "replaced", "added"])
+def test_a_parameter_that_needs_a_hook_and_has_none_is_named(change: str) -> None:
+    def worker(transport):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        model[0].bias.requires_grad_(change != "unfrozen")
+        sync = stretto.attach(model, transport=transport)
+        model(inputs_of(0)).sum().backward()
+        if change == "unfrozen":
+            model[0].bias.requires_grad_(True)
+        elif change == "replaced":
+            model[0] = torch.nn.Linear(3, 3)
+        else:
+            model[1].scale = torch.nn.Parameter(torch.ones(()))
+        with pytest.raises(stretto.SetupError) as caught:
+            model(inputs_of(0)).sum().backward()
+        sync.detach()
+        stretto.attach(model, transport=transport)
+        model.zero_grad()
+        model(inputs_of(transport.rank)).sum().backward()
+        return str(caught.value), [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    (told, first), (_, second) = run_ranks(worker, 2)
+    name = {"unfrozen": "0.bias", "replaced": "0.weight, 0.bias", "added": "1.scale"}[change]
+    assert told == (
+        f"rank 0, pass 2: {name} became trainable, or took another's place, after the module was attached: no hook, so "
+        "each rank has its own gradient.\n"
+        "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
+    ) or told.startswith(f"rank 1, pass 2: {name}")
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_freezing_on_the_way_is_ordinary() -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(5):
+            model.zero_grad()
+            if number == 2:
+                model.b.requires_grad_(False)
+            model(inputs_of(transport.rank), "abc").backward()
+        return gradients(model)
+
+    model = Branches()
+    model.b.requires_grad_(False)
+    for rank in range(2):
+        (model(inputs_of(rank), "abc") / 2).backward()
+    for found in run_ranks(worker, 2):
+        assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_another_dtype_after_attaching_is_named() -> None:
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport)
+        model(inputs_of(0), "a").backward()
+        model.zero_grad()
+        model.double()
+        with pytest.raises(stretto.SetupError, match=r"a.weight \(float32, now float64\).* changed dtype"):
+            model(inputs_of(0).double(), "abc").backward()
+
+    run_ranks(worker, 2)
+
+
+def test_what_a_pass_without_synchronisation_reached_is_not_forgotten_after_a_failure() -> None:
+    def worker(transport):
+        model = torch.nn.ParameterDict({key: torch.nn.Parameter(torch.ones(2)) for key in "abc"})
+        sync = stretto.attach(model, transport=transport)
+        with pytest.raises((ValueError, stretto.PeerError)):
+            (model["b"] * Fails.apply(model["c"], transport.rank == 0)).sum().backward()
+        model.zero_grad()
+        with sync.no_sync():
+            (model["a"] * 4 if transport.rank == 0 else model["b"]).sum().backward()
+        model["b"].sum().backward()
+        return model["a"].grad.tolist()
+
+    assert run_ranks(worker, 2) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("passes_before", [0, 2])
+def test_with_a_comm_hook_a_failure_leaves_nan_and_the_next_pass_is_right(passes_before: int) -> None:
+    def worker(transport):
+        def hook(state, bucket):
+            future = torch.futures.Future()
+            work = transport.all_reduce(bucket.buffer().div_(2))
+            work.wait()
+            future.set_result(bucket.buffer())
+            return future
+
+        model = Branches()
+        sync = stretto.attach(model, transport=transport)
+        sync.register_comm_hook(None, hook)
+        for number in range(passes_before + 2):
+            model.zero_grad()
+            fails = number == passes_before and transport.rank == 0
+            loss = failing_loss(model, inputs_of(transport.rank), fails, "amid")
+            if fails:
+                with pytest.raises(ValueError):
+                    loss.backward()
+            else:
+                loss.backward()
+            if number == passes_before and transport.rank == 1:
+                assert model.a.weight.grad.isnan().all()
+        return gradients(model)
+
+    model = Branches()
+    for rank in range(2):
+        (failing_loss(model, inputs_of(rank), False, "amid") / 2).backward()
+    for found in run_ranks(worker, 2, timeout=10):
+        assert_same(found, {n: p.grad for n, p in model.named_parameters()})
+
+
+def test_late_gradients_and_a_failure_in_one_pass() -> None:
+    def worker(transport):
+        first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        stretto.attach(torch.nn.ModuleList([first, second]), transport=transport, bucket_cap_mb=1e-6)
+        hidden = first(torch.ones(1, 2, requires_grad=True))
+        if transport.rank == 1:
+            loss = second(Fails.apply(hidden, True)).sum()
+        else:
+            loss = checkpoint(second, second(hidden), use_reentrant=True).sum()
+        with pytest.raises(ValueError if transport.rank else stretto.PeerError):
+            loss.backward()
+
+    run_ranks(worker, 2, timeout=5)
+
+
+def test_a_weight_that_cannot_be_is_refused_when_it_is_set() -> None:
+    def worker(transport):
+        sync = stretto.attach(Branches(), transport=transport, weighted=True)
+        with pytest.raises(stretto.SetupError, match="weight=-1 must be between 0"):
+            sync.weight = -1
+
+    run_ranks(worker, 2)
+
+
+def test_an_observer_made_of_functions_can_be_dropped_and_removed() -> None:
+    calls: list[int] = []
+
+    def raising(*_: object) -> None:
+        calls.append(1)
+        raise KeyError("observer")
+
+    def worker(transport):
+        model = Branches()
+        sync = stretto.attach(model, transport=transport)
+        if transport.rank == 0:
+            sync.observe(types.SimpleNamespace(pass_started=raising))
+        for _ in range(3):
+            model(inputs_of(0), "abc").backward()
+
+    run_ranks(worker, 2)
+    assert len(calls) == 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .errors import ModelMismatchError, SetupError
+from .specs import slot_strides
 from .transport.base import Transport
 
 Facts = Mapping[str, str]
@@ -44,7 +45,10 @@ def state_model(
 def _describe(tensor: torch.Tensor) -> str:
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     trained = "" if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter) else ", frozen"
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} {tensor.device.type}{trained}"
+    strides = slot_strides(tensor.shape, tensor.stride())
+    plain = strides == slot_strides(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+    layout = "" if plain else f", strides {'x'.join(map(str, strides))}"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} {tensor.device.type}{layout}{trained}"
 
 
 def agree(statement: Statement, transport: Transport) -> None:
@@ -73,25 +77,30 @@ def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str
     """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
     by_rank = [dict(table) for table in tables]
     names = list(dict.fromkeys(name for table in tables for name, _ in table))
-    lines = []
-    for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, facts in enumerate(by_rank):
-            holders.setdefault(facts.get(name, "missing"), []).append(rank)
-        if len(holders) > 1:
-            lines.append(
-                f"  {name}: " + "; ".join(f"{fact} on {describe_ranks(ranks)}" for fact, ranks in holders.items())
-            )
+    lines = [line for name in names if name != "option plan" and (line := _holders(name, by_rank))]
     if not lines:
         order = [", ".join(name for name in facts if not name.startswith("option ")) for facts in by_rank]
-        lines = [f"  rank {rank} registers {names}" for rank, names in enumerate(order)]
-        lines = ["  the same tensors, registered in another order:", *(line[:200] for line in lines)]
+        if len(set(order)) > 1:
+            lines = [f"  rank {rank} registers {some}"[:200] for rank, some in enumerate(order)]
+            lines = ["  the same tensors, registered in another order:", *lines]
+        else:
+            lines = [_holders("option plan", by_rank)]
     if len(lines) > most:
         lines[most:] = [f"  (+{len(lines) - most} more)"]
     return (
         f"attach: the {len(tables)} ranks do not hold the same model.\n" + "\n".join(lines) + "\n"
         "Build the model from the same code and options on every rank, and attach before what only some ranks do."
     )
+
+
+def _holders(name: str, by_rank: list[dict[str, str]]) -> str:
+    """Which ranks state what of one fact; empty if all state the same."""
+    holders: dict[str, list[int]] = {}
+    for rank, facts in enumerate(by_rank):
+        holders.setdefault(facts.get(name, "missing"), []).append(rank)
+    if len(holders) == 1:
+        return ""
+    return f"  {name}: " + "; ".join(f"{fact} on {describe_ranks(ranks)}" for fact, ranks in holders.items())
 
 
 def describe_ranks(ranks: list[int]) -> str:

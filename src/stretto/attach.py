@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
-from .errors import AlreadyAttachedError, SetupError, name_list
+from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
 from .options import Buffers, Options, dtype_patterns, names_of
 from .plan import MIB, BucketPlan, plan_buckets
@@ -88,36 +88,34 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-    options = Options(
-        bucket_cap_mb=bucket_cap_mb,
-        last_bucket_cap_mb=last_bucket_cap_mb,
-        buffers=buffers,
-        reduce=reduce,
-        weighted=weighted,
-        predivide_factor=predivide_factor,
-        reduce_dtype=dtype_patterns(reduce_dtype),
-        ignore=tuple(sorted(ignore)),
-        delay=delay,
-        launch_after=names_of(module, launch_after),
-        check_every=check_every,
-    )
     carrier = transport if transport is not None else default_transport(process_group, process_groups)
     alone = carrier is None or carrier.world_size == 1
-    Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
-    problem = _problem_with(module, options)
-    if problem is not None:
+    try:
+        options = Options(
+            bucket_cap_mb=bucket_cap_mb,
+            last_bucket_cap_mb=last_bucket_cap_mb,
+            buffers=buffers,
+            reduce=reduce,
+            weighted=weighted,
+            predivide_factor=predivide_factor,
+            reduce_dtype=dtype_patterns(reduce_dtype),
+            ignore=tuple(sorted(ignore)),
+            delay=delay,
+            launch_after=names_of(module, launch_after),
+            check_every=check_every,
+        )
+        Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
+        _refuse(module, options)
+        plan = _first_plan(module, options, carrier)
+    except StrettoError as problem:
         if carrier is not None and not alone:
             with contextlib.suppress(SetupError):  # take part all the same, so that the other ranks learn of it
                 agree(Statement((), str(problem)), carrier)
-        raise problem
-    plan = _first_plan(module, options, carrier)
+        raise
     if carrier is not None and not alone and init_sync:
-        agree(
-            state_model(_named(module, options, "parameters"), _named(module, options, "buffers"), vars(options)),
-            carrier,
-        )
-        state = [*_named(module, options, "parameters").values(), *_named(module, options, "buffers").values()]
-        broadcast_coalesced([tensor.detach() for tensor in state], carrier)
+        parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
+        agree(state_model(parameters, tensors, vars(options) | {"plan": plan.hash}), carrier)
+        broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
     return Synchronizer(module, _trained(module, options), plan, carrier, options)
 
 
@@ -137,31 +135,30 @@ def default_transport(
     return None
 
 
-def _problem_with(module: torch.nn.Module, options: Options) -> SetupError | None:
-    """What keeps this module from being attached on this rank, if anything."""
+def _refuse(module: torch.nn.Module, options: Options) -> None:
+    """Raise what keeps this module from being attached on this rank, if anything."""
     everything = dict(module.named_parameters()) | dict(module.named_buffers())
     lazy = [name for name, tensor in everything.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
-        return SetupError(
+        raise SetupError(
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
         )
     vain = [pattern for pattern in options.ignore if not any(Options(ignore=(pattern,)).ignores(n) for n in everything)]
     if vain:
-        return SetupError(f"attach: ignore= names {name_list(vain)}, which the module does not have.")
+        raise SetupError(f"attach: ignore= names {name_list(vain)}, which the module does not have.")
     trained = _trained(module, options)
     if not trained:
-        return SetupError(
+        raise SetupError(
             "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
             "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
         )
     taken = [name for name, parameter in trained.items() if reducer_of(parameter)]
     if taken:
-        return AlreadyAttachedError(
+        raise AlreadyAttachedError(
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
         )
-    return None
 
 
 def _first_plan(module: torch.nn.Module, options: Options, carrier: Transport | None) -> BucketPlan:

@@ -227,7 +227,7 @@ class Bucket:
             if parameter.grad is not None and parameter.grad is not view and i not in missing
         ]
 
-    def release(self, *, summed_footer: bool) -> None:
+    def release(self, summed_footer: bool) -> None:
         """The result is in the slots: they become ``.grad``.
 
         A parameter that this rank had nothing for gets the mean if another rank had it. One that nobody had is left as

@@ -22,7 +22,7 @@ class Observer(Protocol):
     Example::
 
         class PrintLaunches:
-            def bucket_launched(self, pass_number, bucket):
+            def bucket_launched(self, pass_number, bucket, nbytes):
                 print(f"pass {pass_number}: bucket {bucket} has left")
 
 
@@ -57,17 +57,20 @@ class Observer(Protocol):
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
+Subscription = tuple[object, Callable[..., None]]
+
+
 class Events:
     """For each event, the methods to call; empty lists when nobody watches."""
 
-    pass_started: list[Callable[..., None]]
-    gradient_ready: list[Callable[..., None]]
-    bucket_full: list[Callable[..., None]]
-    bucket_launched: list[Callable[..., None]]
-    bucket_reduced: list[Callable[..., None]]
-    buffers_sent: list[Callable[..., None]]
-    pass_settled: list[Callable[..., None]]
-    plan_changed: list[Callable[..., None]]
+    pass_started: list[Subscription]
+    gradient_ready: list[Subscription]
+    bucket_full: list[Subscription]
+    bucket_launched: list[Subscription]
+    bucket_reduced: list[Subscription]
+    buffers_sent: list[Subscription]
+    pass_settled: list[Subscription]
+    plan_changed: list[Subscription]
 
     def __init__(self) -> None:
         for event in EVENTS:
@@ -78,20 +81,19 @@ class Events:
         for event in EVENTS:
             method = getattr(observer, event, None)
             if callable(method):
-                getattr(self, event).append(method)
+                getattr(self, event).append((observer, method))
 
     def remove(self, observer: object) -> None:
         """Forget an observer; unknown ones are ignored."""
         for event in EVENTS:
-            methods = getattr(self, event)
-            methods[:] = [method for method in methods if getattr(method, "__self__", None) is not observer]
+            subscriptions = getattr(self, event)
+            subscriptions[:] = [one for one in subscriptions if one[0] is not observer]
 
-    def emit(self, methods: Sequence[Callable[..., None]], *values: object) -> None:
-        """Call each method; one that raises is dropped together with its observer."""
-        for method in list(methods):
+    def emit(self, subscriptions: Sequence[Subscription], *values: object) -> None:
+        """Call each; an observer that raises is dropped."""
+        for observer, method in list(subscriptions):
             try:
                 method(*values)
             except Exception:
-                observer = getattr(method, "__self__", method)
                 log.exception("observer %r raised and was dropped; training goes on", observer)
                 self.remove(observer)

@@ -13,10 +13,11 @@ from .check import check_replicas
 from .comm_hooks import CommHook, Hook
 from .errors import SetupError
 from .events import Events
+from .membership import Membership
 from .options import Buffers, Options
 from .plan import BucketPlan
 from .reducer import Reducer, Statistics
-from .scaling import Scaling
+from .scaling import WEIGHT_BITS, Scaling
 from .transport.base import Transport
 
 
@@ -125,6 +126,8 @@ class Synchronizer:
                 f"rank {self.rank}: weight={value} has no effect on a model that was attached without weights.\n"
                 "Use stretto.attach(model, weighted=True)."
             )
+        if not 0 <= value < 2**WEIGHT_BITS:
+            raise SetupError(f"rank {self.rank}: weight={value} must be between 0 and 2**{WEIGHT_BITS}")
         if self._reducer is not None:
             self._reducer.weight = value
 
@@ -251,14 +254,13 @@ def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Te
     return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
 
 
-def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int], None] | None:
-    """Checks the replicas at every n-th pass, without keeping the module alive."""
-    if options.check_every is None:
-        return None
-    every, alive = options.check_every, weakref.ref(module)
+def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int, str], None]:
+    """What is looked at when a pass has settled, without keeping the module alive."""
+    alive, membership = weakref.ref(module), Membership(module, options)
 
-    def inspect(number: int) -> None:
-        if number % every == 0 and (found := alive()) is not None:
+    def inspect(number: int, where: str) -> None:
+        membership.check(where)
+        if options.check_every and number % options.check_every == 0 and (found := alive()) is not None:
             check_replicas(_replicated(found, options), transport, f"pass {number}")
 
     return inspect

@@ -20,10 +20,11 @@ import torch
 
 from .bucket import Bucket, Control, ControlWords
 from .comm_hooks import CommHook
-from .errors import CommunicationError, UnsupportedError, name_list
+from .errors import CommunicationError, SetupError, UnsupportedError, name_list
 from .events import Events
 from .plan import BucketPlan
 from .scaling import Scaling
+from .specs import dtype_name
 from .transport.base import Transport
 
 
@@ -103,16 +104,14 @@ class LaunchQueue:
             bucket.drop_gradients()
         for bucket in self.buckets[self.launched :]:
             bucket.clear(float("nan"))
-            self._launch(bucket, [Control.GAVE_UP] if bucket.is_last else ())
+            self._launch(bucket, [Control.GAVE_UP] if bucket.is_last else (), weight=0.0)
 
     def launch_idle(self) -> None:
         """This rank has run out of batches: launch zeros that say so, and drop gradients in the buckets."""
-        weight, self.weight = self.weight, 0.0
         for bucket in self.buckets:
             bucket.drop_gradients()
             bucket.clear(0.0)
-            self._launch(bucket)
-        self.weight = weight
+            self._launch(bucket, weight=0.0)
 
     def has_late(self) -> bool:
         """Whether a gradient arrived again after its bucket had left."""
@@ -130,7 +129,8 @@ class LaunchQueue:
             self._wait_for(bucket)
         last = self.buckets[-1]
         words = last.control_words(summed=summed)
-        second_round = (words.on_host or self.pass_number == 1) and words.read()[Control.LATE]
+        said = words.read() if words.on_host or self.pass_number == 1 else [0.0] * len(Control)
+        second_round = said[Control.LATE] and not said[Control.GAVE_UP]
         factor = self.scaling.after(last.weight) if summed else None
         for bucket in self.buckets if release else ():
             bucket.unpack(factor)
@@ -138,7 +138,7 @@ class LaunchQueue:
             self._second_round(factor)
         for bucket in self.buckets if release else ():
             if bucket.filled or not handed_out:
-                bucket.release(summed_footer=summed)
+                self.guard(bucket.release, summed)
         return words
 
     def _second_round(self, factor: torch.Tensor | float | None) -> None:
@@ -167,6 +167,7 @@ class LaunchQueue:
         try:
             copy(*arguments)
         except RuntimeError as error:
+            self._refuse_new_dtypes()
             gradients = [
                 (name, getattr(reference(), "grad", None))
                 for name, reference in zip(self.names, self.parameters, strict=True)
@@ -179,9 +180,21 @@ class LaunchQueue:
                 "Make it dense, nn.Embedding(..., sparse=False), or leave it out with attach(..., ignore={...})."
             ) from error
 
-    def _launch(self, bucket: Bucket, says: Collection[Control] = ()) -> None:
+    def _refuse_new_dtypes(self) -> None:
+        changed = [
+            f"{spec.name} ({dtype_name(spec.dtype)}, now {dtype_name(parameter.dtype)})"
+            for spec, reference in zip(self.plan.parameters, self.parameters, strict=True)
+            if (parameter := reference()) is not None and parameter.dtype != spec.dtype
+        ]
+        if changed:
+            raise SetupError(
+                f"{self.where}: {name_list(changed)} changed dtype after the module was attached.\n"
+                "Attach again after .to(dtype): sync.detach(); sync = stretto.attach(model)"
+            )
+
+    def _launch(self, bucket: Bucket, says: Collection[Control] = (), weight: float | None = None) -> None:
         if self.comm_hook is None:
-            bucket.pack(self.weight)
+            bucket.pack(self.weight if weight is None else weight)
             for word in says:
                 bucket.control[word] = 1
             bucket.work = self.transport.all_reduce(bucket.flat)

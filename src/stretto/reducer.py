@@ -33,7 +33,7 @@ from .plan import BucketPlan
 from .replan import ReplanPolicy, complete_order, recut
 from .scaling import Scaling
 from .tracker import ArrivalTracker
-from .transport.base import Transport
+from .transport.base import Transport, Work
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Reducer:
             and those that are to become the mean over ranks.
         scaling: what is done to gradients besides summing them.
         delay: launch nothing before backward ends.
-        inspect: called with the pass number when a pass has settled, on all ranks.
+        inspect: called with the pass number and how messages begin when a pass has settled.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Reducer:
         scaling: Scaling,
         *,
         delay: bool = False,
-        inspect: Callable[[int], None] | None = None,
+        inspect: Callable[[int, str], None] | None = None,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
@@ -86,7 +86,9 @@ class Reducer:
         self._running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
+        self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
+        self._failure_of_peer: PeerError | None = None
         self._replan_policy = ReplanPolicy()
         self._passes, self._plans = 0, 1
         hooked = list(parameters.values())
@@ -161,7 +163,10 @@ class Reducer:
         self._drain()
         if self._late_words is not None:
             words, self._late_words = self._late_words, None
-            self._act_on(words)
+            try:
+                self._act_on(words)
+            except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
+                self._failure_of_peer = error
         self._queue.pass_number += 1
 
     def _begin_pass(self) -> None:
@@ -194,6 +199,7 @@ class Reducer:
                 words = self._queue.wait(release=True, handed_out=self._tracker.handed_out())
                 buffers.finish()
             finally:
+                self._unsynchronized.clear()
                 self._reset()
             self._passes += 1
             if self._events.pass_settled:
@@ -202,8 +208,11 @@ class Reducer:
                 self._act_on(words)
             else:
                 self._late_words = words
+            if self._failure_of_peer is not None:
+                error, self._failure_of_peer = self._failure_of_peer, None
+                raise error
             if self._inspect is not None:
-                self._inspect(self._queue.pass_number)
+                self._inspect(self._queue.pass_number, self._queue.where)
 
     def _says(self) -> list[Control]:
         """What the last bucket tells the other ranks."""
@@ -245,7 +254,6 @@ class Reducer:
     def _reset(self) -> None:
         self._running = False
         self._tracker.end()
-        self._unsynchronized.clear()
         self._queue.reset()
 
     def shadow_pass(self) -> None:
@@ -267,8 +275,13 @@ class Reducer:
         with self._queue.lock, torch.no_grad():
             self._running = False
             self._tracker.stop()
+            self._unsynchronized.clear()
+            self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self._queue.launch_spoiled()
             self._buffers_of_given_up = self._send_buffers()
+            if self.comm_hook is not None and self._queue.pass_number == 1:
+                # A hook moves no words, so peers do not know of the failure and wait for the order.
+                self._order_under_way = self._send_order()
 
     def _drain(self) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""
@@ -297,11 +310,16 @@ class Reducer:
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
             self._replan()
 
-    def _replan(self) -> None:
-        """Collective. Cut new buckets in the order in which rank 0's gradients arrived."""
+    def _send_order(self) -> tuple[torch.Tensor, Work]:
         order = complete_order(self.plan, self._tracker.last_order)
         message = torch.tensor(order, dtype=torch.int64, device=self._queue.devices[0])
-        self.transport.broadcast(message).wait()
+        return message, self.transport.broadcast(message)
+
+    def _replan(self) -> None:
+        """Collective. Cut new buckets in the order in which rank 0's gradients arrived."""
+        message, work = self._order_under_way or self._send_order()
+        self._order_under_way = None
+        work.wait()
         plan = recut(self.plan, message.tolist())
         self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
         if plan == self.plan:

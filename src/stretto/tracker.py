@@ -91,9 +91,10 @@ class ArrivalTracker:
         self._in_order = self._schedule is not None
 
     def stop(self) -> None:
-        """The pass is given up: nothing more is taken."""
+        """The pass is over or given up: nothing more is taken."""
         self._running = False
         self.arrivals.close()
+        self.arrivals.order.clear()
 
     def _look(self, _: torch.Tensor) -> None:
         if not self._running:
@@ -197,11 +198,9 @@ class ArrivalTracker:
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""
-        order = self.arrivals.order
         if not self.as_scheduled():
-            self._learn([*map(id, order)])
+            self._learn([*map(id, self.arrivals.order)])
         self.stop()
-        order.clear()
         self._count.clear()
         self._next_chunk = self._looked_at = 0
 

@@ -47,7 +47,7 @@ def test_digits_runs_alone_and_a_missed_target_is_an_exit_status() -> None:
 
 
 def test_text_runs_on_two_ranks() -> None:
-    assert "loss" in run(*TORCHRUN, ROOT / "examples" / "text.py", "--steps", 6)
+    assert "loss" in run(*TORCHRUN, ROOT / "examples" / "text.py", "--epochs", 1, "--bytes", 60_000)
 
 
 def test_overlap_draws_a_picture() -> None:

@@ -259,7 +259,7 @@ def _inspection(module: torch.nn.Module, transport: Transport, options: Options)
     alive, membership = weakref.ref(module), Membership(module, options)
 
     def inspect(number: int, where: str) -> None:
-        membership.check(where)
+        membership.check(number, where)
         if options.check_every and number % options.check_every == 0 and (found := alive()) is not None:
             check_replicas(_replicated(found, options), transport, f"pass {number}")
 

@@ -12,6 +12,9 @@ from .errors import SetupError, name_list
 from .options import Options
 
 
+EVERY = 16
+
+
 class Membership:
     """Remembers which parameters a module has and which of them are frozen, without keeping the module alive.
 
@@ -32,9 +35,15 @@ class Membership:
     def _now(self) -> list[int]:
         return [*map(id, itertools.chain.from_iterable(table.values() for table in self._tables))]
 
-    def check(self, where: str) -> None:
-        """Raise ``SetupError`` if a parameter needs a hook that it does not have."""
+    def check(self, number: int, where: str) -> None:
+        """Raise ``SetupError`` if a parameter needs a hook that it does not have.
+
+        Unfrozen ones are seen at once. All tables are compared in the first passes and then in every ``EVERY``-th, since
+        that costs as much as some gradients' hooks.
+        """
         unfrozen = [name for name, p in self._frozen if (alive := p()) is not None and alive.requires_grad]
+        if not unfrozen and number > EVERY and number % EVERY:
+            return
         module = self._module()
         if not unfrozen and (module is None or self._now() == self._members):
             return

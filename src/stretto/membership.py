@@ -11,7 +11,6 @@ import torch
 from .errors import SetupError, name_list
 from .options import Options
 
-
 EVERY = 16
 
 
@@ -38,8 +37,8 @@ class Membership:
     def check(self, number: int, where: str) -> None:
         """Raise ``SetupError`` if a parameter needs a hook that it does not have.
 
-        Unfrozen ones are seen at once. All tables are compared in the first passes and then in every ``EVERY``-th, since
-        that costs as much as some gradients' hooks.
+        Unfrozen ones are seen at once. All tables are compared in the first passes and then in every ``EVERY``-th, as
+        that costs as much as some hooks.
         """
         unfrozen = [name for name, p in self._frozen if (alive := p()) is not None and alive.requires_grad]
         if not unfrozen and number > EVERY and number % EVERY:

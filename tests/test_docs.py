@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import inspect
 import re
 import subprocess
@@ -85,7 +84,6 @@ def examples_in_docstrings() -> dict[str, str]:
 @pytest.mark.parametrize("name", sorted(examples_in_docstrings()))
 def test_examples_in_docstrings_run(name: str) -> None:
     code = examples_in_docstrings()[name]
-    assert doctest  # the examples are plain code, not sessions
 
     def worker(transport):
         model = torch.nn.Linear(2, 1)

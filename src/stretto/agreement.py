@@ -16,8 +16,6 @@ from .errors import ModelMismatchError, SetupError
 from .specs import slot_strides
 from .transport.base import Transport
 
-Facts = Mapping[str, str]
-
 
 @dataclass(frozen=True)
 class Statement:

@@ -96,15 +96,8 @@ class DistributedDataParallel(TorchSurface):
         process_groups: Sequence[dist.ProcessGroup] = (),
         check_every: int | None = None,
     ) -> None:
-        if mixed_precision is not None:
-            raise UnsupportedError(
-                "DistributedDataParallel(mixed_precision=...) is not honoured by stretto: "
-                "use torch.autocast, or cast the module before wrapping it."
-            )
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise SetupError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
+        _refuse_arguments(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        _warn_of_deprecated(broadcast_buffers, check_reduction)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.logger = Logger(self)
@@ -117,11 +110,6 @@ class DistributedDataParallel(TorchSurface):
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         self._set_devices(device_ids, output_device)
         self.dim = dim
-        if broadcast_buffers is not None:
-            text = "`broadcast_buffers` is deprecated in torch: use `forward_sync_buffers`."
-            warnings.warn(text, FutureWarning, stacklevel=2)
-        if check_reduction:
-            warnings.warn("`check_reduction` is deprecated and changes nothing.", FutureWarning, stacklevel=2)
         old_flag = True if broadcast_buffers is None else broadcast_buffers
         self.forward_sync_buffers = old_flag if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -267,3 +255,22 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist
 
 def _index(device: Any) -> int:
     return device if isinstance(device, int) else int(torch.device(device).index or 0)
+
+
+def _refuse_arguments(mixed_precision: object, delayed: object, delayed_with: object) -> None:
+    if mixed_precision is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel(mixed_precision=...) is not honoured by stretto: "
+            "use torch.autocast, or cast the module before wrapping it."
+        )
+    if (delayed is None) != (delayed_with is None):
+        raise SetupError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+
+
+def _warn_of_deprecated(broadcast_buffers: bool | None, check_reduction: bool) -> None:
+    """The caller's caller is told."""
+    if broadcast_buffers is not None:
+        text = "`broadcast_buffers` is deprecated in torch: use `forward_sync_buffers`."
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    if check_reduction:
+        warnings.warn("`check_reduction` is deprecated and changes nothing.", FutureWarning, stacklevel=3)

@@ -156,8 +156,31 @@ def test_any_change_shows_in_the_hash(request, data):
 def test_offsets_lay_parameters_side_by_side(request):
     plan = make(request)
     for number, inside in enumerate(members(plan)):
+        *offsets, end = plan.offsets(number)
+        laid = sorted(zip(offsets, (p.numel for p in inside), strict=True))
+        assert laid[0][0] == 0 and [a + n for a, n in laid] == [*(a for a, _ in laid[1:]), end]
+
+
+@given(requests())
+def test_what_lies_in_a_run_can_be_concatenated(request):
+    plan = make(request)
+    for number, inside in enumerate(members(plan)):
         offsets = plan.offsets(number)
-        assert offsets[0] == 0 and [b - a for a, b in itertools.pairwise(offsets)] == [p.numel for p in inside]
+        for run in plan.layout(number):
+            assert list(run) == sorted(run), "in order of arrival"
+            gradients = [
+                torch.randn(inside[place].shape).as_strided(inside[place].shape, inside[place].strides)
+                for place in run
+                if inside[place].numel
+            ]
+            if len(gradients) < 2:
+                continue
+            flat = torch.cat(gradients).reshape(-1)
+            start = offsets[next(place for place in run if inside[place].numel)]
+            for place in run:
+                spec = inside[place]
+                slot = flat.as_strided(spec.shape, spec.strides, offsets[place] - start) if spec.numel else flat[:0]
+                assert not spec.numel or torch.equal(slot, gradients.pop(0))
 
 
 @given(requests())

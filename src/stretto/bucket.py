@@ -57,7 +57,8 @@ class ControlWords:
     pass begins, on all ranks alike.
     """
 
-    words: torch.Tensor
+    words: torch.Tensor | None
+    """None where nothing was said."""
     arrival: torch.Event | None = None
     own_failure: bool = False
     """This rank gave up the pass itself and need not be told."""
@@ -69,6 +70,8 @@ class ControlWords:
 
     def read(self) -> list[float]:
         """A count for each member of :class:`Control`."""
+        if self.words is None:
+            return [0.0] * len(Control)
         if self.arrival is not None:
             self.arrival.synchronize()
         return [abs(word) for word in self.words.tolist()]
@@ -92,6 +95,7 @@ class Bucket:
         "indices",
         "is_last",
         "kept",
+        "layout",
         "missing",
         "offsets",
         "payload",
@@ -119,6 +123,7 @@ class Bucket:
         self.is_last = index == len(plan.buckets) - 1
         self.references = [parameters[i] for i in self.indices]
         self.offsets = plan.offsets(index)
+        self.layout = plan.layout(index)
         specs = [plan.parameters[i] for i in self.indices]
         dtype = specs[0].reduce_dtype or specs[0].dtype
         numel, words = self.offsets[-1], len(specs) + len(Control) + scaling.weight_words(dtype)
@@ -254,7 +259,7 @@ class Bucket:
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""
         if not summed:
-            return ControlWords(torch.zeros(len(Control)))
+            return ControlWords(None)
         if self.flat.device.type == "cpu":
             return ControlWords(self.control)
         words = torch.empty(len(Control), dtype=self.flat.dtype, pin_memory=True)
@@ -298,10 +303,10 @@ class Part:
 
     def take(self) -> None:
         """Copy the gradients into their slots."""
-        parameters = [reference() for reference in self.references]
-        take_gradients(parameters, self.views)
+        parameters: list[Any] = [reference() for reference in self.references]
+        take_gradients([parameter.grad for parameter in parameters], self.views)
         for parameter in parameters:
-            parameter.grad = None  # type: ignore[union-attr]  # its gradient has just arrived: it is alive
+            parameter.grad = None
         self.mark()
 
     def mark(self) -> None:
@@ -310,16 +315,15 @@ class Part:
         self.bucket.taken.append(self.places)
 
 
-def take_gradients(parameters: Sequence[Any], views: Sequence[torch.Tensor]) -> None:
+def take_gradients(gradients: list[torch.Tensor], views: list[torch.Tensor]) -> None:
     """Copy gradients into their slots at one call.
 
     Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has accumulated in
     place and there is nothing to copy.
     """
-    gradients = [parameter.grad for parameter in parameters]
     if any(map(operator.is_, gradients, views)):
         fresh = [i for i, view in enumerate(views) if gradients[i] is not view]
         if fresh:
             torch._foreach_copy_([views[i] for i in fresh], [gradients[i] for i in fresh])
     elif gradients:
-        torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]  # any sequence will do
+        torch._foreach_copy_(views, gradients)

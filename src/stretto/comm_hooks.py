@@ -51,12 +51,14 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of ``buffer()``, one a parameter, in the parameter's shape and strides."""
-        return self._bucket.views_of(self._buffer)
+        """Views of ``buffer()``, one a parameter, in the parameter's shape and strides, as they lie in it."""
+        views = self._bucket.views_of(self._buffer)
+        return [views[place] for alike in self._bucket.layout for place in alike]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the same order."""
-        return [*self._bucket.parameters]
+        parameters = self._bucket.parameters
+        return [parameters[place] for alike in self._bucket.layout for place in alike]
 
     def is_last(self) -> bool:
         """Whether this is the bucket that leaves last in a pass."""

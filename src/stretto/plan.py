@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import chain
 
 import torch
 
@@ -27,7 +27,7 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """One bucket: parameters by their index in the plan, laid one behind the other in this order."""
+    """One bucket: parameters by their index in the plan, in order of arrival."""
 
     indices: tuple[int, ...]
     dtype: torch.dtype
@@ -83,9 +83,27 @@ class BucketPlan:
         """Payload of a bucket in bytes."""
         return sum(self.parameters[index].nbytes for index in self.buckets[bucket].indices)
 
+    def layout(self, bucket: int) -> tuple[tuple[int, ...], ...]:
+        """Places in ``indices`` in the order in which they lie in the bucket's flat buffer, in runs.
+
+        A run holds row-major parameters that differ in their first dimension at most, so that one call concatenates
+        their gradients; inside a run they lie in order of arrival. Any other parameter is a run by itself.
+        """
+        runs: dict[object, list[int]] = {}
+        for place, index in enumerate(self.buckets[bucket].indices):
+            spec = self.parameters[index]
+            alike = spec.shape[1:] if spec.shape and spec.row_major else place
+            runs.setdefault(alike, []).append(place)
+        return tuple(map(tuple, runs.values()))
+
     def offsets(self, bucket: int) -> tuple[int, ...]:
-        """First element of each parameter in the bucket's flat buffer, and at the end the bucket's length."""
-        return tuple(accumulate((self.parameters[i].numel for i in self.buckets[bucket].indices), initial=0))
+        """By place, a parameter's first element in the bucket's flat buffer; and at the end the buffer's length."""
+        indices = self.buckets[bucket].indices
+        offsets, end = [0] * len(indices), 0
+        for place in chain.from_iterable(self.layout(bucket)):
+            offsets[place] = end
+            end += self.parameters[indices[place]].numel
+        return (*offsets, end)
 
     def lag(self, order: Sequence[int]) -> float:
         """How late bytes leave if gradients arrive in ``order``: 0 at the first arrival, 1 at the last.

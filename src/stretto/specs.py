@@ -41,6 +41,16 @@ class ParameterSpec:
         return prod(self.shape)
 
     @property
+    def row_major(self) -> bool:
+        """Whether the last dimension is the one whose elements are neighbours, and so on to the first."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.numel * self.dtype.itemsize

@@ -77,6 +77,9 @@ class ControlWords:
         return [abs(word) for word in self.words.tolist()]
 
 
+NOTHING_SAID = ControlWords(None)
+
+
 class Bucket:
     """A bucket of the plan with its memory, on this rank.
 
@@ -259,7 +262,7 @@ class Bucket:
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""
         if not summed:
-            return ControlWords(None)
+            return NOTHING_SAID
         if self.flat.device.type == "cpu":
             return ControlWords(self.control)
         words = torch.empty(len(Control), dtype=self.flat.dtype, pin_memory=True)

@@ -82,8 +82,9 @@ class CommHook:
             self._call_next()
         if bucket.is_last:
             self.call(work)
-            with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
-                work.future.wait()
+            if not work.done():
+                with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
+                    work.future.wait()
         return work
 
     def call(self, work: HookWork) -> None:
@@ -105,6 +106,8 @@ class CommHook:
 
 class HookWork:
     """The future that a hook returns, waited for like any other work."""
+
+    __slots__ = ("bucket", "future", "owner")
 
     def __init__(self, owner: CommHook, bucket: Bucket) -> None:
         self.owner = owner

@@ -12,6 +12,7 @@ comes late is noticed at the end of the pass and sent in a second round (launch.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -76,3 +77,8 @@ class OutermostEnd:
 
         handle = self._hold(enclosing.register_hook, again)
         self._paused()
+
+
+def without_graph() -> contextlib.AbstractContextManager[Any]:
+    """Grad mode off, which it mostly is during backward: only ``create_graph=True`` switches it on."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .bucket import Bucket, Control, ControlWords
+from .bucket import NOTHING_SAID, Bucket, Control, ControlWords
 from .comm_hooks import CommHook
 from .errors import CommunicationError, SetupError, UnsupportedError, name_list
 from .events import Events
@@ -129,8 +129,10 @@ class LaunchQueue:
             self._wait_for(bucket)
         last = self.buckets[-1]
         words = last.control_words(summed=summed)
-        said = words.read() if words.on_host or self.pass_number == 1 else [0.0] * len(Control)
-        second_round = said[Control.LATE] and not said[Control.GAVE_UP]
+        second_round = False
+        if words is not NOTHING_SAID and (words.on_host or self.pass_number == 1):
+            said = words.read()
+            second_round = bool(said[Control.LATE] and not said[Control.GAVE_UP])
         factor = self.scaling.after(last.weight) if summed else None
         for bucket in self.buckets if release else ():
             bucket.unpack(factor)

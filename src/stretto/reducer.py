@@ -23,9 +23,9 @@ import torch
 
 from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
-from .bucket import Control, ControlWords
+from .bucket import NOTHING_SAID, Control, ControlWords
 from .comm_hooks import CommHook
-from .engine import OutermostEnd
+from .engine import OutermostEnd, without_graph
 from .errors import PeerError, SetupError, UnsupportedError, name_list
 from .events import Events
 from .launch import LaunchQueue
@@ -187,7 +187,7 @@ class Reducer:
         """Every gradient of the pass has arrived."""
         if not self._running:
             return
-        with self._queue.lock, torch.no_grad():
+        with self._queue.lock, without_graph():
             try:
                 says = self._says()
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
@@ -245,8 +245,11 @@ class Reducer:
 
     def _send_buffers(self) -> CoalescedMessages:
         follow, average = self._buffers()
-        sent = start_broadcast(follow, self.transport)
-        sent.add(start_reduce(average, self.transport, self.transport.world_size))
+        sent = CoalescedMessages()
+        if follow:
+            sent.add(start_broadcast(follow, self.transport))
+        if average:
+            sent.add(start_reduce(average, self.transport, self.transport.world_size))
         if sent.messages and self._events.buffers_sent:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
@@ -299,6 +302,8 @@ class Reducer:
     # What all ranks learn at the same pass
 
     def _act_on(self, words: ControlWords) -> None:
+        if words is NOTHING_SAID and self._queue.pass_number > 1:
+            return
         said = words.read()
         if said[Control.GAVE_UP]:
             if words.own_failure:

@@ -9,6 +9,7 @@ import torch
 
 from .arrivals import Arrivals
 from .bucket import Bucket
+from .engine import without_graph
 from .events import Events
 from .launch import LaunchQueue
 from .schedule import Chunk, schedule
@@ -99,12 +100,8 @@ class ArrivalTracker:
     def _look(self, _: torch.Tensor) -> None:
         if not self._running:
             return
-        with self._queue.lock:
-            if torch.is_grad_enabled():  # backward(create_graph=True)
-                with torch.no_grad():
-                    self._take()
-            else:
-                self._take()
+        with self._queue.lock, without_graph():
+            self._take()
 
     def _take(self) -> None:
         if not (self._in_order and self._take_chunk()):

@@ -18,6 +18,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"comm_hooks", "schedule", "check"},
     {"launch"},
     {"tracker"},
+    {"consensus"},
     {"reducer", "membership"},
     {"handle"},
     {"attach"},

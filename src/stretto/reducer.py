@@ -23,17 +23,16 @@ import torch
 
 from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
-from .bucket import NOTHING_SAID, Control, ControlWords
 from .comm_hooks import CommHook
+from .consensus import Consensus
 from .engine import OutermostEnd, without_graph
-from .errors import PeerError, SetupError, UnsupportedError, name_list
+from .errors import SetupError
 from .events import Events
 from .launch import LaunchQueue
 from .plan import BucketPlan
-from .replan import ReplanPolicy, complete_order, recut
 from .scaling import Scaling
 from .tracker import ArrivalTracker
-from .transport.base import Transport, Work
+from .transport.base import Transport
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,11 @@ class Reducer:
         self._running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
-        self._order_under_way: tuple[torch.Tensor, Work] | None = None
-        self._late_words: ControlWords | None = None
-        self._failure_of_peer: PeerError | None = None
-        self._replan_policy = ReplanPolicy()
-        self._passes, self._plans = 0, 1
+        self._passes = 0
         hooked = list(parameters.values())
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
+        self._consensus = Consensus(self._queue, self._tracker, events)
         self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
 
     @property
@@ -109,7 +105,7 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        return Statistics(self._passes, self._queue.total_launched, self._queue.total_bytes, self._plans)
+        return Statistics(self._passes, self._queue.total_launched, self._queue.total_bytes, self._consensus.plans)
 
     @property
     def weight(self) -> float:
@@ -161,12 +157,7 @@ class Reducer:
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
         self._drain()
-        if self._late_words is not None:
-            words, self._late_words = self._late_words, None
-            try:
-                self._act_on(words)
-            except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
-                self._failure_of_peer = error
+        self._consensus.catch_up()
         self._queue.pass_number += 1
 
     def _begin_pass(self) -> None:
@@ -189,7 +180,7 @@ class Reducer:
             return
         with self._queue.lock, without_graph():
             try:
-                says = self._says()
+                says = self._consensus.says()
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
             except BaseException:
                 self._give_up()
@@ -204,44 +195,9 @@ class Reducer:
             self._passes += 1
             if self._events.pass_settled:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
-            if words.on_host or self._queue.pass_number == 1:
-                self._act_on(words)
-            else:
-                self._late_words = words
-            if self._failure_of_peer is not None:
-                error, self._failure_of_peer = self._failure_of_peer, None
-                raise error
+            self._consensus.hear(words)
             if self._inspect is not None:
                 self._inspect(self._queue.pass_number, self._queue.where)
-
-    def _says(self) -> list[Control]:
-        """What the last bucket tells the other ranks."""
-        says: list[Control] = []
-        scheduled = self._tracker.as_scheduled()
-        if scheduled and not self._replan_policy.deferred:
-            return says
-        if not scheduled:
-            self._refuse_late()
-            if self._queue.has_late():
-                says.append(Control.LATE)
-        order = [self._tracker.index_of[id(parameter)] for parameter in self._arrivals.order]
-        if self.transport.rank == 0 and self._replan_policy.drifted(self.plan, order, self._queue.pass_number):
-            says.append(Control.WANTS_REPLAN)
-        return says
-
-    def _refuse_late(self) -> None:
-        """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
-        on_host = all(device.type == "cpu" for device in self._queue.devices)
-        late = self._tracker.spoilt()
-        if not late and (self.comm_hook is not None or not (on_host or self._queue.pass_number == 1)):
-            late = [self._queue.names[bucket.indices[i]] for bucket in self._queue.buckets for i in bucket.late()]
-        if late:
-            raise UnsupportedError(
-                f"{self._queue.where}: {name_list(late)} got one more gradient than in the passes before, after the "
-                "bucket had left (a reentrant checkpoint around a layer that is used again).\n"
-                "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
-                "torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
-            )
 
     def _send_buffers(self) -> CoalescedMessages:
         follow, average = self._buffers()
@@ -270,7 +226,7 @@ class Reducer:
                 buffers.finish()
             finally:
                 self._reset()
-            self._act_on(words)
+            self._consensus.act_on(words)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
@@ -284,7 +240,7 @@ class Reducer:
             self._buffers_of_given_up = self._send_buffers()
             if self.comm_hook is not None and self._queue.pass_number == 1:
                 # A hook moves no words, so peers do not know of the failure and wait for the order.
-                self._order_under_way = self._send_order()
+                self._consensus.send_order()
 
     def _drain(self) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""
@@ -297,44 +253,7 @@ class Reducer:
                 buffers.finish()
             finally:
                 self._reset()
-        self._act_on(replace(words, own_failure=True))
-
-    # What all ranks learn at the same pass
-
-    def _act_on(self, words: ControlWords) -> None:
-        if words is NOTHING_SAID and self._queue.pass_number > 1:
-            return
-        said = words.read()
-        if said[Control.GAVE_UP]:
-            if words.own_failure:
-                return
-            raise PeerError(
-                f"{self._queue.where}: backward failed on another rank, so the mean of this pass lacks its gradients.\n"
-                "Its own log has the error. Do not step with these gradients: zero_grad() and go on, on all ranks."
-            )
-        if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
-            self._replan()
-
-    def _send_order(self) -> tuple[torch.Tensor, Work]:
-        order = complete_order(self.plan, self._tracker.last_order)
-        message = torch.tensor(order, dtype=torch.int64, device=self._queue.devices[0])
-        return message, self.transport.broadcast(message)
-
-    def _replan(self) -> None:
-        """Collective. Cut new buckets in the order in which rank 0's gradients arrived."""
-        message, work = self._order_under_way or self._send_order()
-        self._order_under_way = None
-        work.wait()
-        plan = recut(self.plan, message.tolist())
-        self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
-        if plan == self.plan:
-            return
-        with torch.no_grad():
-            self._queue.adopt(plan)
-        self._plans += 1
-        self._tracker.follow_again()
-        if self._events.plan_changed:
-            self._events.emit(self._events.plan_changed, self._queue.pass_number, plan)
+        self._consensus.act_on(replace(words, own_failure=True))
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

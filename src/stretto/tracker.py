@@ -161,6 +161,10 @@ class ArrivalTracker:
 
     # At its end
 
+    def arrival_order(self) -> list[int]:
+        """Indices as they arrived in this pass."""
+        return [self.index_of[id(parameter)] for parameter in self.arrivals.order]
+
     def as_scheduled(self) -> bool:
         """Whether the pass was what the schedule foresaw, with nothing twice that was not to be."""
         return self._in_order and self._looked_at == len(self.arrivals.order)

@@ -1,0 +1,133 @@
+"""What ranks tell each other behind the last bucket of a pass, and what all of them do about it at the same pass.
+
+tracker.py, replan.py ──> says() ──> words in the last bucket ──sum──> act_on() ──> PeerError, new plan
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .bucket import NOTHING_SAID, Control, ControlWords
+from .errors import PeerError, UnsupportedError, name_list
+from .events import Events
+from .launch import LaunchQueue
+from .replan import ReplanPolicy, complete_order, recut
+from .tracker import ArrivalTracker
+from .transport.base import Work
+
+
+class Consensus:
+    """What this rank says, and how it follows what was said.
+
+    Args:
+        queue: has the plan, and the bucket that carries the words.
+        tracker: knows what has arrived in which order.
+        events: told of new plans.
+    """
+
+    def __init__(self, queue: LaunchQueue, tracker: ArrivalTracker, events: Events) -> None:
+        self.plans = 1
+        """Plans used, the first one included."""
+        self._queue = queue
+        self._tracker = tracker
+        self._events = events
+        self._replan_policy = ReplanPolicy()
+        self._order_under_way: tuple[torch.Tensor, Work] | None = None
+        self._late_words: ControlWords | None = None
+        self._failure_of_peer: PeerError | None = None
+
+    def says(self) -> list[Control]:
+        """What the last bucket is to tell the other ranks."""
+        said: list[Control] = []
+        scheduled = self._tracker.as_scheduled()
+        if scheduled and not self._replan_policy.deferred:
+            return said
+        if not scheduled:
+            self._refuse_late()
+            if self._queue.has_late():
+                said.append(Control.LATE)
+        if self._queue.transport.rank == 0:
+            order, number = self._tracker.arrival_order(), self._queue.pass_number
+            if self._replan_policy.drifted(self._queue.plan, order, number):
+                said.append(Control.WANTS_REPLAN)
+        return said
+
+    def _refuse_late(self) -> None:
+        """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
+        queue = self._queue
+        on_host = all(device.type == "cpu" for device in queue.devices)
+        late = self._tracker.spoilt()
+        if not late and (queue.comm_hook is not None or not (on_host or queue.pass_number == 1)):
+            late = [queue.names[bucket.indices[i]] for bucket in queue.buckets for i in bucket.late()]
+        if late:
+            raise UnsupportedError(
+                f"{queue.where}: {name_list(late)} got one more gradient than in the passes before, after the "
+                "bucket had left (a reentrant checkpoint around a layer that is used again).\n"
+                "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
+                "torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
+            )
+
+    # Following
+
+    def hear(self, words: ControlWords) -> None:
+        """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass."""
+        if words.on_host or self._queue.pass_number == 1:
+            self.act_on(words)
+        else:
+            self._late_words = words
+        if self._failure_of_peer is not None:
+            error, self._failure_of_peer = self._failure_of_peer, None
+            raise error
+
+    def catch_up(self) -> None:
+        """Before a pass: act on words of the last one that were not there yet."""
+        if self._late_words is not None:
+            words, self._late_words = self._late_words, None
+            try:
+                self.act_on(words)
+            except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
+                self._failure_of_peer = error
+
+    def act_on(self, words: ControlWords) -> None:
+        """Do what all ranks do after these words. Collective.
+
+        Raises:
+            PeerError: another rank gave up the pass.
+        """
+        if words is NOTHING_SAID and self._queue.pass_number > 1:
+            return
+        said = words.read()
+        if said[Control.GAVE_UP]:
+            if words.own_failure:
+                return
+            raise PeerError(
+                f"{self._queue.where}: backward failed on another rank, so the mean of this pass lacks its gradients.\n"
+                "Its own log has the error. Do not step with these gradients: zero_grad() and go on, on all ranks."
+            )
+        if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
+            self._replan()
+
+    def send_order(self) -> None:
+        """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""
+        if self._order_under_way is None:
+            order = complete_order(self._queue.plan, self._tracker.last_order)
+            message = torch.tensor(order, dtype=torch.int64, device=self._queue.devices[0])
+            self._order_under_way = message, self._queue.transport.broadcast(message)
+
+    def _replan(self) -> None:
+        """Collective. Cut new buckets in the order in which rank 0's gradients arrived."""
+        self.send_order()
+        assert self._order_under_way is not None
+        (message, work), self._order_under_way = self._order_under_way, None
+        work.wait()
+        old = self._queue.plan
+        plan = recut(old, message.tolist())
+        self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
+        if plan == old:
+            return
+        with torch.no_grad():
+            self._queue.adopt(plan)
+        self.plans += 1
+        self._tracker.follow_again()
+        if self._events.plan_changed:
+            self._events.emit(self._events.plan_changed, self._queue.pass_number, plan)

@@ -15,7 +15,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling"},
     {"bucket", "agreement", "broadcast", "options"},
-    {"comm_hooks", "schedule", "check"},
+    {"comm_hooks", "schedule", "check", "presence"},
     {"launch"},
     {"tracker"},
     {"consensus"},

@@ -370,15 +370,19 @@ def test_a_small_gain_is_not_worth_a_plan():
 
 
 @given(st.permutations(range(20)), st.integers(0, 20))
-def test_complete_order_puts_absentees_last(order, seen):
+def test_complete_order_puts_absentees_behind_what_they_follow_in_the_plan(order, seen):
     plan = plan_of(20)
     completed = complete_order(plan, order[:seen])
-    assert completed[:seen] == order[:seen] and sorted(completed) == FORTH
-    assert completed[seen:] == [index for index in plan.order if index not in order[:seen]]
+    assert [index for index in completed if index in order[:seen]] == order[:seen] and sorted(completed) == FORTH
+    for one, following in itertools.pairwise(plan.order):
+        if following not in order[:seen]:
+            assert completed[completed.index(one) + 1] == following
+    if plan.order[0] not in order[:seen]:
+        assert completed[0] == plan.order[0]
 
 
 def test_complete_order_counts_a_parameter_that_came_twice_once():
-    assert complete_order(plan_of(3), [1, 1, 0, 1]) == [1, 0, 2]
+    assert complete_order(plan_of(3), [2, 1, 2, 0, 1]) == [2, 1, 0]
 
 
 # Bad input

@@ -44,6 +44,8 @@ class Control(IntEnum):
     """Rank 0 saw gradients arrive in another order than planned."""
     LATE = 2
     """A gradient arrived again after its bucket had left: a second round must follow."""
+    ABSENT = 3
+    """This rank lacked some gradient."""
 
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -105,6 +107,7 @@ class Bucket:
         "payload_bytes",
         "pending",
         "references",
+        "skipped",
         "slots",
         "taken",
         "views",
@@ -151,6 +154,8 @@ class Bucket:
         self.work: Work | None = None
         self.filled = False
         """Whether something else than this pass's arrivals went in."""
+        self.skipped = False
+        """Whether it is not sent in this pass, since no rank has anything for it."""
         self.pending = self.arrived = 0
         """``arrived`` counts those of the pending that can be taken; outside the schedule only."""
         self._complete = torch.ones_like(self.footer)
@@ -176,8 +181,27 @@ class Bucket:
         Part(self, self._not_taken()).take()
 
     def _not_taken(self) -> list[int]:
-        taken = {place for places in self.taken for place in places}
-        return [place for place in range(len(self.indices)) if place not in taken]
+        dealt_with = {place for places in self.taken for place in places} | set(self.missing)
+        return [place for place in range(len(self.indices)) if place not in dealt_with]
+
+    def expect_absent(self, places: Sequence[int]) -> None:
+        """These parameters do not come in this pass."""
+        self.pending -= len(places)
+        self._fill_absent(places)
+
+    def _fill_absent(self, places: Sequence[int]) -> None:
+        """``.grad`` as it is, or zeros, goes in where this rank has nothing new."""
+        self.filled = True
+        self.missing += places
+        parameters = self.parameters
+        for place in places:
+            gradient, view = parameters[place].grad, self.views[place]
+            if gradient is None:
+                view.zero_()
+            elif gradient is view:
+                self.kept[place] = gradient.clone()
+            else:
+                view.copy_(gradient)
 
     def fill(self, contributed: Collection[int]) -> None:
         """Take what has not been taken. Where this rank has nothing new, ``.grad`` as it is, or zeros, goes in.
@@ -190,16 +214,8 @@ class Bucket:
         taken = [place for places in self.taken for place in places]
         rest = self._not_taken()
         Part(self, [place for place in rest if self.indices[place] in contributed]).take()
-        self.missing += [place for place in rest if self.indices[place] not in contributed]
+        self._fill_absent([place for place in rest if self.indices[place] not in contributed])
         parameters = self.parameters
-        for place in self.missing:
-            gradient, view = parameters[place].grad, self.views[place]
-            if gradient is None:
-                view.zero_()
-            elif gradient is view:
-                self.kept[place] = gradient.clone()
-            else:
-                view.copy_(gradient)
         for place in taken:  # arrived again before the bucket left
             gradient = parameters[place].grad
             if gradient is not None and gradient is not self.views[place]:
@@ -228,6 +244,8 @@ class Bucket:
 
     def late(self) -> list[int]:
         """Places of gradients that arrived again after the bucket had left."""
+        if self.skipped:
+            return []
         missing = set(self.missing)
         return [
             i
@@ -290,7 +308,7 @@ class Bucket:
         self.work = None
         self.pending = len(self.indices)
         self.arrived = 0
-        self.filled = False
+        self.filled = self.skipped = False
 
 
 class Part:

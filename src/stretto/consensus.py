@@ -11,6 +11,7 @@ from .bucket import NOTHING_SAID, Control, ControlWords
 from .errors import PeerError, UnsupportedError, name_list
 from .events import Events
 from .launch import LaunchQueue
+from .plan import BucketPlan
 from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
@@ -55,6 +56,14 @@ class Consensus:
     def _refuse_late(self) -> None:
         """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
         queue = self._queue
+        unforeseen = [queue.names[index] for index in self._tracker.unforeseen()]
+        if unforeseen:
+            raise UnsupportedError(
+                f"{queue.where}: {name_list(unforeseen)} got a gradient, although not part of the graph when backward "
+                "began: used in a reentrant checkpoint for the first time.\n"
+                "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
+                "torch.utils.checkpoint(..., use_reentrant=False)."
+            )
         on_host = all(device.type == "cpu" for device in queue.devices)
         late = self._tracker.spoilt()
         if not late and (queue.comm_hook is not None or not (on_host or queue.pass_number == 1)):
@@ -104,8 +113,12 @@ class Consensus:
                 f"{self._queue.where}: backward failed on another rank, so the mean of this pass lacks its gradients.\n"
                 "Its own log has the error. Do not step with these gradients: zero_grad() and go on, on all ranks."
             )
+        presence = self._queue.presence
+        presence.hear(bool(said[Control.ABSENT]), possible=words.on_host)
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
             self._replan()
+        elif presence.active and (cuts := presence.apart(self._queue.plan)):
+            self._adopt(recut(self._queue.plan, self._queue.plan.order, cuts))
 
     def send_order(self) -> None:
         """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""
@@ -120,10 +133,13 @@ class Consensus:
         assert self._order_under_way is not None
         (message, work), self._order_under_way = self._order_under_way, None
         work.wait()
-        old = self._queue.plan
-        plan = recut(old, message.tolist())
+        plan = recut(self._queue.plan, message.tolist())
         self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
-        if plan == old:
+        self._adopt(plan)
+
+    def _adopt(self, plan: BucketPlan) -> None:
+        """Use another plan, the same on all ranks, from the next pass on."""
+        if plan == self._queue.plan:
             return
         with torch.no_grad():
             self._queue.adopt(plan)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,3 +82,28 @@ class OutermostEnd:
 def without_graph() -> contextlib.AbstractContextManager[Any]:
     """Grad mode off, which it mostly is during backward: only ``create_graph=True`` switches it on."""
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+class _Meeting(torch.autograd.Function):
+    """Made only for its ``next_functions``: the accumulating nodes of many parameters at one call."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:  # never run
+        return None
+
+
+def will_arrive(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Inside a gradient hook: which of these leaves the task that is running accumulates into, at 1 us each."""
+    with torch.enable_grad():
+        meeting: Any = _Meeting.apply(*parameters)  # type: ignore[no-untyped-call]
+    nodes = [node for node, _ in meeting.grad_fn.next_functions] if meeting.grad_fn is not None else []
+    return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+
+
+def current_task() -> int:
+    """A number for the engine's task that is running; -1 outside of backward."""
+    return torch._C._current_graph_task_id()

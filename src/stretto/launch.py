@@ -23,6 +23,7 @@ from .comm_hooks import CommHook
 from .errors import CommunicationError, SetupError, UnsupportedError, name_list
 from .events import Events
 from .plan import BucketPlan
+from .presence import Presence
 from .scaling import Scaling
 from .specs import dtype_name
 from .transport.base import Transport
@@ -62,6 +63,7 @@ class LaunchQueue:
         self.total_bytes = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
+        self.presence = Presence(transport)
         self.adopt(plan)
 
     def adopt(self, plan: BucketPlan) -> None:
@@ -84,7 +86,17 @@ class LaunchQueue:
     def launch_full(self) -> None:
         """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
         while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].pending:
-            self._launch(self.buckets[self.launched])
+            bucket = self.buckets[self.launched]
+            if not self._skip(bucket):
+                self._launch(bucket)
+
+    def announce(self, coming: set[int]) -> None:
+        """At the first gradient of a pass: what of this rank will come, by index. Collective; see presence.py."""
+        self.presence.announce([not coming.isdisjoint(bucket.indices) for bucket in self.buckets])
+        for bucket in self.buckets:
+            absent = [place for place, index in enumerate(bucket.indices) if index not in coming]
+            if absent:
+                bucket.expect_absent(absent)
 
     def launch_rest(self, contributed: set[int], says: Collection[Control]) -> None:
         """Launch the last bucket, those that lack gradients, and those that wait behind them.
@@ -94,8 +106,12 @@ class LaunchQueue:
             says: what the last bucket is to tell.
         """
         for bucket in self.buckets[self.launched :]:
+            if self._skip(bucket):
+                continue
             if bucket.pending or contributed:
                 self.guard(bucket.fill, contributed)
+            if bucket.is_last and any(bucket.missing or bucket.skipped for bucket in self.buckets):
+                says = [*says, Control.ABSENT]
             self._launch(bucket, says if bucket.is_last else ())
 
     def launch_spoiled(self) -> None:
@@ -103,15 +119,27 @@ class LaunchQueue:
         for bucket in self.buckets:
             bucket.drop_gradients()
         for bucket in self.buckets[self.launched :]:
-            bucket.clear(float("nan"))
-            self._launch(bucket, [Control.GAVE_UP] if bucket.is_last else (), weight=0.0)
+            if not self._skip(bucket):
+                bucket.clear(float("nan"))
+                self._launch(bucket, [Control.GAVE_UP] if bucket.is_last else (), weight=0.0)
 
     def launch_idle(self) -> None:
         """This rank has run out of batches: launch zeros that say so, and drop gradients in the buckets."""
+        if self.presence.active:
+            self.presence.announce([False] * len(self.buckets))
         for bucket in self.buckets:
             bucket.drop_gradients()
-            bucket.clear(0.0)
-            self._launch(bucket, weight=0.0)
+            if not self._skip(bucket):
+                bucket.clear(0.0)
+                self._launch(bucket, weight=0.0)
+
+    def _skip(self, bucket: Bucket) -> bool:
+        """Leave the bucket out if no rank has anything for it. Of the last one the words leave all the same."""
+        if bucket.is_last or not self.presence.unused(bucket.index):
+            return False
+        bucket.skipped = True
+        self.launched += 1
+        return True
 
     def has_late(self) -> bool:
         """Whether a gradient arrived again after its bucket had left."""
@@ -125,7 +153,8 @@ class LaunchQueue:
             handed_out: the slots of what has arrived are ``.grad`` already.
         """
         summed = self.comm_hook is None
-        for bucket in self.buckets:
+        sent = [bucket for bucket in self.buckets if not bucket.skipped]
+        for bucket in sent:
             self._wait_for(bucket)
         last = self.buckets[-1]
         words = last.control_words(summed=summed)
@@ -134,13 +163,15 @@ class LaunchQueue:
             said = words.read()
             second_round = bool(said[Control.LATE] and not said[Control.GAVE_UP])
         factor = self.scaling.after(last.weight) if summed else None
-        for bucket in self.buckets if release else ():
+        for bucket in sent if release else ():
             bucket.unpack(factor)
         if second_round:
             self._second_round(factor)
-        for bucket in self.buckets if release else ():
+        for bucket in sent if release else ():
             if bucket.filled or not handed_out:
                 self.guard(bucket.release, summed)
+        if self.presence.active:
+            self.presence.record(self.buckets)
         return words
 
     def _second_round(self, factor: torch.Tensor | float | None) -> None:
@@ -195,20 +226,25 @@ class LaunchQueue:
             )
 
     def _launch(self, bucket: Bucket, says: Collection[Control] = (), weight: float | None = None) -> None:
+        nbytes = bucket.payload_bytes
         if self.comm_hook is None:
             bucket.pack(self.weight if weight is None else weight)
             for word in says:
                 bucket.control[word] = 1
-            bucket.work = self.transport.all_reduce(bucket.flat)
+            if bucket.is_last and self.presence.unused(bucket.index):
+                nbytes = 0
+                bucket.work = self.transport.all_reduce(bucket.footer)
+            else:
+                bucket.work = self.transport.all_reduce(bucket.flat)
         else:
             if bucket.slots is not bucket.payload:
                 bucket.payload.copy_(bucket.slots)
             bucket.work = self.comm_hook.launch(bucket)
         self.launched += 1
         self.total_launched += 1
-        self.total_bytes += bucket.payload_bytes
+        self.total_bytes += nbytes
         if self.events.bucket_launched:
-            self.events.emit(self.events.bucket_launched, self.pass_number, bucket.index, bucket.payload_bytes)
+            self.events.emit(self.events.bucket_launched, self.pass_number, bucket.index, nbytes)
 
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.work is not None, "every bucket is launched before any is waited for"

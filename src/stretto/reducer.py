@@ -145,6 +145,7 @@ class Reducer:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
         with self._queue.lock:
             if self._running:
+                self._tracker.nested = True
                 self._end.watch()
             elif self.synchronize:
                 self._begin_pass()
@@ -165,6 +166,8 @@ class Reducer:
         self._running = True
         self._tracker.begin()
         self._end.watch()
+        if self._queue.presence.active:
+            self._queue.announce(self._tracker.foresee(self._unsynchronized))
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 

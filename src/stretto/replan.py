@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .plan import BucketPlan, plan_buckets
 
@@ -13,19 +13,29 @@ MOST_PATIENCE = 1024
 
 
 def complete_order(plan: BucketPlan, arrived: Sequence[int]) -> list[int]:
-    """First arrivals, then what did not arrive, in the plan's order."""
+    """First arrivals, and what did not arrive behind what it follows in the plan."""
     seen = dict.fromkeys(arrived)
-    return [*seen, *(index for index in plan.order if index not in seen)]
+    behind: dict[int | None, list[int]] = {}
+    anchor = None
+    for index in plan.order:
+        if index in seen:
+            anchor = index
+        else:
+            behind.setdefault(anchor, []).append(index)
+    order = behind.get(None, [])
+    for index in seen:
+        order += [index, *behind.get(index, [])]
+    return order
 
 
-def recut(plan: BucketPlan, order: Sequence[int]) -> BucketPlan:
-    """The plan for the same parameters and caps in another order of arrival."""
+def recut(plan: BucketPlan, order: Sequence[int], cuts: Iterable[int] = ()) -> BucketPlan:
+    """The plan for the same parameters and caps in another order of arrival, with more cuts."""
     return plan_buckets(
         plan.parameters,
         order,
         cap_bytes=plan.cap_bytes,
         last_cap_bytes=plan.last_cap_bytes,
-        cut_after=plan.cut_after,
+        cut_after=sorted({*plan.cut_after, *cuts}),
     )
 
 

@@ -48,7 +48,7 @@ class Chunk:
     closer: int
     """Index of the parameter that arrives last."""
     full: list[Bucket]
-    """Buckets that are complete with it."""
+    """Buckets of which nothing more comes after it."""
     views: list[torch.Tensor] | None
     """The slot of each arrival; None where some parameter arrives again later."""
     runs: list[Run]
@@ -87,7 +87,7 @@ def schedule(order: Sequence[int], ids: Sequence[int], bucket_of: Sequence[Bucke
     """
     final = {index: place for place, index in enumerate(order)}
     buckets = {id(bucket): bucket for bucket in bucket_of}.values()
-    waiting = {id(bucket): len(bucket.indices) for bucket in buckets}
+    waiting = {id(bucket): len(final.keys() & bucket.indices) for bucket in buckets}
     place_of = {index: place for bucket in buckets for place, index in enumerate(bucket.indices)}
     chunks: list[Chunk] = []
     start, nbytes, complete, full = 0, 0, [], []

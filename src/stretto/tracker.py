@@ -9,7 +9,7 @@ import torch
 
 from .arrivals import Arrivals
 from .bucket import Bucket
-from .engine import without_graph
+from .engine import current_task, will_arrive, without_graph
 from .events import Events
 from .launch import LaunchQueue
 from .schedule import Chunk, schedule
@@ -56,6 +56,11 @@ class ArrivalTracker:
         """Whether this pass has followed the schedule so far."""
         self._looked_at = 0
         """How many arrivals of this pass have been dealt with."""
+        self.nested = False
+        """Whether gradients have come from nested tasks, in any pass so far."""
+        self._task = -1
+        self._absent: frozenset[int] = frozenset()
+        """Parameters of which it is foreseen that they do not come in this pass."""
         self._count: dict[int, int] = {}
         """How often parameters have arrived in this pass; kept only outside the schedule."""
         self.watch_all()
@@ -89,17 +94,44 @@ class ArrivalTracker:
     def begin(self) -> None:
         """A pass begins."""
         self._running = True
+        self._task = current_task()
         self._in_order = self._schedule is not None
+
+    def foresee(self, unsynchronized: set[int]) -> set[int]:
+        """At the first gradient of a pass: indices of those that come, or came in ``unsynchronized`` passes before.
+
+        See presence.py, [Note: nested tasks and absence].
+        """
+        everything = set(range(len(self._queue.parameters)))
+        if self.nested:
+            return everything
+        alive = self.alive(everything)
+        there = will_arrive([parameter for _, parameter in alive])
+        coming = {index for (index, _), comes in zip(alive, there, strict=True) if comes}
+        coming |= {index for index, parameter in self.alive(unsynchronized) if parameter.grad is not None}
+        self._absent = frozenset(everything - coming)
+        return coming
+
+    def unforeseen(self) -> list[int]:
+        """Parameters that came in this pass although they were not to."""
+        if not self._absent:
+            return []
+        came = self._absent.intersection(self.arrival_order())
+        self.nested |= bool(came)
+        return sorted(came)
 
     def stop(self) -> None:
         """The pass is over or given up: nothing more is taken."""
         self._running = False
+        self._absent = frozenset()
         self.arrivals.close()
         self.arrivals.order.clear()
 
     def _look(self, _: torch.Tensor) -> None:
         if not self._running:
             return
+        if current_task() != self._task:
+            self.nested = True
         with self._queue.lock, without_graph():
             self._take()
 
@@ -139,9 +171,9 @@ class ArrivalTracker:
     def _take_one_by_one(self) -> None:
         """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
         for parameter in self.arrivals.order[self._looked_at :]:
-            if parameter.grad is None:  # an undefined gradient
-                continue
             index = self.index_of[id(parameter)]
+            if parameter.grad is None or index in self._absent:  # an undefined gradient; or one to be refused
+                continue
             self._count[index] = self._count.get(index, 0) + 1
             if self._events.gradient_ready:
                 name = self._queue.names[index]
@@ -155,7 +187,7 @@ class ArrivalTracker:
         self._looked_at = len(self.arrivals.order)
 
     def _tell_full(self, bucket: Bucket, index: int) -> None:
-        if self._events.bucket_full:
+        if self._events.bucket_full and not bucket.pending:
             name = self._queue.names[index]
             self._events.emit(self._events.bucket_full, self._queue.pass_number, bucket.index, name)
 

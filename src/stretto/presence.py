@@ -1,0 +1,103 @@
+"""Who will come in this pass, asked at its first gradient: for models that leave parts of themselves out.
+
+    engine.py: what does this graph reach? ──> map, a number a bucket ──sum──> which buckets does any rank use?
+
+A model that uses all its parameters in every pass never asks: nothing is sent for this. When some rank lacked
+something, the last bucket of the pass says so, and from the next pass on all ranks exchange a small map at the first
+gradient. Then a bucket that no rank has anything for is not sent, and what is absent on one rank no longer holds up the
+bucket it lies in, and all behind it, until backward ends. After ``QUIET`` passes in which nobody lacked anything, all
+stop asking.
+
+Buckets are cut anew where parameters turn out to come and go apart, so that a layer that is left out is a bucket, or
+several, by itself.
+
+[Note: nested tasks and absence]  A parameter that is used in a reentrant checkpoint belongs to a task that has not
+begun at the first gradient, so "not in this graph" is no proof of its absence. A rank that has seen gradients of nested
+tasks claims to use everything, and waits as it would without a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from .bucket import Bucket
+from .plan import BucketPlan
+from .transport.base import Transport, Work
+
+QUIET = 16
+"""So many passes without an absence end the exchange."""
+REMEMBERED = 16
+"""Passes of which it is known who came."""
+WORTH_A_CUT = 64 * 1024
+"""Bytes that a bucket must hold to be cut off for coming and going by itself."""
+
+
+class Presence:
+    """The map of each pass, and whether there is one. What all ranks hold here is equal on all."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.active = False
+        self._transport = transport
+        self._quiet = 0
+        self._map: torch.Tensor | None = None
+        self._work: Work | None = None
+        self._used: list[bool] | None = None
+        self._history: dict[int, int] = {}
+        """By parameter, a bit for each of the last passes: whether any rank had it."""
+        self._recorded = 0
+
+    def announce(self, uses: Sequence[bool]) -> None:
+        """Put the map under way: for each bucket, whether this rank has something for it. Collective."""
+        self._used = None
+        self._map = torch.tensor(uses, dtype=torch.int32)
+        self._work = self._transport.all_reduce(self._map)
+
+    def unused(self, bucket: int) -> bool:
+        """Whether no rank has anything for the bucket. Waits for the map when it is asked first in a pass."""
+        if not self.active:
+            return False
+        if self._used is None:
+            assert self._map is not None and self._work is not None, "a map is announced before anything is launched"
+            self._work.wait()
+            self._used = [bool(count) for count in self._map.tolist()]
+        return not self._used[bucket]
+
+    def hear(self, absent: bool, possible: bool) -> None:
+        """At the end of a pass, on all ranks alike: has some rank lacked something, and are maps possible?"""
+        self._quiet = 0 if absent else self._quiet + 1
+        if absent and possible:
+            self.active = True
+        elif self._quiet >= QUIET:
+            self.active = False
+
+    # Who comes and goes together
+
+    def record(self, buckets: Sequence[Bucket]) -> None:
+        """After a pass: remember who came on any rank, which the footers of all buckets tell."""
+        self._recorded += 1
+        for bucket in buckets:
+            had = [0.0] * len(bucket.indices) if bucket.skipped else bucket.footer[: len(bucket.indices)].tolist()
+            for index, ranks in zip(bucket.indices, had, strict=True):
+                self._history[index] = (self._history.get(index, 0) << 1 | bool(ranks)) % (1 << REMEMBERED)
+
+    def apart(self, plan: BucketPlan) -> list[int]:
+        """Parameters after which a bucket should end, since what follows in it comes and goes by itself.
+
+        Asked after every fourth pass that was recorded; a cut must leave ``WORTH_A_CUT`` bytes on both sides.
+        """
+        if self._recorded % 4:
+            return []
+        found = []
+        for number, bucket in enumerate(plan.buckets):
+            before, rest = 0, plan.bucket_bytes(number)
+            for one, following in pairwise(bucket.indices):
+                before += plan.parameters[one].nbytes
+                rest -= plan.parameters[one].nbytes
+                differ = self._history.get(one) != self._history.get(following)
+                if differ and min(before, rest) >= WORTH_A_CUT:
+                    found.append(one)
+                    before = 0
+        return found

@@ -13,7 +13,7 @@ SOURCE = Path(stretto.__file__).parent
 
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
-    {"transport", "replan", "scaling"},
+    {"transport", "replan", "scaling", "words"},
     {"bucket", "agreement", "broadcast", "options"},
     {"comm_hooks", "schedule", "check", "presence"},
     {"launch"},

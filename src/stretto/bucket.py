@@ -24,8 +24,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -33,53 +31,9 @@ import torch
 from .plan import BucketPlan
 from .scaling import Scaling, encode_weight
 from .transport.base import Transport, Work
-
-
-class Control(IntEnum):
-    """Words behind the last bucket's payload; each counts the ranks that say so."""
-
-    GAVE_UP = 0
-    """This rank's backward failed; what it sent is not a gradient."""
-    WANTS_REPLAN = 1
-    """Rank 0 saw gradients arrive in another order than planned."""
-    LATE = 2
-    """A gradient arrived again after its bucket had left: a second round must follow."""
-    ABSENT = 3
-    """This rank lacked some gradient."""
-
+from .words import NOTHING_SAID, Control, ControlWords
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-
-
-@dataclass(frozen=True)
-class ControlWords:
-    """What ranks said in the last bucket of a pass, readable without stopping the host.
-
-    On CPU the words are there. On an accelerator they are on their way to pinned memory, and are read when the next
-    pass begins, on all ranks alike.
-    """
-
-    words: torch.Tensor | None
-    """None where nothing was said."""
-    arrival: torch.Event | None = None
-    own_failure: bool = False
-    """This rank gave up the pass itself and need not be told."""
-
-    @property
-    def on_host(self) -> bool:
-        """Whether ``read`` returns without waiting for a device."""
-        return self.arrival is None
-
-    def read(self) -> list[float]:
-        """A count for each member of :class:`Control`."""
-        if self.words is None:
-            return [0.0] * len(Control)
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        return [abs(word) for word in self.words.tolist()]
-
-
-NOTHING_SAID = ControlWords(None)
 
 
 class Bucket:
@@ -223,15 +177,20 @@ class Bucket:
                 parameters[place].grad = None
 
     def pack(self, weight: float) -> None:
-        """Make the slots ready for the sum: cast, divided, weighted; and write the footer."""
+        """Make the slots ready for the sum: cast, divided, weighted."""
+        if self.slots is not self.payload:
+            self.payload.copy_(self.slots)
+        self._scaling.before(self.payload, weight)
+
+    def write_footer(self, weight: float, says: Collection[Control]) -> None:
+        """Whose gradients are in it, and what this rank has to say."""
         self.footer.copy_(self._complete)
         for place in self.missing:
             self.footer[place] = 0
         if self.is_last and len(self.weight):
             self.weight.copy_(torch.tensor(encode_weight(weight, len(self.weight))))
-        if self.slots is not self.payload:
-            self.payload.copy_(self.slots)
-        self._scaling.before(self.payload, weight)
+        for word in says:
+            self.control[word] = 1
 
     # Settling
 

@@ -5,8 +5,8 @@ returns a ``torch.futures.Future`` of the reduced flat tensor. Hooks of
 ``torch.distributed.algorithms.ddp_comm_hooks`` serve as they are.
 
 [Note: stateful hooks]  PowerSGD and others keep tensors by bucket index. With a hook registered, buckets are cut anew
-at most once, when the first pass has settled and its order of arrival is known, as torch does: what ranks ask for
-travels behind the payload, which a hook does not send. Such hooks begin later, or ask ``_has_rebuilt_buckets``.
+at most once, when the first pass has settled and its order of arrival is known, as torch does. Such hooks begin later,
+or ask ``_has_rebuilt_buckets``.
 
 [Note: one at a time]  PowerSGD and others communicate again in callbacks of their future, which Gloo runs on threads of
 its own. With two buckets under way these collectives come in another order on each rank, and torch's DDP aborts. So a
@@ -20,13 +20,15 @@ import contextlib
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from .bucket import Bucket
+from .transport.base import Transport
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -71,6 +73,8 @@ class CommHook:
     def __init__(self, state: Any, hook: Hook) -> None:
         self.state = state
         self.hook = hook
+        self.silent = hook is noop_hook
+        """Whether nothing at all is to be communicated."""
         self._waiting: deque[HookWork] = deque()
         self._current: HookWork | None = None
 
@@ -127,6 +131,27 @@ class HookWork:
             result = result[0]
         if result.data_ptr() != self.bucket.payload.data_ptr():
             self.bucket.payload.copy_(result.view(-1))
+
+
+class Footers:
+    """The footers of all buckets in one message of their own, since a hook moves the payload alone. Collective.
+
+    Sent when the last bucket's future is done: see [Note: one at a time].
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], transport: Transport) -> None:
+        self._footers = [bucket.footer for bucket in buckets]
+        device = buckets[-1].flat.device
+        reals = [footer.real if footer.is_complex() else footer for footer in self._footers]
+        self._flat = torch.cat([real.to(device, torch.float32) for real in reals])
+        self._work = transport.all_reduce(self._flat)
+
+    def finish(self) -> None:
+        """Wait, and put the sums where they would be without a hook."""
+        self._work.wait()
+        sums = torch.split(self._flat, [len(footer) for footer in self._footers])
+        for footer, summed in zip(self._footers, sums, strict=True):
+            footer.copy_(summed)
 
 
 def check_hook(hook: Any) -> Exception | None:

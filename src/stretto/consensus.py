@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from .bucket import NOTHING_SAID, Control, ControlWords
 from .errors import PeerError, UnsupportedError, name_list
 from .events import Events
 from .launch import LaunchQueue
@@ -15,6 +14,7 @@ from .plan import BucketPlan
 from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
+from .words import NOTHING_SAID, Control, ControlWords
 
 
 class Consensus:
@@ -47,7 +47,7 @@ class Consensus:
             self._refuse_late()
             if self._queue.has_late():
                 said.append(Control.LATE)
-        if self._queue.transport.rank == 0:
+        if self._queue.transport.rank == 0 and self._queue.comm_hook is None:
             order, number = self._tracker.arrival_order(), self._queue.pass_number
             if self._replan_policy.drifted(self._queue.plan, order, number):
                 said.append(Control.WANTS_REPLAN)
@@ -67,7 +67,8 @@ class Consensus:
         on_host = all(device.type == "cpu" for device in queue.devices)
         late = self._tracker.spoilt()
         if not late and (queue.comm_hook is not None or not (on_host or queue.pass_number == 1)):
-            late = [queue.names[bucket.indices[i]] for bucket in queue.buckets for i in bucket.late()]
+            left = queue.buckets[: queue.launched]
+            late = [queue.names[bucket.indices[i]] for bucket in left for i in bucket.late()]
         if late:
             raise UnsupportedError(
                 f"{queue.where}: {name_list(late)} got one more gradient than in the passes before, after the "
@@ -114,7 +115,7 @@ class Consensus:
                 "Its own log has the error. Do not step with these gradients: zero_grad() and go on, on all ranks."
             )
         presence = self._queue.presence
-        presence.hear(bool(said[Control.ABSENT]), possible=words.on_host)
+        presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
             self._replan()
         elif presence.active and (cuts := presence.apart(self._queue.plan)):

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from .bucket import NOTHING_SAID, Bucket, Control, ControlWords
-from .comm_hooks import CommHook
+from .bucket import Bucket
+from .comm_hooks import CommHook, Footers
 from .errors import CommunicationError, SetupError, UnsupportedError, name_list
 from .events import Events
 from .plan import BucketPlan
@@ -27,6 +27,7 @@ from .presence import Presence
 from .scaling import Scaling
 from .specs import dtype_name
 from .transport.base import Transport
+from .words import NOTHING_SAID, Control, ControlWords
 
 
 class LaunchQueue:
@@ -64,6 +65,7 @@ class LaunchQueue:
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.presence = Presence(transport)
+        self._footers: Footers | None = None
         self.adopt(plan)
 
     def adopt(self, plan: BucketPlan) -> None:
@@ -82,6 +84,11 @@ class LaunchQueue:
                     view.copy_(parameter.grad)
                     parameter.grad = view
         self.bucket_of = [home[index] for index in range(len(self.names))]
+
+    @property
+    def tells(self) -> bool:
+        """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
+        return self.comm_hook is None or not self.comm_hook.silent
 
     def launch_full(self) -> None:
         """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
@@ -152,24 +159,26 @@ class LaunchQueue:
             release: False if the pass was given up, and ``.grad`` is to be left alone.
             handed_out: the slots of what has arrived are ``.grad`` already.
         """
-        summed = self.comm_hook is None
         sent = [bucket for bucket in self.buckets if not bucket.skipped]
         for bucket in sent:
             self._wait_for(bucket)
+        if self._footers is not None:
+            self._footers.finish()
+            self._footers = None
         last = self.buckets[-1]
-        words = last.control_words(summed=summed)
+        words = last.control_words(summed=self.tells)
         second_round = False
         if words is not NOTHING_SAID and (words.on_host or self.pass_number == 1):
             said = words.read()
             second_round = bool(said[Control.LATE] and not said[Control.GAVE_UP])
-        factor = self.scaling.after(last.weight) if summed else None
+        factor = self.scaling.after(last.weight) if self.comm_hook is None else None
         for bucket in sent if release else ():
             bucket.unpack(factor)
         if second_round:
             self._second_round(factor)
         for bucket in sent if release else ():
             if bucket.filled or not handed_out:
-                self.guard(bucket.release, summed)
+                self.guard(bucket.release, self.tells)
         if self.presence.active:
             self.presence.record(self.buckets)
         return words
@@ -227,10 +236,11 @@ class LaunchQueue:
 
     def _launch(self, bucket: Bucket, says: Collection[Control] = (), weight: float | None = None) -> None:
         nbytes = bucket.payload_bytes
+        weight = self.weight if weight is None else weight
+        if self.tells:
+            bucket.write_footer(weight, says)
         if self.comm_hook is None:
-            bucket.pack(self.weight if weight is None else weight)
-            for word in says:
-                bucket.control[word] = 1
+            bucket.pack(weight)
             if bucket.is_last and self.presence.unused(bucket.index):
                 nbytes = 0
                 bucket.work = self.transport.all_reduce(bucket.footer)
@@ -240,6 +250,8 @@ class LaunchQueue:
             if bucket.slots is not bucket.payload:
                 bucket.payload.copy_(bucket.slots)
             bucket.work = self.comm_hook.launch(bucket)
+            if bucket.is_last and self.tells:
+                self._footers = Footers(self.buckets, self.transport)
         self.launched += 1
         self.total_launched += 1
         self.total_bytes += nbytes

@@ -241,8 +241,8 @@ class Reducer:
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self._queue.launch_spoiled()
             self._buffers_of_given_up = self._send_buffers()
-            if self.comm_hook is not None and self._queue.pass_number == 1:
-                # A hook moves no words, so peers do not know of the failure and wait for the order.
+            if not self._queue.tells and self._queue.pass_number == 1:
+                # Peers do not know of the failure and wait for the order.
                 self._consensus.send_order()
 
     def _drain(self) -> None:

@@ -1,0 +1,52 @@
+"""The words that ranks say behind the last bucket of a pass, a number each, summed with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+
+class Control(IntEnum):
+    """Words behind the last bucket's payload; each counts the ranks that say so."""
+
+    GAVE_UP = 0
+    """This rank's backward failed; what it sent is not a gradient."""
+    WANTS_REPLAN = 1
+    """Rank 0 saw gradients arrive in another order than planned."""
+    LATE = 2
+    """A gradient arrived again after its bucket had left: a second round must follow."""
+    ABSENT = 3
+    """This rank lacked some gradient."""
+
+
+@dataclass(frozen=True)
+class ControlWords:
+    """What ranks said in the last bucket of a pass, readable without stopping the host.
+
+    On CPU the words are there. On an accelerator they are on their way to pinned memory, and are read when the next
+    pass begins, on all ranks alike.
+    """
+
+    words: torch.Tensor | None
+    """None where nothing was said."""
+    arrival: torch.Event | None = None
+    own_failure: bool = False
+    """This rank gave up the pass itself and need not be told."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether ``read`` returns without waiting for a device."""
+        return self.arrival is None
+
+    def read(self) -> list[float]:
+        """A count for each member of :class:`Control`."""
+        if self.words is None:
+            return [0.0] * len(Control)
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        return [abs(word) for word in self.words.tolist()]
+
+
+NOTHING_SAID = ControlWords(None)

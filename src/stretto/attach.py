@@ -17,6 +17,7 @@ from .options import Buffers, Options, dtype_patterns, names_of
 from .plan import MIB, BucketPlan, plan_buckets
 from .reducer import reducer_of
 from .scaling import Reduce, Scaling
+from .sparse import names_of_sparse, stand_in
 from .specs import describe_parameters
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport
 
@@ -39,6 +40,7 @@ def attach(
     delay: bool = False,
     launch_after: Iterable[str | torch.nn.Parameter] = (),
     check_every: int | None = None,
+    sparse: Iterable[str] = (),
 ) -> Synchronizer:
     """Average the gradients of ``module`` over ranks whenever backward reaches them. Collective.
 
@@ -70,6 +72,9 @@ def attach(
             trigger parameters).
         check_every: at the end of every n-th pass compare all parameters and buffers over the ranks by a cheap
             fingerprint, as ``check()`` of the handle does at any time.
+        sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
+            or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
+            ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.
 
     Returns:
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
@@ -103,6 +108,7 @@ def attach(
             delay=delay,
             launch_after=names_of(module, launch_after),
             check_every=check_every,
+            sparse=tuple(sorted(sparse)),
         )
         Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
         _refuse(module, options)
@@ -114,9 +120,11 @@ def attach(
         raise
     if carrier is not None and not alone and init_sync:
         parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
-        agree(state_model(parameters, tensors, vars(options) | {"plan": plan.hash}), carrier)
+        facts = vars(options) | {"sparse parameters": [*_split(module, options)[1]], "plan": plan.hash}
+        agree(state_model(parameters, tensors, facts), carrier)
         broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
-    return Synchronizer(module, _trained(module, options), plan, carrier, options)
+    dense, rows = _split(module, options)
+    return Synchronizer(module, dense, plan, carrier, options, rows)
 
 
 def default_transport(
@@ -162,7 +170,7 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
 
 
 def _first_plan(module: torch.nn.Module, options: Options, carrier: Transport | None) -> BucketPlan:
-    trained = _trained(module, options)
+    trained, _ = _split(module, options)
     specs = describe_parameters(trained, options.reduce_dtypes(trained))
     cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
     if cap is None and options.delay:
@@ -187,3 +195,14 @@ def _trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Pa
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and not options.ignores(name)
     }
+
+
+def _split(
+    module: torch.nn.Module, options: Options
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]:
+    """The trained parameters that lie in the plan, and those whose gradients are sparse."""
+    trained = _trained(module, options)
+    wanted = names_of_sparse(module, options.sparse)
+    rows = {name: parameter for name, parameter in trained.items() if name in wanted}
+    dense = {name: parameter for name, parameter in trained.items() if name not in wanted}
+    return dense or stand_in(next(iter(rows.values())).device), rows

@@ -88,7 +88,9 @@ class TorchSurface(TorchDDP):
         for parameter in stepping:
             for handle in handles.get(parameter, []):
                 handle.remove()
-        hook = StepInBackward(stepping)
+        reducer = self._synchronizer._reducer
+        beside = {id(p) for p in reducer.sparse_parameters()} if reducer is not None else set()
+        hook = StepInBackward(stepping, [p for p in stepping if id(p) in beside])
         self.register_comm_hook(self.process_group, hook)
         self._synchronizer.observe(hook)
 
@@ -229,8 +231,7 @@ def hand_over(ddp: TorchSurface) -> None:
             earlier[reducer] = None
     for reducer in earlier:
         group = getattr(reducer.transport, "process_group", None)
-        theirs = [p for reference in reducer._queue.parameters if (p := reference()) is not None]
-        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in theirs):
+        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in reducer.parameters()):
             held = [n for n, p in ddp.module.named_parameters() if reducer_of(p) is reducer]
             raise AlreadyAttachedError(
                 f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "

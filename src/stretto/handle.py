@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from .check import check_replicas
 from .comm_hooks import CommHook, Hook
-from .errors import SetupError
+from .errors import SetupError, name_list
 from .events import Events
 from .membership import Membership
 from .options import Buffers, Options
 from .plan import BucketPlan
 from .reducer import Reducer, Statistics
 from .scaling import WEIGHT_BITS, Scaling
+from .sparse import SparseGradients
 from .transport.base import Transport
 
 
@@ -61,6 +62,7 @@ class Synchronizer:
         plan: BucketPlan,
         transport: Transport | None,
         options: Options,
+        sparse: Mapping[str, torch.nn.Parameter],
     ) -> None:
         self.module = module
         self.rank = transport.rank if transport else 0
@@ -83,6 +85,7 @@ class Synchronizer:
                 scaling,
                 delay=options.delay,
                 inspect=_inspection(module, transport, options),
+                sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None,
             )
 
     @property
@@ -222,6 +225,7 @@ class Synchronizer:
             [
                 f"rank {self.rank} of {self.world_size} over {self._reducer.transport.name}",
                 f"gradients: {self._how()}, in place when backward returns",
+                *self._beside_the_plan(),
                 f"buffers ({len(self._buffer_places)}): {_BUFFERS_IN_WORDS[self.buffers]}",
                 str(self.plan),
             ]
@@ -235,6 +239,12 @@ class Synchronizer:
         kind = "weighted mean" if asked.weighted and asked.reduce == "mean" else asked.reduce
         when = "after backward" if asked.delay else "while backward runs"
         return f"{kind} over ranks, sent {when}"
+
+    def _beside_the_plan(self) -> list[str]:
+        names = self._reducer.sparse_names if self._reducer is not None else []
+        return (
+            [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"] if names else []
+        )
 
     def detach(self) -> None:
         """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""

@@ -11,6 +11,8 @@ each arrival is looked at, which costs more and is right for every graph.
 is launched at once, marked as given up; the peers' backward raises ``PeerError``, and all ranks stay in step. Gradients
 that lie in buckets are dropped (``.grad = None``): they are being overwritten.
 
+Sparse gradients lie beside the buckets: after the last bucket their counts and rows follow, see sparse.py.
+
 See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for [Note: launch order].
 """
 
@@ -31,6 +33,7 @@ from .events import Events
 from .launch import LaunchQueue
 from .plan import BucketPlan
 from .scaling import Scaling
+from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
 
@@ -62,6 +65,7 @@ class Reducer:
         scaling: what is done to gradients besides summing them.
         delay: launch nothing before backward ends.
         inspect: called with the pass number and how messages begin when a pass has settled.
+        sparse: parameters beside the plan, whose gradients are sparse.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Reducer:
         *,
         delay: bool = False,
         inspect: Callable[[int, str], None] | None = None,
+        sparse: SparseGradients | None = None,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
@@ -82,6 +87,7 @@ class Reducer:
         self._buffers = buffers
         self._delay = delay
         self._inspect = inspect
+        self._sparse = sparse
         self._running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -91,6 +97,8 @@ class Reducer:
         self._arrivals = self._tracker.arrivals
         self._consensus = Consensus(self._queue, self._tracker, events)
         self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
+        if sparse is not None:
+            sparse.hook(self, self._sparse_arrival)
 
     @property
     def plan(self) -> BucketPlan:
@@ -105,7 +113,22 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        return Statistics(self._passes, self._queue.total_launched, self._queue.total_bytes, self._consensus.plans)
+        nbytes = self._queue.total_bytes + (self._sparse.total_bytes if self._sparse is not None else 0)
+        return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that are reduced here and alive."""
+        dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
+        return dense + self.sparse_parameters()
+
+    def sparse_parameters(self) -> list[torch.nn.Parameter]:
+        """Those of them beside the plan."""
+        return self._sparse.parameters() if self._sparse is not None else []
+
+    @property
+    def sparse_names(self) -> list[str]:
+        """Names of the parameters beside the plan, whose gradients are sparse."""
+        return self._sparse.names if self._sparse is not None else []
 
     @property
     def weight(self) -> float:
@@ -133,6 +156,8 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks. ``.grad`` stays as it is."""
         self._arrivals.remove()
+        if self._sparse is not None:
+            self._sparse.remove()
 
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
@@ -144,15 +169,27 @@ class Reducer:
     def _first_arrival(self, parameter: torch.Tensor) -> None:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
         with self._queue.lock:
-            if self._running:
-                self._end.watch()
-            elif self.synchronize:
-                self._begin_pass()
+            if self._enter():
+                self._arrivals.order.append(parameter)
             else:
                 self._unsynchronized.add(self._tracker.index_of[id(parameter)])
-                return
-            self._arrivals.order.append(parameter)
-            self._arrivals.open()
+
+    def _sparse_arrival(self, name: str) -> None:
+        """A pass may reach nothing but sparse parameters."""
+        with self._queue.lock:
+            if (self._arrivals.is_open or self._enter()) and self._events.gradient_ready:
+                self._events.emit(self._events.gradient_ready, self._queue.pass_number, name)
+
+    def _enter(self) -> bool:
+        """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
+        if self._running:
+            self._end.watch()
+        elif self.synchronize:
+            self._begin_pass()
+        else:
+            return False
+        self._arrivals.open()
+        return True
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
@@ -179,23 +216,33 @@ class Reducer:
         if not self._running:
             return
         with self._queue.lock, without_graph():
+            sparse = self._sparse
             try:
+                shares = sparse.prepare(self.weight, self._queue.where) if sparse is not None else None
                 says = self._consensus.says()
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
             except BaseException:
                 self._give_up()
                 raise
             try:
+                if sparse is not None:
+                    sparse.exchange(shares, self._queue.where)
                 buffers = self._send_buffers()
                 words = self._queue.wait(release=True, handed_out=self._tracker.handed_out())
+                if sparse is not None:
+                    sparse.finish(self._factor(), self._queue.where)
                 buffers.finish()
             finally:
                 self._unsynchronized.clear()
+                if sparse is not None:
+                    sparse.forget()
                 self._reset()
             self._passes += 1
             if self._events.pass_settled:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
             self._consensus.hear(words)
+            if sparse is not None and self.comm_hook is not None:  # it moves no words, the counts do
+                sparse.refuse_given_up(self._queue.where)
             if self._inspect is not None:
                 self._inspect(self._queue.pass_number, self._queue.where)
 
@@ -210,10 +257,16 @@ class Reducer:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
 
+    def _factor(self) -> torch.Tensor | float | None:
+        """What the sum over ranks is to be multiplied with, once the buckets were waited for."""
+        return self._queue.scaling.after(self._queue.buckets[-1].weight)
+
     def _reset(self) -> None:
         self._running = False
         self._tracker.end()
         self._queue.reset()
+        if self._sparse is not None:
+            self._sparse.reset()
 
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
@@ -221,8 +274,12 @@ class Reducer:
             self._next_pass()
             try:
                 self._queue.launch_idle()
+                if self._sparse is not None:
+                    self._sparse.exchange(None, self._queue.where)
                 buffers = self._send_buffers()
                 words = self._queue.wait(release=False)
+                if self._sparse is not None:
+                    self._sparse.finish(None, self._queue.where, release=False)
                 buffers.finish()
             finally:
                 self._reset()
@@ -237,6 +294,9 @@ class Reducer:
             self._unsynchronized.clear()
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self._queue.launch_spoiled()
+            if self._sparse is not None:
+                self._sparse.forget()
+                self._sparse.exchange_spoiled()
             self._buffers_of_given_up = self._send_buffers()
             if self.comm_hook is not None and self._queue.pass_number == 1:
                 # A hook moves no words, so peers do not know of the failure and wait for the order.
@@ -250,6 +310,8 @@ class Reducer:
         with torch.no_grad():
             try:
                 words = self._queue.wait(release=False)
+                if self._sparse is not None:
+                    self._sparse.finish(None, self._queue.where, release=False)
                 buffers.finish()
             finally:
                 self._reset()

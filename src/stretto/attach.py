@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,11 +16,13 @@ from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
 from .options import Buffers, Options, dtype_patterns, names_of
 from .plan import MIB, BucketPlan, plan_buckets
-from .reducer import reducer_of
+from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
 from .sparse import names_of_sparse, stand_in
 from .specs import describe_parameters
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport
+
+log = logging.getLogger("stretto.attach")
 
 
 def attach(
@@ -46,6 +49,10 @@ def attach(
 
     The module is not wrapped: hooks sit on its parameters, so any method may run forward, names in ``state_dict`` stay,
     and evaluation on one rank alone just works. All ranks start from rank 0's parameters and buffers.
+
+    Parts of the module may be attached already: their handles go on with their parameters and their own ``no_sync``,
+    and this one takes the rest, which leaves when backward has ended unless it has another process group. Passes of
+    such handles begin and end together. Detach the outer one first.
 
     Args:
         module: the same model on every rank; at least one parameter must require grad.
@@ -81,7 +88,7 @@ def attach(
 
     Raises:
         SetupError: no parameter requires grad; lazy parameters; ``WORLD_SIZE`` is set and no group is initialised.
-        AlreadyAttachedError: a parameter is attached already.
+        AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
         UnsupportedError: an option has a value that is not known.
 
@@ -120,11 +127,15 @@ def attach(
         raise
     if carrier is not None and not alone and init_sync:
         parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
-        facts = vars(options) | {"sparse parameters": [*_split(module, options)[1]], "plan": plan.hash}
+        facts = vars(options) | {
+            "attached already": [name for name, p in _trained(module, options).items() if reducer_of(p)],
+            "sparse parameters": [*_split(module, options)[1]],
+            "plan": plan.hash,
+        }
         agree(state_model(parameters, tensors, facts), carrier)
         broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
     dense, rows = _split(module, options)
-    return Synchronizer(module, dense, plan, carrier, options, rows)
+    return Synchronizer(module, dense, plan, carrier, options, rows, _earlier(module, options))
 
 
 def default_transport(
@@ -162,7 +173,7 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
         )
     taken = [name for name, parameter in trained.items() if reducer_of(parameter)]
-    if taken:
+    if len(taken) == len(trained):
         raise AlreadyAttachedError(
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
@@ -201,8 +212,20 @@ def _split(
     module: torch.nn.Module, options: Options
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]:
     """The trained parameters that lie in the plan, and those whose gradients are sparse."""
-    trained = _trained(module, options)
+    trained = {name: p for name, p in _trained(module, options).items() if reducer_of(p) is None}
     wanted = names_of_sparse(module, options.sparse)
     rows = {name: parameter for name, parameter in trained.items() if name in wanted}
     dense = {name: parameter for name, parameter in trained.items() if name not in wanted}
     return dense or stand_in(next(iter(rows.values())).device), rows
+
+
+def _earlier(module: torch.nn.Module, options: Options) -> list[Reducer]:
+    """The reducers that have parameters of the module already."""
+    found: dict[Reducer, list[str]] = {}
+    for name, parameter in _trained(module, options).items():
+        if (reducer := reducer_of(parameter)) is not None:
+            found.setdefault(reducer, []).append(name)
+    for reducer, names in found.items():
+        over = reducer.transport.name
+        log.info("attach: %d parameters (%s) are left to their handle over %s", len(names), name_list(names), over)
+    return [*found]

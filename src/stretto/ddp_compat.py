@@ -89,8 +89,8 @@ class TorchSurface(TorchDDP):
             for handle in handles.get(parameter, []):
                 handle.remove()
         reducer = self._synchronizer._reducer
-        beside = {id(p) for p in reducer.sparse_parameters()} if reducer is not None else set()
-        hook = StepInBackward(stepping, [p for p in stepping if id(p) in beside])
+        rows = reducer.sparse.parameters() if reducer is not None and reducer.sparse is not None else []
+        hook = StepInBackward(stepping, [p for p in rows if hasattr(p, "_in_backward_optimizers")])
         self.register_comm_hook(self.process_group, hook)
         self._synchronizer.observe(hook)
 
@@ -237,6 +237,7 @@ def hand_over(ddp: TorchSurface) -> None:
                 f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "
                 "ranks or with parameters that this module does not have.\nWrap the outer module last, over one group."
             )
+    for reducer in sorted(earlier, key=lambda one: -len(one.inside)):  # the outer ones first
         reducer.detach()
 
 

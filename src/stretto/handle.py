@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .check import check_replicas
 from .comm_hooks import CommHook, Hook
 from .errors import SetupError, name_list
 from .events import Events
+from .family import unite
 from .membership import Membership
 from .options import Buffers, Options
 from .plan import BucketPlan
@@ -63,6 +64,7 @@ class Synchronizer:
         transport: Transport | None,
         options: Options,
         sparse: Mapping[str, torch.nn.Parameter],
+        earlier: Sequence[Reducer] = (),
     ) -> None:
         self.module = module
         self.rank = transport.rank if transport else 0
@@ -87,6 +89,7 @@ class Synchronizer:
                 inspect=_inspection(module, transport, options),
                 sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None,
             )
+            unite(earlier, self._reducer)
 
     @property
     def buffers(self) -> Buffers:
@@ -241,10 +244,10 @@ class Synchronizer:
         return f"{kind} over ranks, sent {when}"
 
     def _beside_the_plan(self) -> list[str]:
-        names = self._reducer.sparse_names if self._reducer is not None else []
-        return (
-            [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"] if names else []
-        )
+        if self._reducer is None or self._reducer.sparse is None:
+            return []
+        names = self._reducer.sparse.names
+        return [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"]
 
     def detach(self) -> None:
         """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""

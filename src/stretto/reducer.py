@@ -18,6 +18,7 @@ See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,11 +26,13 @@ import torch
 
 from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
+from .bucket import ControlWords
 from .comm_hooks import CommHook
 from .consensus import Consensus
 from .engine import OutermostEnd, without_graph
 from .errors import SetupError
 from .events import Events
+from .family import Family, Member
 from .launch import LaunchQueue
 from .plan import BucketPlan
 from .scaling import Scaling
@@ -85,10 +88,10 @@ class Reducer:
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
         self._events = events
         self._buffers = buffers
-        self._delay = delay
+        self.delay = delay
         self._inspect = inspect
-        self._sparse = sparse
-        self._running = False
+        self.sparse = sparse
+        self.running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
         self._passes = 0
@@ -96,7 +99,10 @@ class Reducer:
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._consensus = Consensus(self._queue, self._tracker, events)
-        self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
+        self.family: Family = Family([self])
+        """Reducers of models inside this one and around it: see family.py."""
+        self.inside: list[weakref.ref[Member]] = []
+        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, lambda: self.family.give_up())
         if sparse is not None:
             sparse.hook(self, self._sparse_arrival)
 
@@ -113,22 +119,13 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        nbytes = self._queue.total_bytes + (self._sparse.total_bytes if self._sparse is not None else 0)
+        nbytes = self._queue.total_bytes + (self.sparse.total_bytes if self.sparse is not None else 0)
         return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced here and alive."""
         dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
-        return dense + self.sparse_parameters()
-
-    def sparse_parameters(self) -> list[torch.nn.Parameter]:
-        """Those of them beside the plan."""
-        return self._sparse.parameters() if self._sparse is not None else []
-
-    @property
-    def sparse_names(self) -> list[str]:
-        """Names of the parameters beside the plan, whose gradients are sparse."""
-        return self._sparse.names if self._sparse is not None else []
+        return dense + (self.sparse.parameters() if self.sparse is not None else [])
 
     @property
     def weight(self) -> float:
@@ -154,10 +151,15 @@ class Reducer:
         self._queue.comm_hook = hook
 
     def detach(self) -> None:
-        """Remove the hooks. ``.grad`` stays as it is."""
+        """Remove the hooks. ``.grad`` stays as it is.
+
+        Raises:
+            SetupError: another reducer has left parameters to this one.
+        """
+        self.family.leave(self)
         self._arrivals.remove()
-        if self._sparse is not None:
-            self._sparse.remove()
+        if self.sparse is not None:
+            self.sparse.remove()
 
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
@@ -182,13 +184,13 @@ class Reducer:
 
     def _enter(self) -> bool:
         """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
-        if self._running:
+        if self.running:
             self._end.watch()
-        elif self.synchronize:
-            self._begin_pass()
-        else:
+            self._arrivals.open()
+        elif not self.synchronize:
             return False
-        self._arrivals.open()
+        else:
+            self.family.begin()
         return True
 
     def _next_pass(self) -> None:
@@ -197,41 +199,37 @@ class Reducer:
         self._consensus.catch_up()
         self._queue.pass_number += 1
 
-    def _begin_pass(self) -> None:
+    def begin(self) -> None:
+        """A pass begins. From a gradient hook."""
         self._next_pass()
-        self._running = True
+        self.running = True
         self._tracker.begin()
+        self._arrivals.open()
         self._end.watch()
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 
     def _progressed(self) -> None:
-        if not self._delay:
+        if not self.delay:
             self._queue.launch_full()
 
     # The end of a pass
 
-    def _settle(self) -> None:
-        """Every gradient of the pass has arrived."""
-        if not self._running:
-            return
+    def settle(self) -> None:
+        """Every gradient of the pass has arrived. Collective."""
         with self._queue.lock, without_graph():
-            sparse = self._sparse
+            sparse = self.sparse
             try:
                 shares = sparse.prepare(self.weight, self._queue.where) if sparse is not None else None
                 says = self._consensus.says()
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
             except BaseException:
-                self._give_up()
+                self.give_up()
                 raise
             try:
                 if sparse is not None:
                     sparse.exchange(shares, self._queue.where)
-                buffers = self._send_buffers()
-                words = self._queue.wait(release=True, handed_out=self._tracker.handed_out())
-                if sparse is not None:
-                    sparse.finish(self._factor(), self._queue.where)
-                buffers.finish()
+                words = self._wait(self._send_buffers(), release=True)
             finally:
                 self._unsynchronized.clear()
                 if sparse is not None:
@@ -257,46 +255,51 @@ class Reducer:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
 
-    def _factor(self) -> torch.Tensor | float | None:
-        """What the sum over ranks is to be multiplied with, once the buckets were waited for."""
-        return self._queue.scaling.after(self._queue.buckets[-1].weight)
+    def _wait(self, buffers: CoalescedMessages, *, release: bool) -> ControlWords:
+        words = self._queue.wait(release=release, handed_out=release and self._tracker.handed_out())
+        if self.sparse is not None:
+            factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
+            self.sparse.finish(factor, self._queue.where, release=release)
+        buffers.finish()
+        return words
 
     def _reset(self) -> None:
-        self._running = False
+        self.running = False
         self._tracker.end()
         self._queue.reset()
-        if self._sparse is not None:
-            self._sparse.reset()
+        if self.sparse is not None:
+            self.sparse.reset()
 
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
+        self.family.shadow()
+
+    def shadow(self) -> None:
+        """The same, for this member of the family alone."""
         with self._queue.lock, torch.no_grad():
             self._next_pass()
             try:
                 self._queue.launch_idle()
-                if self._sparse is not None:
-                    self._sparse.exchange(None, self._queue.where)
-                buffers = self._send_buffers()
-                words = self._queue.wait(release=False)
-                if self._sparse is not None:
-                    self._sparse.finish(None, self._queue.where, release=False)
-                buffers.finish()
+                if self.sparse is not None:
+                    self.sparse.exchange(None, self._queue.where)
+                words = self._wait(self._send_buffers(), release=False)
             finally:
                 self._reset()
             self._consensus.act_on(words)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Launch the rest of the pass as spoiled, and wait for nothing."""
         with self._queue.lock, torch.no_grad():
-            self._running = False
+            self.running = False
             self._tracker.stop()
             self._unsynchronized.clear()
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self._queue.launch_spoiled()
-            if self._sparse is not None:
-                self._sparse.forget()
-                self._sparse.exchange_spoiled()
+            if self.sparse is not None:
+                self.sparse.forget()
+                self.sparse.exchange_spoiled()
             self._buffers_of_given_up = self._send_buffers()
             if self.comm_hook is not None and self._queue.pass_number == 1:
                 # A hook moves no words, so peers do not know of the failure and wait for the order.
@@ -309,10 +312,7 @@ class Reducer:
         buffers, self._buffers_of_given_up = self._buffers_of_given_up, None
         with torch.no_grad():
             try:
-                words = self._queue.wait(release=False)
-                if self._sparse is not None:
-                    self._sparse.finish(None, self._queue.where, release=False)
-                buffers.finish()
+                words = self._wait(buffers, release=False)
             finally:
                 self._reset()
         self._consensus.act_on(replace(words, own_failure=True))

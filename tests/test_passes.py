@@ -476,7 +476,7 @@ def test_nothing_keeps_a_dropped_model_alive() -> None:
         model(inputs_of(transport.rank), "abc").backward()
         return [weakref.ref(one) for one in (model, model.a, model.a.weight)]
 
-    references = sum(run_ranks(worker, 2), [])
+    references = [reference for mine in run_ranks(worker, 2) for reference in mine]
     gc.collect()
     assert [reference() for reference in references] == [None] * 6
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -412,6 +413,7 @@ def test_what_sparse_parameters_cost() -> None:
 
 
 def drop_in(rank: int) -> list:
+    warnings.simplefilter("ignore")
     found = []
     for reference in (False, True):
         model = Net()
@@ -425,7 +427,23 @@ def drop_in(rank: int) -> list:
         found.append(({n: p.detach().clone() for n, p in model.named_parameters()}, copies(model)))
     nothing_dense = stretto.DistributedDataParallel(nn.Embedding(ROWS, WIDTH, sparse=True), sparse=["w*"])
     nothing_dense(indices_of(rank)).sum().backward()
-    return [*found, nothing_dense.module.weight.grad]
+    with pytest.raises(stretto.UnsupportedError, match="optim_params"):
+        ddp = stretto.DistributedDataParallel(Net())
+        ddp._register_fused_optim(torch.optim.SGD, 0.01)
+    ddp._register_fused_optim(torch.optim.SGD, 0.01, optim_params=[ddp.module.head.weight])
+    return [*found, nothing_dense.module.weight.grad, stepped_in_backward(rank)]
+
+
+def stepped_in_backward(rank: int) -> list[torch.Tensor]:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns when it is imported
+
+    model = Net()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
+    ddp = stretto.DistributedDataParallel(model)
+    for number in range(4):
+        ddp(indices_of(rank, number), "wbh").backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.ranks
@@ -437,3 +455,6 @@ def test_the_drop_in_is_as_torch_over_a_process_group() -> None:
         assert ours_grads["words.weight"].is_sparse
     same_bits(first[0][1], second[0][1])
     assert torch.equal(first[2].to_dense(), second[2].to_dense())
+    for mine, other, plain in zip(first[3], second[3], first[0][0].values(), strict=True):
+        torch.testing.assert_close(mine, plain)
+        assert torch.equal(mine, other)

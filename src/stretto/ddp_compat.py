@@ -121,6 +121,18 @@ class TorchSurface(TorchDDP):
     def _check_comm_hook(self, hook: Hook) -> None:
         """Done by ``register_comm_hook``."""
 
+    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """As torch's, which steps what is in a bucket: not parameters with sparse gradients, which are in none."""
+        reducer = self._synchronizer._reducer
+        rows = reducer.sparse.parameters() if reducer is not None and reducer.sparse is not None else []
+        asked = None if optim_params is None else {id(parameter) for parameter in optim_params}
+        if any(asked is None or id(parameter) in asked for parameter in rows):
+            raise UnsupportedError(
+                "DistributedDataParallel._register_fused_optim would not step parameters with sparse gradients: leave "
+                "them out by optim_params=[...] and step them by an optimizer of their own."
+            )
+        super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
+
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """torch's C++ hooks have twins in Python, which compute the same."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # with it comes numpy

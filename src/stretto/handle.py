@@ -173,7 +173,8 @@ class Synchronizer:
         """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
 
         The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it also
-        divides. All ranks must register the same hook before the same pass. Once only.
+        divides. All ranks must register the same hook before the same pass. Once only. Sparse gradients lie in no
+        bucket and become their mean without it.
 
         Raises:
             SetupError: a hook is registered already, or an option asks for what only stretto's own all-reduce does.

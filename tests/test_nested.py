@@ -186,6 +186,28 @@ def test_each_handle_has_its_own_no_sync() -> None:
     assert everyone[0][1:] == (2, 2)
 
 
+@pytest.mark.parametrize("uses", ORDERS)
+def test_models_beside_each_other(uses) -> None:
+    def worker(transport):
+        model = Model()  # not attached itself: its parts are
+        small = {"bucket_cap_mb": 120 / 2**20, "transport": transport}
+        first = stretto.attach(model.inner, **small)
+        second = stretto.attach(model.c, beside=[first], **small)
+        third = stretto.attach(model.d, beside=[second], **small)
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            model(batch(transport.rank), uses[transport.rank]).backward()
+            found.append(copies(model))
+        for sync in (second, first, third):  # none holds another
+            sync.detach()
+        return found
+
+    everyone = run_ranks(worker, 3, timeout=20)
+    for number in range(4):
+        compare([found[number] for found in everyone], joined(uses))
+
+
 def test_what_is_left_to_whom(caplog) -> None:
     def worker(transport):
         model = Model()

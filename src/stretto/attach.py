@@ -44,6 +44,7 @@ def attach(
     launch_after: Iterable[str | torch.nn.Parameter] = (),
     check_every: int | None = None,
     sparse: Iterable[str] = (),
+    beside: Iterable[Synchronizer] = (),
 ) -> Synchronizer:
     """Average the gradients of ``module`` over ranks whenever backward reaches them. Collective.
 
@@ -82,6 +83,8 @@ def attach(
         sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
             ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.
+        beside: handles of other models that one backward may reach together with this one (actor and critic), in an
+            order that could differ between ranks: passes of all begin and end together, as with parts of the module.
 
     Returns:
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
@@ -100,6 +103,7 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
+    others = [*beside]
     carrier = transport if transport is not None else default_transport(process_group, process_groups)
     alone = carrier is None or carrier.world_size == 1
     try:
@@ -128,6 +132,7 @@ def attach(
     if carrier is not None and not alone and init_sync:
         parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
         facts = vars(options) | {
+            "number of handles beside": len(others),
             "attached already": [name for name, p in _trained(module, options).items() if reducer_of(p)],
             "sparse parameters": [*_split(module, options)[1]],
             "plan": plan.hash,
@@ -135,7 +140,8 @@ def attach(
         agree(state_model(parameters, tensors, facts), carrier)
         broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
     dense, rows = _split(module, options)
-    return Synchronizer(module, dense, plan, carrier, options, rows, _earlier(module, options))
+    inside = _inside(module, options)
+    return Synchronizer(module, dense, plan, carrier, options, rows, inside, [sync._reducer for sync in others])
 
 
 def default_transport(
@@ -219,7 +225,7 @@ def _split(
     return dense or stand_in(next(iter(rows.values())).device), rows
 
 
-def _earlier(module: torch.nn.Module, options: Options) -> list[Reducer]:
+def _inside(module: torch.nn.Module, options: Options) -> list[Reducer]:
     """The reducers that have parameters of the module already."""
     found: dict[Reducer, list[str]] = {}
     for name, parameter in _trained(module, options).items():

@@ -1,4 +1,4 @@
-"""Reducers that one backward reaches together: an attached model inside another one.
+"""Reducers that one backward reaches together: an attached model inside another one, or beside it.
 
 [Note: one family, one pass]  Collectives match between ranks by their order alone, and two reducers that act for
 themselves meet in whatever order their gradients come in, which can differ between ranks. So the members of a family
@@ -105,17 +105,17 @@ class Family:
                 stack.callback(member.shadow)
 
 
-def unite(inside: Sequence[Member], outer: Member) -> None:
-    """``outer`` was attached around ``inside``: from now on they and their families are one.
+def unite(inside: Sequence[Member], beside: Sequence[Member], newcomer: Member) -> None:
+    """``newcomer`` was attached around or beside others: from now on they and their families are one.
 
     Args:
-        inside: in an order that is the same on all ranks; nothing happens if there are none.
-        outer: comes last.
+        inside: members that have parameters of the newcomer's module, in an order that is the same on all ranks.
+        beside: others that one backward may reach together with it; the same on all ranks.
+        newcomer: comes last.
     """
-    if not inside:
-        return
+    newcomer.inside = [weakref.ref(member) for member in inside]
     united: dict[Member, None] = {}
-    for member in inside:
+    for member in (*inside, *beside):
         united.update(dict.fromkeys(member.family.members()))
-    outer.inside = [weakref.ref(member) for member in inside]
-    Family([*united, outer])
+    if united:
+        Family([*united, newcomer])

@@ -64,7 +64,8 @@ class Synchronizer:
         transport: Transport | None,
         options: Options,
         sparse: Mapping[str, torch.nn.Parameter],
-        earlier: Sequence[Reducer] = (),
+        inside: Sequence[Reducer] = (),
+        beside: Sequence[Reducer | None] = (),
     ) -> None:
         self.module = module
         self.rank = transport.rank if transport else 0
@@ -89,7 +90,7 @@ class Synchronizer:
                 inspect=_inspection(module, transport, options),
                 sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None,
             )
-            unite(earlier, self._reducer)
+            unite(inside, [one for one in beside if one is not None], self._reducer)
 
     @property
     def buffers(self) -> Buffers:

@@ -60,7 +60,7 @@ def test_attached_already() -> None:
         stretto.attach(module, transport=transport)
         hooks = [dict(parameter._post_accumulate_grad_hooks) for parameter in module.parameters()]
         with pytest.raises(stretto.AlreadyAttachedError) as caught:
-            stretto.attach(torch.nn.Sequential(module, torch.nn.Linear(2, 2)), transport=transport)
+            stretto.attach(torch.nn.Sequential(module, torch.nn.ReLU()), transport=transport)
         assert [dict(parameter._post_accumulate_grad_hooks) for parameter in module.parameters()] == hooks
         return str(caught.value)
 

@@ -98,7 +98,7 @@ class TestSurface:
 
     def test_options_of_attach_are_keywords_of_the_drop_in(self):
         ours = inspect.signature(DistributedDataParallel.__init__).parameters
-        elsewhere = {"module", "transport", "last_bucket_cap_mb", "ignore"}
+        elsewhere = {"module", "transport", "last_bucket_cap_mb", "ignore", "beside"}
         assert set(inspect.signature(attach).parameters) - elsewhere <= set(ours)
 
     def test_the_reducer_has_each_method_of_torchs_reducer_or_refuses_it(self, wrapped):

@@ -16,7 +16,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"transport", "replan", "scaling", "words"},
     {"bucket", "agreement", "broadcast", "options"},
     {"comm_hooks", "schedule", "check", "presence"},
-    {"launch"},
+    {"launch", "sparse", "family"},
     {"tracker"},
     {"consensus"},
     {"reducer", "membership"},

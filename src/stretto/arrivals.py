@@ -37,6 +37,8 @@ class Arrivals:
         self._first = first
         self._look = look
         self._names = {"owner": owner}
+        self.is_open = False
+        """Whether a pass has begun, and no nested task has ended since."""
         # A partial's target can be exchanged, and calling it goes straight to C.
         self._gate: Any = functools.partial(first)
         self.close()
@@ -46,10 +48,12 @@ class Arrivals:
     def open(self) -> None:
         """A pass has begun: from here on arrivals are appended."""
         self._gate.__setstate__((self.order.append, (), {}, self._names))
+        self.is_open = True
 
     def close(self) -> None:
         """The next arrival calls ``first``."""
         self._gate.__setstate__((self._first, (), {}, self._names))
+        self.is_open = False
 
     def look_at(self, parameters: Collection[tuple[int, torch.nn.Parameter]]) -> None:
         """Call ``look`` after arrivals of these parameters, given with their index, and of no others."""
@@ -75,6 +79,13 @@ def owner_of(parameter: torch.nn.Parameter) -> object | None:
             found: object = vars(hook)["owner"]
             return found
     return None
+
+
+def hook_for(parameter: torch.nn.Parameter, owner: object, call: Callable[[torch.Tensor], None]) -> Any:
+    """Hook a parameter that is on no list of arrivals, so that ``owner_of`` finds ``owner``."""
+    hook = functools.partial(call)
+    vars(hook)["owner"] = owner
+    return _hook(parameter, hook)
 
 
 def _hook(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,10 +16,13 @@ from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
 from .options import Buffers, Options, dtype_patterns, names_of
 from .plan import MIB, BucketPlan, plan_buckets
-from .reducer import reducer_of
+from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
+from .sparse import names_of_sparse, stand_in
 from .specs import describe_parameters
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport
+
+log = logging.getLogger("stretto.attach")
 
 
 def attach(
@@ -39,11 +43,17 @@ def attach(
     delay: bool = False,
     launch_after: Iterable[str | torch.nn.Parameter] = (),
     check_every: int | None = None,
+    sparse: Iterable[str] = (),
+    beside: Iterable[Synchronizer] = (),
 ) -> Synchronizer:
     """Average the gradients of ``module`` over ranks whenever backward reaches them. Collective.
 
     The module is not wrapped: hooks sit on its parameters, so any method may run forward, names in ``state_dict`` stay,
     and evaluation on one rank alone just works. All ranks start from rank 0's parameters and buffers.
+
+    Parts of the module may be attached already: their handles go on with their parameters and their own ``no_sync``,
+    and this one takes the rest, which leaves when backward has ended unless it has another process group. Passes of
+    such handles begin and end together. Detach the outer one first.
 
     Args:
         module: the same model on every rank; at least one parameter must require grad.
@@ -70,13 +80,18 @@ def attach(
             trigger parameters).
         check_every: at the end of every n-th pass compare all parameters and buffers over the ranks by a cheap
             fingerprint, as ``check()`` of the handle does at any time.
+        sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
+            or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
+            ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.
+        beside: handles of other models that one backward may reach together with this one (actor and critic), in an
+            order that could differ between ranks: passes of all begin and end together, as with parts of the module.
 
     Returns:
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
 
     Raises:
         SetupError: no parameter requires grad; lazy parameters; ``WORLD_SIZE`` is set and no group is initialised.
-        AlreadyAttachedError: a parameter is attached already.
+        AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
         UnsupportedError: an option has a value that is not known.
 
@@ -88,6 +103,7 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
+    others = [*beside]
     carrier = transport if transport is not None else default_transport(process_group, process_groups)
     alone = carrier is None or carrier.world_size == 1
     try:
@@ -103,6 +119,7 @@ def attach(
             delay=delay,
             launch_after=names_of(module, launch_after),
             check_every=check_every,
+            sparse=tuple(sorted(sparse)),
         )
         Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
         _refuse(module, options)
@@ -114,9 +131,17 @@ def attach(
         raise
     if carrier is not None and not alone and init_sync:
         parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
-        agree(state_model(parameters, tensors, vars(options) | {"plan": plan.hash}), carrier)
+        facts = vars(options) | {
+            "number of handles beside": len(others),
+            "attached already": [name for name, p in _trained(module, options).items() if reducer_of(p)],
+            "sparse parameters": [*_split(module, options)[1]],
+            "plan": plan.hash,
+        }
+        agree(state_model(parameters, tensors, facts), carrier)
         broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
-    return Synchronizer(module, _trained(module, options), plan, carrier, options)
+    dense, rows = _split(module, options)
+    inside = _inside(module, options)
+    return Synchronizer(module, dense, plan, carrier, options, rows, inside, [sync._reducer for sync in others])
 
 
 def default_transport(
@@ -154,7 +179,7 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
         )
     taken = [name for name, parameter in trained.items() if reducer_of(parameter)]
-    if taken:
+    if len(taken) == len(trained):
         raise AlreadyAttachedError(
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
@@ -162,7 +187,7 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
 
 
 def _first_plan(module: torch.nn.Module, options: Options, carrier: Transport | None) -> BucketPlan:
-    trained = _trained(module, options)
+    trained, _ = _split(module, options)
     specs = describe_parameters(trained, options.reduce_dtypes(trained))
     cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
     if cap is None and options.delay:
@@ -187,3 +212,26 @@ def _trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Pa
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and not options.ignores(name)
     }
+
+
+def _split(
+    module: torch.nn.Module, options: Options
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]:
+    """The trained parameters that lie in the plan, and those whose gradients are sparse."""
+    trained = {name: p for name, p in _trained(module, options).items() if reducer_of(p) is None}
+    wanted = names_of_sparse(module, options.sparse)
+    rows = {name: parameter for name, parameter in trained.items() if name in wanted}
+    dense = {name: parameter for name, parameter in trained.items() if name not in wanted}
+    return dense or stand_in(next(iter(rows.values())).device), rows
+
+
+def _inside(module: torch.nn.Module, options: Options) -> list[Reducer]:
+    """The reducers that have parameters of the module already."""
+    found: dict[Reducer, list[str]] = {}
+    for name, parameter in _trained(module, options).items():
+        if (reducer := reducer_of(parameter)) is not None:
+            found.setdefault(reducer, []).append(name)
+    for reducer, names in found.items():
+        over = reducer.transport.name
+        log.info("attach: %d parameters (%s) are left to their handle over %s", len(names), name_list(names), over)
+    return [*found]

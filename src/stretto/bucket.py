@@ -201,6 +201,10 @@ class Bucket:
         if self.slots is not self.payload:
             self.slots.copy_(self.payload)
 
+    def lacks(self) -> bool:
+        """Whether this rank has nothing new for some parameter, one that was freed aside."""
+        return self.skipped or any(self.references[place]() is not None for place in self.missing)
+
     def late(self) -> list[int]:
         """Places of gradients that arrived again after the bucket had left."""
         if self.skipped:

@@ -181,18 +181,28 @@ def sum_hook(process_group: Any, bucket: Any) -> torch.futures.Future[Any]:
 class StepInBackward:
     """A comm hook, and an observer, for ``torch.distributed.optim._apply_optimizer_in_backward``.
 
-    When a bucket's mean is there, its parameters' optimizers step; when the pass has settled, ``.grad`` is None.
+    When a bucket's mean is there, its parameters' optimizers step; when the pass has settled, those of parameters in no
+    bucket do, and ``.grad`` is None.
+
+    Args:
+        parameters: that are stepped in backward.
+        beside: of these the ones in no bucket, whose gradients are sparse.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], beside: Iterable[torch.nn.Parameter] = ()) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._beside = [weakref.ref(parameter) for parameter in beside]
 
     def __call__(self, process_group: Any, bucket: Any) -> Any:
         """The hook's contract; what it returns can only be waited for."""
         return _StepOnce(sum_hook(process_group, bucket), bucket, dist.get_world_size(process_group))
 
     def pass_settled(self, *_: object) -> None:
-        """Forget the gradients that have been used up."""
+        """Use up what came in no bucket, and forget the gradients."""
+        for reference in self._beside:
+            if (parameter := reference()) is not None and parameter.grad is not None:
+                for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+                    optimizer.step()
         for reference in self._parameters:
             if (parameter := reference()) is not None:
                 parameter.grad = None

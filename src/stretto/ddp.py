@@ -49,8 +49,8 @@ class DistributedDataParallel(TorchSurface):
         module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb, device_mesh,
         bucket_cap_mb_list, forward_sync_buffers: as in torch; of a list of caps the largest counts.
         mixed_precision: refused by name.
-        buffers, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after, process_groups, check_every: as
-            in :func:`stretto.attach`.
+        buffers, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after, process_groups, check_every,
+            sparse: as in :func:`stretto.attach`.
 
     Raises:
         UnsupportedError: an argument that is not honoured.
@@ -95,6 +95,7 @@ class DistributedDataParallel(TorchSurface):
         launch_after: Iterable[str | torch.nn.Parameter] = (),
         process_groups: Sequence[dist.ProcessGroup] = (),
         check_every: int | None = None,
+        sparse: Iterable[str] = (),
     ) -> None:
         _refuse_arguments(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
         _warn_of_deprecated(broadcast_buffers, check_reduction)
@@ -148,6 +149,7 @@ class DistributedDataParallel(TorchSurface):
             "launch_after": tuple(launch_after),
             "process_groups": tuple(process_groups),
             "check_every": check_every,
+            "sparse": tuple(sparse),
         }
         self._attach(init_sync=init_sync)
         self.bucket_bytes_cap = int(self._synchronizer.plan.cap_bytes)

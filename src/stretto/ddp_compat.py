@@ -88,7 +88,9 @@ class TorchSurface(TorchDDP):
         for parameter in stepping:
             for handle in handles.get(parameter, []):
                 handle.remove()
-        hook = StepInBackward(stepping)
+        reducer = self._synchronizer._reducer
+        rows = reducer.sparse.parameters() if reducer is not None and reducer.sparse is not None else []
+        hook = StepInBackward(stepping, [p for p in rows if hasattr(p, "_in_backward_optimizers")])
         self.register_comm_hook(self.process_group, hook)
         self._synchronizer.observe(hook)
 
@@ -118,6 +120,18 @@ class TorchSurface(TorchDDP):
 
     def _check_comm_hook(self, hook: Hook) -> None:
         """Done by ``register_comm_hook``."""
+
+    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """As torch's, which steps what is in a bucket: not parameters with sparse gradients, which are in none."""
+        reducer = self._synchronizer._reducer
+        rows = reducer.sparse.parameters() if reducer is not None and reducer.sparse is not None else []
+        asked = None if optim_params is None else {id(parameter) for parameter in optim_params}
+        if any(asked is None or id(parameter) in asked for parameter in rows):
+            raise UnsupportedError(
+                "DistributedDataParallel._register_fused_optim would not step parameters with sparse gradients: leave "
+                "them out by optim_params=[...] and step them by an optimizer of their own."
+            )
+        super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """torch's C++ hooks have twins in Python, which compute the same."""
@@ -229,13 +243,13 @@ def hand_over(ddp: TorchSurface) -> None:
             earlier[reducer] = None
     for reducer in earlier:
         group = getattr(reducer.transport, "process_group", None)
-        theirs = [p for reference in reducer._queue.parameters if (p := reference()) is not None]
-        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in theirs):
+        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in reducer.parameters()):
             held = [n for n, p in ddp.module.named_parameters() if reducer_of(p) is reducer]
             raise AlreadyAttachedError(
                 f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "
                 "ranks or with parameters that this module does not have.\nWrap the outer module last, over one group."
             )
+    for reducer in sorted(earlier, key=lambda one: -len(one.inside)):  # the outer ones first
         reducer.detach()
 
 

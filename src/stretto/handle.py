@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .check import check_replicas
 from .comm_hooks import CommHook, Hook
-from .errors import SetupError
+from .errors import SetupError, name_list
 from .events import Events
+from .family import unite
 from .membership import Membership
 from .options import Buffers, Options
 from .plan import BucketPlan
 from .reducer import Reducer, Statistics
 from .scaling import WEIGHT_BITS, Scaling
+from .sparse import SparseGradients
 from .transport.base import Transport
 
 
@@ -61,6 +63,9 @@ class Synchronizer:
         plan: BucketPlan,
         transport: Transport | None,
         options: Options,
+        sparse: Mapping[str, torch.nn.Parameter],
+        inside: Sequence[Reducer] = (),
+        beside: Sequence[Reducer | None] = (),
     ) -> None:
         self.module = module
         self.rank = transport.rank if transport else 0
@@ -83,7 +88,9 @@ class Synchronizer:
                 scaling,
                 delay=options.delay,
                 inspect=_inspection(module, transport, options),
+                sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None,
             )
+            unite(inside, [one for one in beside if one is not None], self._reducer)
 
     @property
     def buffers(self) -> Buffers:
@@ -167,7 +174,8 @@ class Synchronizer:
         """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
 
         The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it also
-        divides. All ranks must register the same hook before the same pass. Once only.
+        divides. All ranks must register the same hook before the same pass. Once only. Sparse gradients lie in no
+        bucket and become their mean without it.
 
         Raises:
             SetupError: a hook is registered already, or an option asks for what only stretto's own all-reduce does.
@@ -222,6 +230,7 @@ class Synchronizer:
             [
                 f"rank {self.rank} of {self.world_size} over {self._reducer.transport.name}",
                 f"gradients: {self._how()}, in place when backward returns",
+                *self._beside_the_plan(),
                 f"buffers ({len(self._buffer_places)}): {_BUFFERS_IN_WORDS[self.buffers]}",
                 str(self.plan),
             ]
@@ -235,6 +244,12 @@ class Synchronizer:
         kind = "weighted mean" if asked.weighted and asked.reduce == "mean" else asked.reduce
         when = "after backward" if asked.delay else "while backward runs"
         return f"{kind} over ranks, sent {when}"
+
+    def _beside_the_plan(self) -> list[str]:
+        if self._reducer is None or self._reducer.sparse is None:
+            return []
+        names = self._reducer.sparse.names
+        return [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"]
 
     def detach(self) -> None:
         """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""

@@ -117,7 +117,7 @@ class LaunchQueue:
                 continue
             if bucket.pending or contributed:
                 self.guard(bucket.fill, contributed)
-            if bucket.is_last and any(bucket.missing or bucket.skipped for bucket in self.buckets):
+            if bucket.is_last and any(bucket.lacks() for bucket in self.buckets):
                 says = [*says, Control.ABSENT]
             self._launch(bucket, says if bucket.is_last else ())
 
@@ -218,8 +218,8 @@ class LaunchQueue:
             if not sparse:
                 raise
             raise UnsupportedError(
-                f"{self.where}: the gradient of {name_list(sparse)} is sparse, which this version cannot reduce.\n"
-                "Make it dense, nn.Embedding(..., sparse=False), or leave it out with attach(..., ignore={...})."
+                f"{self.where}: the gradient of {name_list(sparse)} is sparse, which their modules do not say.\n"
+                f"Name them: stretto.attach(model, sparse={sparse[:6]}); or make them dense."
             ) from error
 
     def _refuse_new_dtypes(self) -> None:

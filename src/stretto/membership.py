@@ -24,15 +24,16 @@ class Membership:
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
         self._module = weakref.ref(module)
         self._ignores: Callable[[str], bool] = options.ignores
-        modules = list(module.modules())
-        self._tables = [table for one in modules for table in (one._parameters, one._modules)]
+        self._modules = [weakref.ref(one) for one in module.modules()]  # their tables would keep the parameters
         self._members = self._now()
         named = {name: p for name, p in module.named_parameters() if not options.ignores(name)}
         self._known = {id(parameter) for parameter in named.values()}
         self._frozen = [(name, weakref.ref(p)) for name, p in named.items() if not p.requires_grad]
 
     def _now(self) -> list[int]:
-        return [*map(id, itertools.chain.from_iterable(table.values() for table in self._tables))]
+        alive = [one for reference in self._modules if (one := reference()) is not None]
+        tables = (table.values() for one in alive for table in (one._parameters, one._modules))
+        return [*map(id, itertools.chain.from_iterable(tables))]
 
     def check(self, number: int, where: str) -> None:
         """Raise ``SetupError`` if a parameter needs a hook that it does not have.

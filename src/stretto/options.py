@@ -30,6 +30,7 @@ class Options:
     delay: bool = False
     launch_after: tuple[str, ...] = ()
     check_every: int | None = None
+    sparse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.buffers not in get_args(Buffers):

@@ -11,11 +11,14 @@ each arrival is looked at, which costs more and is right for every graph.
 is launched at once, marked as given up; the peers' backward raises ``PeerError``, and all ranks stay in step. Gradients
 that lie in buckets are dropped (``.grad = None``): they are being overwritten.
 
+Sparse gradients lie beside the buckets: after the last bucket their counts and rows follow, see sparse.py.
+
 See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for [Note: launch order].
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,11 +31,14 @@ from .consensus import Consensus
 from .engine import OutermostEnd, without_graph
 from .errors import SetupError
 from .events import Events
+from .family import Family, Member
 from .launch import LaunchQueue
 from .plan import BucketPlan
 from .scaling import Scaling
+from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
+from .words import ControlWords
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Reducer:
         scaling: what is done to gradients besides summing them.
         delay: launch nothing before backward ends.
         inspect: called with the pass number and how messages begin when a pass has settled.
+        sparse: parameters beside the plan, whose gradients are sparse.
     """
 
     def __init__(
@@ -75,14 +82,16 @@ class Reducer:
         *,
         delay: bool = False,
         inspect: Callable[[int, str], None] | None = None,
+        sparse: SparseGradients | None = None,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
         self._events = events
         self._buffers = buffers
-        self._delay = delay
+        self.delay = delay
         self._inspect = inspect
-        self._running = False
+        self.sparse = sparse
+        self.running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
         self._passes = 0
@@ -90,7 +99,12 @@ class Reducer:
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._consensus = Consensus(self._queue, self._tracker, events)
-        self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
+        self.family: Family = Family([self])
+        """Reducers of models inside this one and around it: see family.py."""
+        self.inside: list[weakref.ref[Member]] = []
+        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, lambda: self.family.give_up())
+        if sparse is not None:
+            sparse.hook(self, self._sparse_arrival)
 
     @property
     def plan(self) -> BucketPlan:
@@ -105,7 +119,13 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        return Statistics(self._passes, self._queue.total_launched, self._queue.total_bytes, self._consensus.plans)
+        nbytes = self._queue.total_bytes + (self.sparse.total_bytes if self.sparse is not None else 0)
+        return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that are reduced here and alive."""
+        dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
+        return dense + (self.sparse.parameters() if self.sparse is not None else [])
 
     @property
     def weight(self) -> float:
@@ -131,8 +151,15 @@ class Reducer:
         self._queue.comm_hook = hook
 
     def detach(self) -> None:
-        """Remove the hooks. ``.grad`` stays as it is."""
+        """Remove the hooks. ``.grad`` stays as it is.
+
+        Raises:
+            SetupError: another reducer has left parameters to this one.
+        """
+        self.family.leave(self)
         self._arrivals.remove()
+        if self.sparse is not None:
+            self.sparse.remove()
 
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
@@ -144,16 +171,28 @@ class Reducer:
     def _first_arrival(self, parameter: torch.Tensor) -> None:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
         with self._queue.lock:
-            if self._running:
-                self._tracker.nested = True
-                self._end.watch()
-            elif self.synchronize:
-                self._begin_pass()
+            if self._enter():
+                self._arrivals.order.append(parameter)
             else:
                 self._unsynchronized.add(self._tracker.index_of[id(parameter)])
-                return
-            self._arrivals.order.append(parameter)
+
+    def _sparse_arrival(self, name: str) -> None:
+        """A pass may reach nothing but sparse parameters."""
+        with self._queue.lock:
+            if (self._arrivals.is_open or self._enter()) and self._events.gradient_ready:
+                self._events.emit(self._events.gradient_ready, self._queue.pass_number, name)
+
+    def _enter(self) -> bool:
+        """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
+        if self.running:
+            self._tracker.nested = True
+            self._end.watch()
             self._arrivals.open()
+        elif not self.synchronize:
+            return False
+        else:
+            self.family.begin()
+        return True
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
@@ -161,10 +200,12 @@ class Reducer:
         self._consensus.catch_up()
         self._queue.pass_number += 1
 
-    def _begin_pass(self) -> None:
+    def begin(self) -> None:
+        """A pass begins. From a gradient hook."""
         self._next_pass()
-        self._running = True
+        self.running = True
         self._tracker.begin()
+        self._arrivals.open()
         self._end.watch()
         if self._queue.presence.active:
             self._queue.announce(self._tracker.foresee(self._unsynchronized))
@@ -172,33 +213,37 @@ class Reducer:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 
     def _progressed(self) -> None:
-        if not self._delay:
+        if not self.delay:
             self._queue.launch_full()
 
     # The end of a pass
 
-    def _settle(self) -> None:
-        """Every gradient of the pass has arrived."""
-        if not self._running:
-            return
+    def settle(self) -> None:
+        """Every gradient of the pass has arrived. Collective."""
         with self._queue.lock, without_graph():
+            sparse = self.sparse
             try:
+                shares = sparse.prepare(self.weight, self._queue.where) if sparse is not None else None
                 says = self._consensus.says()
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
             except BaseException:
-                self._give_up()
+                self.give_up()
                 raise
             try:
-                buffers = self._send_buffers()
-                words = self._queue.wait(release=True, handed_out=self._tracker.handed_out())
-                buffers.finish()
+                if sparse is not None:
+                    sparse.exchange(shares, self._queue.where)
+                words = self._wait(self._send_buffers(), release=True)
             finally:
                 self._unsynchronized.clear()
+                if sparse is not None:
+                    sparse.forget()
                 self._reset()
             self._passes += 1
             if self._events.pass_settled:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
             self._consensus.hear(words)
+            if sparse is not None and self.comm_hook is not None:  # it moves no words, the counts do
+                sparse.refuse_given_up(self._queue.where)
             if self._inspect is not None:
                 self._inspect(self._queue.pass_number, self._queue.where)
 
@@ -213,33 +258,51 @@ class Reducer:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
 
+    def _wait(self, buffers: CoalescedMessages, *, release: bool) -> ControlWords:
+        words = self._queue.wait(release=release, handed_out=release and self._tracker.handed_out())
+        if self.sparse is not None:
+            factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
+            self.sparse.finish(factor, self._queue.where, release=release)
+        buffers.finish()
+        return words
+
     def _reset(self) -> None:
-        self._running = False
+        self.running = False
         self._tracker.end()
         self._queue.reset()
+        if self.sparse is not None:
+            self.sparse.reset()
 
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
+        self.family.shadow()
+
+    def shadow(self) -> None:
+        """The same, for this member of the family alone."""
         with self._queue.lock, torch.no_grad():
             self._next_pass()
             try:
                 self._queue.launch_idle()
-                buffers = self._send_buffers()
-                words = self._queue.wait(release=False)
-                buffers.finish()
+                if self.sparse is not None:
+                    self.sparse.exchange(None, self._queue.where)
+                words = self._wait(self._send_buffers(), release=False)
             finally:
                 self._reset()
             self._consensus.act_on(words)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Launch the rest of the pass as spoiled, and wait for nothing."""
         with self._queue.lock, torch.no_grad():
-            self._running = False
+            self.running = False
             self._tracker.stop()
             self._unsynchronized.clear()
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self._queue.launch_spoiled()
+            if self.sparse is not None:
+                self.sparse.forget()
+                self.sparse.exchange_spoiled()
             self._buffers_of_given_up = self._send_buffers()
             if not self._queue.tells and self._queue.pass_number == 1:
                 # Peers do not know of the failure and wait for the order.
@@ -252,8 +315,7 @@ class Reducer:
         buffers, self._buffers_of_given_up = self._buffers_of_given_up, None
         with torch.no_grad():
             try:
-                words = self._queue.wait(release=False)
-                buffers.finish()
+                words = self._wait(buffers, release=False)
             finally:
                 self._reset()
         self._consensus.act_on(replace(words, own_failure=True))

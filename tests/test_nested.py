@@ -1,0 +1,294 @@
+"""An attached model inside another one: both handles together are right, as one handle on all would be."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import stretto
+from stretto.testing import run_ranks, spawn_ranks
+
+WIDTH = 5
+
+
+class Model(nn.Module):
+    """``a`` and ``b`` are the inner model; ``c`` and ``d`` the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "ab"})
+        self.c, self.d = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(1))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
+        for name in use:
+            layer = self.inner[name] if name in "ab" else getattr(self, name)
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def batch(rank: int, number: int = 0) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def copies(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def joined(uses: list[str], number: int = 0) -> dict[str, torch.Tensor | None]:
+    model = Model()
+    for rank, use in enumerate(uses):
+        (model(batch(rank, number), use) / len(uses)).backward()
+    return copies(model)
+
+
+def compare(everyone: list[dict], wanted: dict) -> None:
+    for found in everyone:
+        for name, gradient in wanted.items():
+            if gradient is None:
+                assert found[name] is None, name
+                continue
+            torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+            assert torch.equal(found[name], everyone[0][name]), name
+
+
+def attach_both(model: Model, transport, **options):
+    small = {"bucket_cap_mb": 120 / 2**20, "transport": transport}  # a layer a bucket
+    return stretto.attach(model.inner, **small, **options), stretto.attach(model, **small, **options)
+
+
+ORDERS = [
+    pytest.param(["abcd", "abcd", "abcd"], id="the-same-everywhere"),
+    pytest.param(["abcd", "cdab", "acbd"], id="another-order-on-each-rank"),
+    pytest.param(["abcd", "cd", "ab"], id="one-part-alone"),
+    pytest.param(["ab", "ab", "ab"], id="the-inner-alone"),
+    pytest.param(["cd", "cd", "cd"], id="the-outer-alone"),
+    pytest.param(["a", "d", "bc"], id="little-in-common"),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("uses", ORDERS)
+def test_the_mean_of_the_joined_batch(uses, world) -> None:
+    def worker(transport):
+        model = Model()
+        attach_both(model, transport)
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            model(batch(transport.rank), uses[transport.rank]).backward()
+            found.append(copies(model))
+        return found
+
+    everyone = run_ranks(worker, world, timeout=20)
+    for number in range(4):
+        compare([found[number] for found in everyone], joined(uses[:world]))
+
+
+def test_the_order_changes_with_every_pass() -> None:
+    kinds = ["abcd", "dcba", "ca", "bd", "cd", "ab"]
+
+    def worker(transport):
+        model = Model()
+        attach_both(model, transport)
+        found = []
+        for number in range(12):
+            model.zero_grad()
+            model(batch(transport.rank), kinds[number * (transport.rank + 1) % 6]).backward()
+            found.append(copies(model))
+        return found
+
+    everyone = run_ranks(worker, 3, timeout=20)
+    for number in range(12):
+        wanted = joined([kinds[number * (rank + 1) % 6] for rank in range(3)])
+        compare([found[number] for found in everyone], wanted)
+
+
+def test_reentrant_checkpoints_around_both() -> None:
+    def worker(transport):
+        model = Model()
+        attach_both(model, transport)
+        for _ in range(3):
+            model.zero_grad()
+            x = batch(transport.rank).requires_grad_()
+            for name in "acbd":
+                layer = model.inner[name] if name in "ab" else getattr(model, name)
+                x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=True)
+            x.square().sum().backward()
+        return copies(model)
+
+    compare(run_ranks(worker, 2, timeout=20), joined(["acbd"] * 2))
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("where", [1, 2, 3])
+@pytest.mark.parametrize("use", ["abcd", "cdab", "cadb"])
+def test_a_pass_that_fails_on_one_rank_and_a_right_one_after_it(use, where) -> None:
+    def worker(transport):
+        model = Model()
+        attach_both(model, transport)
+        for number in range(4):
+            model.zero_grad()
+            if number % 2:
+                fails = transport.rank == 1
+                x = batch(transport.rank)
+                for place, name in enumerate(use):
+                    x = torch.tanh((model.inner[name] if name in "ab" else getattr(model, name))(x))
+                    x = _Fails.apply(x) if fails and place == where - 1 else x
+                with pytest.raises(ValueError if fails else stretto.PeerError):
+                    x.square().sum().backward()
+            else:
+                model(batch(transport.rank), use).backward()
+        model.zero_grad()
+        model(batch(transport.rank), use).backward()
+        return copies(model)
+
+    compare(run_ranks(worker, 3, timeout=20), joined([use] * 3))
+
+
+def test_each_handle_has_its_own_no_sync() -> None:
+    def worker(transport):
+        model = Model()
+        inner, outer = attach_both(model, transport)
+        for silent in ([inner], [outer], [inner, outer], []):
+            with contextlib.ExitStack() as stack:
+                for sync in silent:
+                    stack.enter_context(sync.no_sync())
+                model(batch(transport.rank, len(silent)), "cadb").backward()
+        return copies(model), inner.statistics.passes, outer.statistics.passes
+
+    everyone = run_ranks(worker, 2, timeout=20)
+    model = Model()
+    for number in (1, 1, 2, 0):
+        for rank in range(2):
+            (model(batch(rank, number), "cadb") / 2).backward()
+    compare([found for found, *_ in everyone], copies(model))
+    assert everyone[0][1:] == (2, 2)
+
+
+@pytest.mark.parametrize("uses", ORDERS)
+def test_models_beside_each_other(uses) -> None:
+    def worker(transport):
+        model = Model()  # not attached itself: its parts are
+        small = {"bucket_cap_mb": 120 / 2**20, "transport": transport}
+        first = stretto.attach(model.inner, **small)
+        second = stretto.attach(model.c, beside=[first], **small)
+        third = stretto.attach(model.d, beside=[second], **small)
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            model(batch(transport.rank), uses[transport.rank]).backward()
+            found.append(copies(model))
+        for sync in (second, first, third):  # none holds another
+            sync.detach()
+        return found
+
+    everyone = run_ranks(worker, 3, timeout=20)
+    for number in range(4):
+        compare([found[number] for found in everyone], joined(uses))
+
+
+def test_what_is_left_to_whom(caplog) -> None:
+    def worker(transport):
+        model = Model()
+        inner, outer = attach_both(model, transport)
+        assert [spec.name for spec in outer.plan.parameters] == ["c.weight", "c.bias", "d.weight", "d.bias"]
+        with pytest.raises(stretto.AlreadyAttachedError):
+            stretto.attach(model, transport=transport)
+        with pytest.raises(stretto.SetupError, match="outer handle first"):
+            inner.detach()
+        outer.detach()
+        inner.detach()
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        stretto.attach(model, transport=transport)
+        model(batch(transport.rank), "abcd").backward()
+        return copies(model)
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        compare(run_ranks(worker, 2, timeout=20), joined(["abcd"] * 2))
+    lines = [record.getMessage() for record in caplog.records]
+    said = "attach: 4 parameters (inner.a.weight, inner.a.bias, inner.b.weight, inner.b.bias) are left to their handle"
+    assert len(lines) == 2 and all(line.startswith(said) for line in lines)
+
+
+def test_three_levels_and_two_inner_models_beside_each_other() -> None:
+    def worker(transport):
+        model = Model()
+        for part in (model.inner["b"], model.inner["a"], model.inner, model.c, model):
+            if part is model.inner:
+                with pytest.raises(stretto.AlreadyAttachedError):
+                    stretto.attach(part, transport=transport)
+            else:
+                stretto.attach(part, transport=transport)
+        for _ in range(3):
+            model.zero_grad()
+            model(batch(transport.rank), ["abcd", "dcba", "bd"][transport.rank]).backward()
+        return copies(model)
+
+    compare(run_ranks(worker, 3, timeout=20), joined(["abcd", "dcba", "bd"]))
+
+
+def test_ranks_that_disagree_on_what_is_attached_are_told() -> None:
+    def worker(transport):
+        model = Model()
+        stretto.attach(model.inner["a" if transport.rank else "b"], transport=transport)
+        stretto.attach(model, transport=transport)
+
+    with pytest.raises(stretto.ModelMismatchError, match="attached already"):
+        run_ranks(worker, 2, timeout=20)
+
+
+def test_nothing_keeps_dropped_models_alive() -> None:
+    def worker(transport):
+        model = Model()
+        attach_both(model, transport)
+        model(batch(transport.rank), "abcd").backward()
+        return [weakref.ref(model)]
+
+    references = run_ranks(worker, 2, timeout=20)
+    gc.collect()
+    assert all(reference() is None for pair in references for reference in pair)
+
+
+def over_gloo(rank: int) -> list:
+    found = []
+    for group in (None, dist.new_group([0, 1])):
+        model = Model()
+        stretto.attach(model.inner, bucket_cap_mb=120 / 2**20)
+        outer = stretto.attach(model, bucket_cap_mb=120 / 2**20, process_group=group, check_every=1)
+        assert outer._reducer.delay is (group is None)
+        for number in range(6):
+            model.zero_grad()
+            model(batch(rank, number), ["abcd", "dcba"][(rank + number) % 2]).backward()
+        found.append(copies(model))
+    wrapped = stretto.DistributedDataParallel(Model().inner["a"])
+    stretto.attach(nn.Sequential(wrapped, nn.Linear(WIDTH, WIDTH)))
+    return found
+
+
+@pytest.mark.ranks
+def test_over_one_process_group_and_over_two() -> None:
+    everyone = spawn_ranks(over_gloo, 2, timeout=60)
+    wanted = joined(["dcba", "abcd"], 5)
+    for way in range(2):
+        compare([found[way] for found in everyone], wanted)

@@ -17,7 +17,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"bucket", "agreement", "broadcast", "options"},
     {"comm_hooks", "schedule", "check"},
     {"launch"},
-    {"tracker"},
+    {"tracker", "unused"},
     {"consensus"},
     {"reducer", "membership"},
     {"handle"},

@@ -235,6 +235,10 @@ class Bucket:
             if parameter.grad is not None and parameter.grad is not view and i not in missing
         ]
 
+    def absent(self, summed_footer: bool) -> list[int]:
+        """Parameters that no rank had, after the bucket was reduced; without its footer, that this rank lacks."""
+        return [self.indices[i] for i in self.missing if not (summed_footer and self.footer[i])]
+
     def release(self, summed_footer: bool) -> None:
         """The result is in the slots: they become ``.grad``.
 

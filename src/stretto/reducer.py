@@ -33,6 +33,7 @@ from .plan import BucketPlan
 from .scaling import Scaling
 from .tracker import ArrivalTracker
 from .transport.base import Transport
+from .unused import NeverUsed
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Reducer:
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._consensus = Consensus(self._queue, self._tracker, events)
+        self._never_used = NeverUsed(self._queue)
         self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
 
     @property
@@ -189,6 +191,8 @@ class Reducer:
                 buffers = self._send_buffers()
                 words = self._queue.wait(release=True, handed_out=self._tracker.handed_out())
                 buffers.finish()
+                if self._never_used.looking:
+                    self._never_used.look()
             finally:
                 self._unsynchronized.clear()
                 self._reset()

@@ -1,0 +1,50 @@
+"""Parameters that nobody uses: named once, since most often a head was forgotten or a loss does not reach it."""
+
+from __future__ import annotations
+
+import logging
+
+from .errors import name_list
+from .launch import LaunchQueue
+
+PASSES = 3
+"""So many passes are looked at: enough that what is used every other time is not named."""
+
+log = logging.getLogger("stretto")
+
+
+class NeverUsed:
+    """What no rank had a gradient for in any pass so far. It is right that way, so it is a warning and no error.
+
+    Args:
+        queue: has the buckets, whose footers tell what any rank had.
+    """
+
+    def __init__(self, queue: LaunchQueue) -> None:
+        self.looking = queue.transport.rank == 0
+        """Whether ``look`` is to be called: rank 0 speaks for all, and a few passes tell."""
+        self._queue = queue
+        self._passes = 0
+        self._suspects = set(range(len(queue.names)))
+
+    def look(self) -> None:
+        """At the end of a pass, before its buckets are emptied. No suspects are left after most first passes."""
+        queue = self._queue
+        # On an accelerator to read the footer would stop the host, and a comm hook does not send it.
+        told = queue.comm_hook is None and all(bucket.flat.device.type == "cpu" for bucket in queue.buckets)
+        absent = (index for bucket in queue.buckets if bucket.missing for index in bucket.absent(told))
+        self._suspects.intersection_update(absent)
+        self._passes += 1
+        if self._suspects and self._passes == PASSES:
+            self._warn([queue.names[index] for index in sorted(self._suspects)], told)
+        self.looking = bool(self._suspects) and self._passes < PASSES
+
+    def _warn(self, names: list[str], told: bool) -> None:
+        log.warning(
+            "%s: %s had no gradient in any pass so far, %s. Each is sent as zeros and not trained.\n"
+            "If it is meant so, freeze it, requires_grad_(False), or leave it out: attach(..., ignore=[%s]).",
+            self._queue.where,
+            name_list(names),
+            "on any rank" if told else "on this rank",
+            ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else ""),
+        )

@@ -631,6 +631,43 @@ def test_parameters_unused_with_a_comm_hook(uses: list[str], world: int, cap: fl
     compare(Graph(Net, lambda run: None), run_ranks(worker, world, timeout=10), wanted)
 
 
+def test_who_used_what_is_known_after_each_pass() -> None:
+    """Also after the first, which ends with another plan, and in bf16."""
+    uses = [["ab", "b", "b"], ["b", "b", "b"], ["c", "abc", ""]]
+
+    def worker(transport):
+        net = Net().bfloat16() if transport.world_size == 3 else Net()
+        sync = stretto.attach(net, transport=transport, bucket_cap_mb=ONE_EACH)
+        found = [sync.used_by]
+        for use in uses:
+            net(batch(transport.rank, 0).to(net.a.weight.dtype), use[transport.rank] or "c").mean().backward()
+            found.append(sync.used_by)
+        return [{name[0]: count for name, count in one.items()} for one in found], sync.graph_changed
+
+    zeros = dict.fromkeys("abc", 0)
+    for found, changed in run_ranks(worker, 2):
+        assert changed and found == [
+            zeros,
+            {"a": 1, "b": 2, "c": 0},
+            {"a": 0, "b": 2, "c": 0},
+            {"a": 1, "b": 1, "c": 2},
+        ]
+    for found, changed in run_ranks(worker, 3):
+        assert changed and found[1:] == [{"a": 1, "b": 3, "c": 0}, {"a": 0, "b": 3, "c": 0}, {"a": 1, "b": 1, "c": 3}]
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_graph_that_stays_is_told_from_one_that_changes(steady: bool) -> None:
+    def worker(transport):
+        net = Net()
+        sync = stretto.attach(net, transport=transport)
+        for number in range(STEPS):
+            net(batch(transport.rank, number), "ab" if steady or number != 2 else "b").mean().backward()
+        return sync.graph_changed
+
+    assert run_ranks(worker, 2) == [not steady] * 2
+
+
 def all_graphs(rank: int, world: int) -> dict[str, dict]:
     """Every entry, one after the other; every other one with the drop-in around the module that is called."""
     warnings.simplefilter("ignore")

@@ -126,8 +126,11 @@ class Consensus:
         self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
         if plan == old:
             return
+        counts = {index: count for bucket in self._queue.buckets for index, count in bucket.counts().items()}
         with torch.no_grad():
             self._queue.adopt(plan)
+            for bucket in self._queue.buckets:
+                bucket.remember(counts)
         self.plans += 1
         self._tracker.follow_again()
         if self._events.plan_changed:

@@ -27,7 +27,6 @@ from .comm_hooks import Hook, check_hook
 from .ddp_compat import TorchSurface
 from .ddp_faces import Logger, ReducerFace
 from .errors import SetupError, UnsupportedError
-from .handle import Synchronizer
 from .options import Buffers
 from .scaling import Reduce
 
@@ -177,11 +176,6 @@ class DistributedDataParallel(TorchSurface):
         self.output_device = output_device if output_device is not None else first
 
     # torch's public surface, as far as it is not inherited
-
-    @property
-    def synchronizer(self) -> Synchronizer:
-        """stretto's handle: plan, statistics, ``describe()``, observers."""
-        return self._synchronizer
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -163,6 +163,34 @@ class Synchronizer:
         if self._reducer is not None:
             self._reducer.synchronize = value
 
+    @property
+    def used_by(self) -> dict[str, int]:
+        """How many ranks had a gradient for each parameter in the last pass. Not collective: it came with the pass.
+
+        Zeros before the first pass. Waits for an accelerator.
+
+        Raises:
+            UnsupportedError: a comm hook is registered, which sends gradients alone.
+
+        Example::
+
+            forgotten = [name for name, ranks in sync.used_by.items() if ranks == 0]
+        """
+        if self._reducer is None:
+            named = dict(self.module.named_parameters())
+            return {spec.name: int(named[spec.name].grad is not None) for spec in self.plan.parameters}
+        return self._reducer.used_by
+
+    @property
+    def graph_changed(self) -> bool:
+        """Whether passes of this rank have reached different sets of parameters."""
+        return self._reducer is not None and self._reducer.graph_changed
+
+    def shadow_pass(self) -> None:
+        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
+        if self._reducer is not None:
+            self._reducer.shadow_pass()
+
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
 

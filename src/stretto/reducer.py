@@ -26,7 +26,7 @@ from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .comm_hooks import CommHook
 from .consensus import Consensus
 from .engine import OutermostEnd, without_graph
-from .errors import SetupError
+from .errors import SetupError, UnsupportedError
 from .events import Events
 from .launch import LaunchQueue
 from .plan import BucketPlan
@@ -108,6 +108,27 @@ class Reducer:
     def statistics(self) -> Statistics:
         """Counts since attaching."""
         return Statistics(self._passes, self._queue.total_launched, self._queue.total_bytes, self._consensus.plans)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that are reduced and still alive."""
+        return [alive for reference in self._queue.parameters if (alive := reference()) is not None]
+
+    @property
+    def used_by(self) -> dict[str, int]:
+        """How many ranks had a gradient for each parameter in the last pass."""
+        if self.comm_hook is not None:
+            raise UnsupportedError(
+                f"{self._queue.where}: which ranks used which parameters travels behind the gradients, and a comm hook "
+                "sends the gradients alone.\nLeave out the hook, or look at .grad on each rank before backward ends."
+            )
+        counts = {index: count for bucket in self._queue.buckets for index, count in bucket.counts().items()}
+        return {name: counts[index] for index, name in enumerate(self._queue.names)}
+
+    @property
+    def graph_changed(self) -> bool:
+        """Whether this rank's passes have reached different sets of parameters."""
+        return self._tracker.graph_changed
 
     @property
     def weight(self) -> float:

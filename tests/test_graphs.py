@@ -132,6 +132,12 @@ class Net(nn.Module):
 
 
 @graph(Net)
+def net(run: Run) -> None:
+    run.zero()
+    run.model(run.x).square().mean().backward()
+
+
+@graph(Net)
 def another_method(run: Run) -> None:
     run.zero()
     run.model.encode(run.x).mean().backward()
@@ -668,6 +674,9 @@ def test_a_graph_that_stays_is_told_from_one_that_changes(steady: bool) -> None:
     assert run_ranks(worker, 2) == [not steady] * 2
 
 
+COMPILED = [(backend, face) for backend in ("eager", "aot_eager") for face in ("attach", "drop-in")]
+
+
 def all_graphs(rank: int, world: int) -> dict[str, dict]:
     """Every entry, one after the other; every other one with the drop-in around the module that is called."""
     warnings.simplefilter("ignore")
@@ -678,10 +687,25 @@ def all_graphs(rank: int, world: int) -> dict[str, dict]:
     def wrap(module: nn.Module) -> stretto.Synchronizer:
         return stretto.DistributedDataParallel(module, bucket_cap_mb=1).synchronizer
 
-    return {
+    found = {
         name: train(entry, world, lambda number: batch(rank, number), wrap if place % 2 else attach)
         for place, (name, entry) in enumerate(GRAPHS.items())
     }
+    for backend, face in COMPILED:
+        torch.compiler.reset()
+        whole: dict[str, Any] = {}
+
+        def start(module: nn.Module, face=face, backend=backend, whole=whole) -> stretto.Synchronizer:
+            around = stretto.DistributedDataParallel(module) if face == "drop-in" else module
+            whole["forward"] = torch.compile(around, backend=backend)
+            return around.synchronizer if face == "drop-in" else attach(module)
+
+        def step(run: Run, whole=whole) -> None:
+            run.zero()
+            whole["forward"](run.x).square().mean().backward()
+
+        found[backend, face] = train(Graph(Net, step), world, lambda number: batch(rank, number), start)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -695,3 +719,11 @@ def in_processes() -> Callable[[int], list[dict[str, dict]]]:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graph_in_processes(name: str, world: int, in_processes) -> None:
     compare(GRAPHS[name], [found[name] for found in in_processes(world)], one_process(GRAPHS[name], world))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("backend, face", COMPILED)
+def test_compiled_in_processes(backend: str, face: str, world: int, in_processes) -> None:
+    entry = GRAPHS["net"]
+    compare(entry, [found[backend, face] for found in in_processes(world)], one_process(entry, world))

@@ -69,7 +69,7 @@ class Synchronizer:
         self._idle_plan = plan
         self._last_statistics = Statistics()
         self._transport = transport
-        self._events = Events()
+        self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
         if transport is not None and transport.world_size > 1:
@@ -127,7 +127,10 @@ class Synchronizer:
                 "Use stretto.attach(model, weighted=True)."
             )
         if not 0 <= value < 2**WEIGHT_BITS:
-            raise SetupError(f"rank {self.rank}: weight={value} must be between 0 and 2**{WEIGHT_BITS}")
+            raise SetupError(
+                f"rank {self.rank}: weight={value} must be between 0 and 2**{WEIGHT_BITS}.\n"
+                "Set it to this rank's number of samples or tokens in the batch."
+            )
         if self._reducer is not None:
             self._reducer.weight = value
 

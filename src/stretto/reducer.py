@@ -30,7 +30,7 @@ from .errors import SetupError, UnsupportedError
 from .events import Events
 from .launch import LaunchQueue
 from .plan import BucketPlan
-from .scaling import Scaling
+from .scaling import Scaling, encode_weight
 from .tracker import ArrivalTracker
 from .transport.base import Transport
 from .unused import NeverUsed
@@ -137,6 +137,10 @@ class Reducer:
 
     @weight.setter
     def weight(self, value: float) -> None:
+        try:
+            encode_weight(value, len(self._queue.buckets[-1].weight))  # here, not when peers wait for the bucket
+        except SetupError as problem:
+            raise SetupError(f"rank {self.transport.rank}: {problem}") from None
         self._queue.weight = value
 
     @property

@@ -691,7 +691,7 @@ def all_graphs(rank: int, world: int) -> dict[str, dict]:
         name: train(entry, world, lambda number: batch(rank, number), wrap if place % 2 else attach)
         for place, (name, entry) in enumerate(GRAPHS.items())
     }
-    for backend, face in COMPILED:
+    for backend, face in COMPILED if world == 2 else ():  # importing the compiler costs each process seconds
         torch.compiler.reset()
         whole: dict[str, Any] = {}
 
@@ -722,8 +722,7 @@ def test_graph_in_processes(name: str, world: int, in_processes) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("backend, face", COMPILED)
-def test_compiled_in_processes(backend: str, face: str, world: int, in_processes) -> None:
+def test_compiled_in_processes(backend: str, face: str, in_processes) -> None:
     entry = GRAPHS["net"]
-    compare(entry, [found[backend, face] for found in in_processes(world)], one_process(entry, world))
+    compare(entry, [found[backend, face] for found in in_processes(2)], one_process(entry, 2))

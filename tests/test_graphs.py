@@ -677,6 +677,30 @@ def test_a_graph_that_stays_is_told_from_one_that_changes(steady: bool) -> None:
 COMPILED = [(backend, face) for backend in ("eager", "aot_eager") for face in ("attach", "drop-in")]
 
 
+def train_compiled(rank: int, world: int, backend: str, face: str) -> dict:
+    """A compiled model, or a compiled drop-in around one."""
+    torch.compiler.reset()
+    graphs: list[Any] = []
+    forward: list[Callable[[Batch], torch.Tensor]] = []
+
+    def compile_and_count(traced: Any, inputs: Any) -> Any:
+        graphs.append(traced)
+        return torch._dynamo.lookup_backend(backend)(traced, inputs)
+
+    def start(module: nn.Module) -> stretto.Synchronizer:
+        wrapper = stretto.DistributedDataParallel(module) if face == "drop-in" else None
+        forward.append(torch.compile(wrapper or module, backend=compile_and_count))
+        return wrapper.synchronizer if wrapper else stretto.attach(module)
+
+    def step(run: Run) -> None:
+        run.zero()
+        forward[0](run.x).square().mean().backward()
+
+    found = train(Graph(Net, step), world, lambda number: batch(rank, number), start)
+    assert graphs, "everything ran eagerly"
+    return found
+
+
 def all_graphs(rank: int, world: int) -> dict[str, dict]:
     """Every entry, one after the other; every other one with the drop-in around the module that is called."""
     warnings.simplefilter("ignore")
@@ -692,19 +716,7 @@ def all_graphs(rank: int, world: int) -> dict[str, dict]:
         for place, (name, entry) in enumerate(GRAPHS.items())
     }
     for backend, face in COMPILED if world == 2 else ():  # importing the compiler costs each process seconds
-        torch.compiler.reset()
-        whole: dict[str, Any] = {}
-
-        def start(module: nn.Module, face=face, backend=backend, whole=whole) -> stretto.Synchronizer:
-            around = stretto.DistributedDataParallel(module) if face == "drop-in" else module
-            whole["forward"] = torch.compile(around, backend=backend)
-            return around.synchronizer if face == "drop-in" else attach(module)
-
-        def step(run: Run, whole=whole) -> None:
-            run.zero()
-            whole["forward"](run.x).square().mean().backward()
-
-        found[backend, face] = train(Graph(Net, step), world, lambda number: batch(rank, number), start)
+        found[backend, face] = train_compiled(rank, world, backend, face)
     return found
 
 

@@ -19,7 +19,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"bucket", "agreement", "broadcast", "options"},
     {"comm_hooks", "schedule", "check"},
     {"launch"},
-    {"tracker", "unused"},
+    {"tracker", "usage"},
     {"consensus"},
     {"reducer", "membership"},
     {"handle"},

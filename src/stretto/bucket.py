@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -234,19 +234,6 @@ class Bucket:
             for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True))
             if parameter.grad is not None and parameter.grad is not view and i not in missing
         ]
-
-    def absent(self, summed_footer: bool) -> list[int]:
-        """Parameters that no rank had, after the bucket was reduced; without its footer, that this rank lacks."""
-        return [self.indices[i] for i in self.missing if not (summed_footer and self.footer[i])]
-
-    def counts(self) -> dict[int, int]:
-        """How many ranks had each parameter in the last pass, by index. A sum in bf16 is exact up to 256 of them."""
-        footer = self.footer[: len(self.indices)].tolist()
-        return {index: round(abs(count)) for index, count in zip(self.indices, footer, strict=True)}
-
-    def remember(self, counts: Mapping[int, int]) -> None:
-        """What ``counts`` is to say until a pass was reduced, where this bucket takes over from others."""
-        self.footer[: len(self.indices)] = torch.tensor([float(counts[index]) for index in self.indices])
 
     def release(self, summed_footer: bool) -> None:
         """The result is in the slots: they become ``.grad``.

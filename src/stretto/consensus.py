@@ -14,6 +14,7 @@ from .launch import LaunchQueue
 from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
+from .usage import carry_over, ranks_that_had
 
 
 class Consensus:
@@ -126,11 +127,10 @@ class Consensus:
         self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
         if plan == old:
             return
-        counts = {index: count for bucket in self._queue.buckets for index, count in bucket.counts().items()}
+        counts = ranks_that_had(self._queue.buckets)
         with torch.no_grad():
             self._queue.adopt(plan)
-            for bucket in self._queue.buckets:
-                bucket.remember(counts)
+            carry_over(counts, self._queue.buckets)
         self.plans += 1
         self._tracker.follow_again()
         if self._events.plan_changed:

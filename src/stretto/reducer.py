@@ -33,7 +33,7 @@ from .plan import BucketPlan
 from .scaling import Scaling, encode_weight
 from .tracker import ArrivalTracker
 from .transport.base import Transport
-from .unused import NeverUsed
+from .usage import NeverUsed, ranks_that_had
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Reducer:
                 f"{self._queue.where}: which ranks used which parameters travels behind the gradients, and a comm hook "
                 "sends the gradients alone.\nLeave out the hook, or look at .grad on each rank before backward ends."
             )
-        counts = {index: count for bucket in self._queue.buckets for index, count in bucket.counts().items()}
+        counts = ranks_that_had(self._queue.buckets)
         return {name: counts[index] for index, name in enumerate(self._queue.names)}
 
     @property

@@ -1,9 +1,16 @@
-"""Parameters that nobody uses: named once, since most often a head was forgotten or a loss does not reach it."""
+"""Which ranks had a gradient for what: read from the buckets' summed footers, which stay until the next pass.
+
+Parameters that nobody ever uses are named once, since most often a head was forgotten or a loss does not reach it.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 
+import torch
+
+from .bucket import Bucket
 from .errors import name_list
 from .launch import LaunchQueue
 
@@ -11,6 +18,21 @@ PASSES = 3
 """So many passes are looked at: enough that what is used every other time is not named."""
 
 log = logging.getLogger("stretto")
+
+
+def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:
+    """How many ranks had each parameter in the last pass, by index. A sum in bf16 is exact up to 256 of them."""
+    found: dict[int, int] = {}
+    for bucket in buckets:
+        footer = bucket.footer[: len(bucket.indices)].tolist()
+        found |= {index: round(abs(count)) for index, count in zip(bucket.indices, footer, strict=True)}
+    return found
+
+
+def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
+    """Let new buckets say the same of the last pass, which they did not take part in."""
+    for bucket in buckets:
+        bucket.footer[: len(bucket.indices)] = torch.tensor([float(counts[index]) for index in bucket.indices])
 
 
 class NeverUsed:
@@ -32,8 +54,12 @@ class NeverUsed:
         queue = self._queue
         # On an accelerator to read the footer would stop the host, and a comm hook does not send it.
         told = queue.comm_hook is None and all(bucket.flat.device.type == "cpu" for bucket in queue.buckets)
-        absent = (index for bucket in queue.buckets if bucket.missing for index in bucket.absent(told))
-        self._suspects.intersection_update(absent)
+        self._suspects.intersection_update(
+            bucket.indices[place]
+            for bucket in queue.buckets
+            for place in bucket.missing
+            if not (told and bucket.footer[place])
+        )
         self._passes += 1
         if self._suspects and self._passes == PASSES:
             self._warn([queue.names[index] for index in sorted(self._suspects)], told)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import stretto
 from stretto.reducer import reducer_of
@@ -24,7 +26,7 @@ def refusals(build, **options) -> list[str]:
         with pytest.raises(stretto.SetupError) as caught:
             stretto.attach(module, transport=transport, **options)
         assert all(reducer_of(parameter) is None for parameter in module.parameters())
-        return str(caught.value)
+        return str(caught.value).removeprefix(f"rank {transport.rank}: ")
 
     started = time.monotonic()
     messages = run_ranks(worker, 3)
@@ -64,14 +66,11 @@ def test_attached_already() -> None:
         assert [dict(parameter._post_accumulate_grad_hooks) for parameter in module.parameters()] == hooks
         return str(caught.value)
 
-    assert (
-        run_ranks(worker, 2)
-        == [
-            "attach: 0.0.weight, 0.0.bias, 0.1.weight, 0.1.bias already attached, here or as part of another module.\n"
-            "Call detach() on the first handle, or attach only once."
-        ]
-        * 2
-    )
+    assert run_ranks(worker, 2) == [
+        f"rank {rank}: attach: 0.0.weight, 0.0.bias, 0.1.weight, 0.1.bias already attached, here or as part of "
+        "another module.\nCall detach() on the first handle, or attach only once."
+        for rank in range(2)
+    ]
 
 
 def test_a_problem_of_one_rank_is_told_to_the_others() -> None:
@@ -134,8 +133,8 @@ def test_a_bad_value_on_one_rank_is_told_to_the_others() -> None:
         return str(caught.value)
 
     first, second = run_ranks(worker, 2, timeout=5)
-    assert second.startswith("bucket caps must be positive")
-    assert first == f"attach, rank 0: other ranks cannot attach, so this one cannot:\n  rank 1: {second}"
+    assert second.startswith("rank 1: bucket caps must be positive")
+    assert first == f"attach, rank 0: other ranks cannot attach, so this one cannot:\n  {second}"
 
 
 def test_another_memory_format_is_a_difference() -> None:
@@ -149,19 +148,48 @@ def test_another_memory_format_is_a_difference() -> None:
     )
 
 
+DIFFERENCES = {
+    "shape": "  parameter 0.weight: 4x3 float32 cpu on ranks {others}; 5x3 float32 cpu on rank {last}\n",
+    "dtype": "  parameter 0.bias: 4 float32 cpu on ranks {others}; 4 float64 cpu on rank {last}\n",
+    "name": "  parameter tail.weight: missing on ranks {others}; 2x4 float32 cpu on rank {last}\n",
+    "count": "  parameter 1.bias: 2 float32 cpu on ranks {others}; missing on rank {last}\n",
+}
+
+
 @pytest.mark.ranks
-def test_ranks_that_differ_over_gloo_raise_within_two_seconds() -> None:
-    messages = spawn_ranks(attach_what_differs, 2)
-    assert messages[0] == messages[1]
-    assert "  parameter 0.weight: 4x3 float32 cpu on rank 0; 5x3 float32 cpu on rank 1\n" in messages[0]
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_differ_over_gloo_raise_within_two_seconds(world: int) -> None:
+    found = spawn_ranks(attach_what_differs, world, world)
+    others = ", ".join(map(str, range(world - 1)))
+    for kind, line in DIFFERENCES.items():
+        texts = [messages[kind] for messages in found]
+        assert len(set(texts)) == 1
+        assert texts[0].startswith(f"attach: the {world} ranks do not hold the same model.\n")
+        line = line.format(others=others, last=world - 1)
+        assert (line if world > 2 else line.replace("ranks 0", "rank 0")) in texts[0]
 
 
-def attach_what_differs(rank: int) -> str:
-    started = time.monotonic()
-    with pytest.raises(stretto.ModelMismatchError) as caught:
-        stretto.attach(torch.nn.Sequential(torch.nn.Linear(3, 4 + rank)))
-    assert time.monotonic() - started < 2
-    return str(caught.value)
+def attach_what_differs(rank: int, world: int) -> dict[str, str]:
+    messages = {}
+    for kind in DIFFERENCES:
+        module = linear()
+        if rank == world - 1:
+            if kind == "shape":
+                module[0] = torch.nn.Linear(3, 5)
+            elif kind == "dtype":
+                module[0].bias.data = module[0].bias.data.double()
+            elif kind == "name":
+                module = torch.nn.Sequential(OrderedDict({"0": module[0], "tail": module[1]}))
+            else:
+                module[1].bias = None
+        dist.barrier()
+        started = time.monotonic()
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            stretto.attach(module)
+        assert time.monotonic() - started < 2
+        assert all(reducer_of(parameter) is None for parameter in module.parameters())
+        messages[kind] = str(caught.value)
+    return messages
 
 
 def test_unknown_arguments_and_values() -> None:

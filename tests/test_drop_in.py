@@ -403,7 +403,10 @@ class TestTogether:
 
     def test_wrapping_again_hands_over(self, scenes):
         assert same(scenes[0]["wrapped twice"][0], scenes[1]["wrapped twice"][0])
-        assert "Wrap the outer module last" in scenes[0]["wrapped twice"][1]
+        assert scenes[0]["wrapped twice"][1] == (
+            "DistributedDataParallel: weight, bias already reduced by another wrapper or handle, over other ranks or "
+            "with parameters that this module does not have.\nWrap the outer module last, over one group."
+        )
 
     def test_options_of_stretto(self, scenes):
         weighted, summed = scenes[0]["own options"]

@@ -330,7 +330,8 @@ def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: fl
                 4,
                 "pass 4: the ranks no longer hold the same values of 2.bias.\n"
                 "  2.bias: ranks 0, 2 differs from rank 1\n"
-                "Something changed them on some ranks only: a step that was skipped, or a random number.",
+                "Something changed them on some ranks only: a step that was skipped, or a random number.\n"
+                "To go on with rank 0's: sync.detach(); sync = stretto.attach(model)",
             )
         ]
         * 3

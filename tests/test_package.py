@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import stretto
 
 SOURCE = Path(stretto.__file__).parent
@@ -17,7 +19,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"bucket", "agreement", "broadcast", "options"},
     {"comm_hooks", "schedule", "check", "presence"},
     {"launch", "sparse", "family"},
-    {"tracker"},
+    {"tracker", "usage"},
     {"consensus"},
     {"reducer", "membership"},
     {"handle"},
@@ -72,6 +74,26 @@ def test_no_circles() -> None:
             del needs[module]
         for wanted in needs.values():
             wanted.difference_update(free)
+
+
+def test_no_file_reaches_into_the_privates_of_another() -> None:
+    """But for names that torch's own classes have, which others use as they are."""
+    owners: dict[str, set[Path]] = {}
+    reached: list[tuple[str, Path, int]] = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
+                owners.setdefault(node.name, set()).add(path)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                if ast.unparse(node.value) == "self":
+                    owners.setdefault(node.attr, set()).add(path)
+                else:
+                    reached.append((node.attr, path, node.lineno))
+    torchs = {*dir(torch.nn.Module()), *dir(stretto.DistributedDataParallel(torch.nn.Linear(1, 1)))}
+    ours = {"_synchronizer", "_attach", "_buffers_policy", "_attach_options"}
+    for name, path, line in reached:
+        if name in owners and (name in ours or name not in torchs):
+            assert path in owners[name], f"{path.name}:{line} reaches for {name} of another file"
 
 
 def test_public_names() -> None:

@@ -128,6 +128,7 @@ def attach(
         if carrier is not None and not alone:
             with contextlib.suppress(SetupError):  # take part all the same, so that the other ranks learn of it
                 agree(Statement((), str(problem)), carrier)
+            problem.args = (f"rank {carrier.rank}: {problem}",)
         raise
     if carrier is not None and not alone and init_sync:
         parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
@@ -171,7 +172,10 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
         )
     vain = [pattern for pattern in options.ignore if not any(Options(ignore=(pattern,)).ignores(n) for n in everything)]
     if vain:
-        raise SetupError(f"attach: ignore= names {name_list(vain)}, which the module does not have.")
+        raise SetupError(
+            f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
+            "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
+        )
     trained = _trained(module, options)
     if not trained:
         raise SetupError(

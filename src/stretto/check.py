@@ -47,5 +47,6 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], transport: Transport, wh
         lines.append(f"  {name}: " + " differs from ".join(describe_ranks(ranks) for ranks in camps.values()))
     raise ReplicaError(
         f"{where}: the ranks no longer hold the same values of {name_list(names)}.\n" + "\n".join(lines) + "\n"
-        "Something changed them on some ranks only: a step that was skipped, or a random number."
+        "Something changed them on some ranks only: a step that was skipped, or a random number.\n"
+        "To go on with rank 0's: sync.detach(); sync = stretto.attach(model)"
     )

@@ -14,6 +14,7 @@ from .plan import BucketPlan
 from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
+from .usage import carry_over, ranks_that_had
 from .words import NOTHING_SAID, Control, ControlWords
 
 
@@ -67,7 +68,7 @@ class Consensus:
         on_host = all(device.type == "cpu" for device in queue.devices)
         late = self._tracker.spoilt()
         if not late and (queue.comm_hook is not None or not (on_host or queue.pass_number == 1)):
-            left = queue.buckets[: queue.launched]
+            left = queue.buckets[: queue.launched]  # in the others gradients may just wait for what never comes
             late = [queue.names[bucket.indices[i]] for bucket in left for i in bucket.late()]
         if late:
             raise UnsupportedError(
@@ -142,8 +143,10 @@ class Consensus:
         """Use another plan, the same on all ranks, from the next pass on."""
         if plan == self._queue.plan:
             return
+        counts = ranks_that_had(self._queue.buckets)
         with torch.no_grad():
             self._queue.adopt(plan)
+            carry_over(counts, self._queue.buckets)
         self.plans += 1
         self._tracker.follow_again()
         if self._events.plan_changed:

@@ -27,7 +27,6 @@ from .comm_hooks import Hook, check_hook
 from .ddp_compat import TorchSurface
 from .ddp_faces import Logger, ReducerFace
 from .errors import SetupError, UnsupportedError
-from .handle import Synchronizer
 from .options import Buffers
 from .scaling import Reduce
 
@@ -158,15 +157,22 @@ class DistributedDataParallel(TorchSurface):
         """torch's rules: one device id at most, and only for a module on one accelerator."""
         devices = {parameter.device for parameter in self._module_parameters}
         if not devices:
-            raise SetupError("DistributedDataParallel is not needed: the module has no parameter to reduce.")
+            raise SetupError(
+                "DistributedDataParallel is not needed: the module has no parameter to reduce.\n"
+                "Wrap the module that is trained, and use this one as it is."
+            )
         self.device = next(iter(self._module_parameters)).device
         self.device_type = self.device.type
         self.is_multi_device_module = len(devices) > 1
         if device_ids and len(device_ids) > 1:
-            raise SetupError(f"device_ids can only be None or contain a single element, got {device_ids}")
+            raise SetupError(
+                f"device_ids can only be None or contain a single element, got {device_ids}.\n"
+                "Start one process for each device."
+            )
         if len({device.type for device in devices}) > 1:
             raise SetupError(
-                f"the module's parameters must be on one type of device, but are on {sorted(map(str, devices))}"
+                f"the module's parameters must be on one type of device, but are on {sorted(map(str, devices))}.\n"
+                "Call module.to(device) before wrapping it."
             )
         movable = not self.is_multi_device_module and self.device_type != "cpu"
         if not movable and (device_ids or output_device is not None):
@@ -179,11 +185,6 @@ class DistributedDataParallel(TorchSurface):
         self.output_device = output_device if output_device is not None else first
 
     # torch's public surface, as far as it is not inherited
-
-    @property
-    def synchronizer(self) -> Synchronizer:
-        """stretto's handle: plan, statistics, ``describe()``, observers."""
-        return self._synchronizer
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -246,11 +247,16 @@ def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist
             return dist.group.WORLD
         return process_group
     if process_group is not None:
-        raise SetupError("Cannot specify both process_group and device_mesh arguments.")
+        raise SetupError("Cannot specify both process_group and device_mesh arguments.\nLeave one of them out.")
     if device_mesh.ndim != 1:
-        raise SetupError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        raise SetupError(
+            f"Only 1D device mesh is supported, but got {device_mesh}.\nGive one of its dimensions' group."
+        )
     if device_mesh._get_root_mesh() != device_mesh:
-        raise UnsupportedError("a mesh cut out of a larger one (DDP with tensor parallelism) is not supported yet")
+        raise UnsupportedError(
+            "device_mesh is cut out of a larger mesh (DDP with tensor parallelism), which is not supported yet.\n"
+            "If the parameters are plain tensors, give its group: process_group=mesh.get_group()."
+        )
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
 
@@ -266,7 +272,10 @@ def _refuse_arguments(mixed_precision: object, delayed: object, delayed_with: ob
             "use torch.autocast, or cast the module before wrapping it."
         )
     if (delayed is None) != (delayed_with is None):
-        raise SetupError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
+        raise SetupError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.\n"
+            "Leave both out: they have no effect here."
+        )
 
 
 def _warn_of_deprecated(broadcast_buffers: bool | None, check_reduction: bool) -> None:

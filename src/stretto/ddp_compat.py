@@ -54,6 +54,11 @@ class TorchSurface(TorchDDP):
         for hook, state in self._comm_hooks:
             self._synchronizer.register_comm_hook(state, hook)
 
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """stretto's handle: plan, statistics, ``describe()``, observers."""
+        return self._synchronizer
+
     # forward is torch's: _pre_forward, the module, _post_forward
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -206,9 +211,7 @@ class TorchSurface(TorchDDP):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """One pass of the other ranks, to which this one has nothing to give."""
-        reducer = self._synchronizer._reducer
-        if reducer is not None:
-            reducer.shadow_pass()
+        self._synchronizer.shadow_pass()
 
 
 class _ShadowHook(JoinHook):
@@ -243,7 +246,7 @@ def hand_over(ddp: TorchSurface) -> None:
             earlier[reducer] = None
     for reducer in earlier:
         group = getattr(reducer.transport, "process_group", None)
-        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in reducer.parameters()):
+        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in reducer.parameters):
             held = [n for n, p in ddp.module.named_parameters() if reducer_of(p) is reducer]
             raise AlreadyAttachedError(
                 f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "

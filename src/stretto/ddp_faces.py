@@ -73,6 +73,14 @@ class ReducerFace:
         """Waits at once."""
         torch.futures.wait_all([*futures])
 
+    def _get_local_used_map(self) -> torch.Tensor:
+        """How many ranks used each parameter in the last pass."""
+        return torch.tensor([*self._owner.synchronizer.used_by.values()], dtype=torch.int32)
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every pass of this rank has reached the same parameters."""
+        return not self._owner.synchronizer.graph_changed
+
     def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[Any]:
         """The sum over ranks of ``bucket.buffer()``, not divided."""
         return sum_hook(self._owner.process_group, bucket)
@@ -117,7 +125,7 @@ class Logger:
         """torch's keys, as far as there is something to say."""
         ddp = self._ddp()
         assert ddp is not None
-        sync = ddp._synchronizer
+        sync = ddp.synchronizer
         plan, counts = sync.plan, sync.statistics
         group = ddp.process_group
         sizes = ", ".join(str(plan.bucket_bytes(i)) for i in range(len(plan.buckets)))
@@ -181,7 +189,5 @@ REFUSED_OF_REDUCER: dict[str, str] = {
     "_get_zeros_like_grad_buckets": "joined ranks take part by themselves",
     "_set_sparse_metadata": "sparse gradients are reduced without it",
     "get_backward_stats": "observe passes with DistributedDataParallel.synchronizer.observe",
-    "_get_local_used_map": "which parameters were used is known inside a pass only",
-    "_ddp_graph_static": "whether graphs change is not recorded, since nothing depends on it",
 }
 """Members of torch's reducer that have no counterpart, and why."""

@@ -10,7 +10,8 @@ StrettoError
 └── CommunicationError        a bucket could not be reduced
     └── PeerError             another rank failed in this pass
 
-Every message says the rank and, during training, the pass; names parameters; and ends with the line to change.
+A message says the rank, unless all ranks raise the same text or there is one alone; during training the pass; names
+parameters; and ends with the line to change. tests/test_messages.py sees to it that each is stated whole by a test.
 """
 
 from __future__ import annotations

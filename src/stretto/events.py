@@ -72,7 +72,8 @@ class Events:
     pass_settled: list[Subscription]
     plan_changed: list[Subscription]
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
         for event in EVENTS:
             setattr(self, event, [])
 
@@ -95,5 +96,11 @@ class Events:
             try:
                 method(*values)
             except Exception:
-                log.exception("observer %r raised and was dropped; training goes on", observer)
+                log.exception(
+                    "rank %s, pass %s: observer %r raised and was dropped; training goes on.\n"
+                    "Mend it and hand it to sync.observe(...) again.",
+                    self.rank,
+                    values[0],
+                    observer,
+                )
                 self.remove(observer)

@@ -74,7 +74,7 @@ class Synchronizer:
         self._idle_plan = plan
         self._last_statistics = Statistics()
         self._transport = transport
-        self._events = Events()
+        self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
         if transport is not None and transport.world_size > 1:
@@ -134,7 +134,10 @@ class Synchronizer:
                 "Use stretto.attach(model, weighted=True)."
             )
         if not 0 <= value < 2**WEIGHT_BITS:
-            raise SetupError(f"rank {self.rank}: weight={value} must be between 0 and 2**{WEIGHT_BITS}")
+            raise SetupError(
+                f"rank {self.rank}: weight={value} must be between 0 and 2**{WEIGHT_BITS}.\n"
+                "Set it to this rank's number of samples or tokens in the batch."
+            )
         if self._reducer is not None:
             self._reducer.weight = value
 
@@ -169,6 +172,34 @@ class Synchronizer:
     def synchronize(self, value: bool) -> None:
         if self._reducer is not None:
             self._reducer.synchronize = value
+
+    @property
+    def used_by(self) -> dict[str, int]:
+        """How many ranks had a gradient for each parameter in the last pass. Not collective: it came with the pass.
+
+        Zeros before the first pass. Waits for an accelerator.
+
+        Raises:
+            UnsupportedError: a comm hook is registered, which sends gradients alone.
+
+        Example::
+
+            forgotten = [name for name, ranks in sync.used_by.items() if ranks == 0]
+        """
+        if self._reducer is None:
+            named = dict(self.module.named_parameters())
+            return {spec.name: int(named[spec.name].grad is not None) for spec in self.plan.parameters}
+        return self._reducer.used_by
+
+    @property
+    def graph_changed(self) -> bool:
+        """Whether passes of this rank have reached different sets of parameters."""
+        return self._reducer is not None and self._reducer.graph_changed
+
+    def shadow_pass(self) -> None:
+        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
+        if self._reducer is not None:
+            self._reducer.shadow_pass()
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.

@@ -145,6 +145,7 @@ class LaunchQueue:
         if bucket.is_last or not self.presence.unused(bucket.index):
             return False
         bucket.skipped = True
+        bucket.footer.zero_()
         self.launched += 1
         return True
 

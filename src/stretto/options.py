@@ -37,7 +37,7 @@ class Options:
             known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
             raise UnsupportedError(f"buffers={self.buffers!r} is not known: use one of {known}")
         if self.check_every is not None and self.check_every < 1:
-            raise SetupError(f"check_every={self.check_every} must be a number of passes, 1 or more")
+            raise SetupError(f"check_every={self.check_every} must be a number of passes, 1 or more, or None")
 
     def ignores(self, name: str) -> bool:
         """Whether the parameter or buffer is to be left alone."""
@@ -61,7 +61,9 @@ def dtype_patterns(asked: torch.dtype | Mapping[str, torch.dtype] | None) -> tup
     pairs = tuple(asked.items()) if isinstance(asked, Mapping) else (("*", asked),)
     for pattern, dtype in pairs:
         if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
-            raise UnsupportedError(f"reduce_dtype for {pattern!r} must be a floating dtype, not {dtype!r}")
+            raise UnsupportedError(
+                f"reduce_dtype for {pattern!r} must be a floating dtype, as torch.float32, not {dtype!r}"
+            )
     return pairs
 
 
@@ -73,6 +75,9 @@ def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter])
     for one in asked:
         name = one if isinstance(one, str) else by_identity.get(id(one), "")
         if name not in names:
-            raise SetupError(f"launch_after names {one if isinstance(one, str) else 'a parameter'}, not of this module")
+            raise SetupError(
+                f"launch_after names {one if isinstance(one, str) else 'a parameter'}, not of this module.\n"
+                "Give parameters of the attached module, or names as in module.named_parameters()."
+            )
         found.append(name)
     return tuple(found)

@@ -79,7 +79,7 @@ class Presence:
         """After a pass: remember who came on any rank, which the footers of all buckets tell."""
         self._recorded += 1
         for bucket in buckets:
-            had = [0.0] * len(bucket.indices) if bucket.skipped else bucket.footer[: len(bucket.indices)].tolist()
+            had = bucket.footer[: len(bucket.indices)].tolist()
             for index, ranks in zip(bucket.indices, had, strict=True):
                 self._history[index] = (self._history.get(index, 0) << 1 | bool(ranks)) % (1 << REMEMBERED)
 

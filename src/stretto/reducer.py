@@ -29,15 +29,16 @@ from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .comm_hooks import CommHook
 from .consensus import Consensus
 from .engine import OutermostEnd, without_graph
-from .errors import SetupError
+from .errors import SetupError, UnsupportedError
 from .events import Events
 from .family import Family, Member
 from .launch import LaunchQueue
 from .plan import BucketPlan
-from .scaling import Scaling
+from .scaling import Scaling, encode_weight
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
+from .usage import NeverUsed, ranks_that_had
 from .words import ControlWords
 
 
@@ -99,6 +100,7 @@ class Reducer:
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._consensus = Consensus(self._queue, self._tracker, events)
+        self._never_used = NeverUsed(self._queue)
         self.family: Family = Family([self])
         """Reducers of models inside this one and around it: see family.py."""
         self.inside: list[weakref.ref[Member]] = []
@@ -122,10 +124,27 @@ class Reducer:
         nbytes = self._queue.total_bytes + (self.sparse.total_bytes if self.sparse is not None else 0)
         return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
 
+    @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that are reduced here and alive."""
+        """Those that are reduced and still alive."""
         dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
         return dense + (self.sparse.parameters() if self.sparse is not None else [])
+
+    @property
+    def used_by(self) -> dict[str, int]:
+        """How many ranks had a gradient for each parameter in the last pass."""
+        if self.comm_hook is not None:
+            raise UnsupportedError(
+                f"{self._queue.where}: which ranks used which parameters travels behind the gradients, and a comm hook "
+                "sends the gradients alone.\nLeave out the hook, or look at .grad on each rank before backward ends."
+            )
+        counts = ranks_that_had(self._queue.buckets)
+        return {name: counts[index] for index, name in enumerate(self._queue.names)}
+
+    @property
+    def graph_changed(self) -> bool:
+        """Whether this rank's passes have reached different sets of parameters."""
+        return self._tracker.graph_changed
 
     @property
     def weight(self) -> float:
@@ -134,6 +153,10 @@ class Reducer:
 
     @weight.setter
     def weight(self, value: float) -> None:
+        try:
+            encode_weight(value, len(self._queue.buckets[-1].weight))  # here, not when peers wait for the bucket
+        except SetupError as problem:
+            raise SetupError(f"rank {self.transport.rank}: {problem}") from None
         self._queue.weight = value
 
     @property
@@ -233,6 +256,8 @@ class Reducer:
                 if sparse is not None:
                     sparse.exchange(shares, self._queue.where)
                 words = self._wait(self._send_buffers(), release=True)
+                if self._never_used.looking:
+                    self._never_used.look()
             finally:
                 self._unsynchronized.clear()
                 if sparse is not None:

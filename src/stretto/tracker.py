@@ -40,6 +40,8 @@ class ArrivalTracker:
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.last_order: list[int] = []
         """Indices of the last arrivals that were not as scheduled, the schedule's own order otherwise."""
+        self.graph_changed = False
+        """Whether two passes in succession have reached different parameters."""
         self._queue = queue
         self._events = events
         self._progressed = progressed
@@ -242,6 +244,8 @@ class ArrivalTracker:
         self.last_order = [self.index_of[i] for i in ids]
         self._expected = {index: n for index, n in Counter(self.last_order).items() if n > 1}
         stable = ids == self._known or not self._known
+        if not self.graph_changed and ids and self._known:
+            self.graph_changed = set(ids) != set(self._known)
         self._known = ids
         if stable and ids and not self._events.gradient_ready:
             self._follow()

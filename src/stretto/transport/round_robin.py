@@ -25,7 +25,9 @@ class RoundRobinTransport:
     def __init__(self, transports: Sequence[Transport]) -> None:
         members = {(transport.rank, transport.world_size) for transport in transports}
         if len(members) != 1:
-            raise SetupError(f"process_groups must hold the same ranks in the same order, got (rank, size) {members}")
+            raise SetupError(
+                f"process_groups must hold the same ranks in the same order, got (rank, size) {sorted(members)}"
+            )
         first = transports[0]
         self.name = f"{len(transports)} x {first.name}"
         self.rank = first.rank

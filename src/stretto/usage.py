@@ -1,0 +1,76 @@
+"""Which ranks had a gradient for what: read from the buckets' summed footers, which stay until the next pass.
+
+Parameters that nobody ever uses are named once, since most often a head was forgotten or a loss does not reach it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from .bucket import Bucket
+from .errors import name_list
+from .launch import LaunchQueue
+
+PASSES = 3
+"""So many passes are looked at: enough that what is used every other time is not named."""
+
+log = logging.getLogger("stretto")
+
+
+def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:
+    """How many ranks had each parameter in the last pass, by index. A sum in bf16 is exact up to 256 of them."""
+    found: dict[int, int] = {}
+    for bucket in buckets:
+        footer = bucket.footer[: len(bucket.indices)].tolist()
+        found |= {index: round(abs(count)) for index, count in zip(bucket.indices, footer, strict=True)}
+    return found
+
+
+def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
+    """Let new buckets say the same of the last pass, which they did not take part in."""
+    for bucket in buckets:
+        bucket.footer[: len(bucket.indices)] = torch.tensor([float(counts[index]) for index in bucket.indices])
+
+
+class NeverUsed:
+    """What no rank had a gradient for in any pass so far. It is right that way, so it is a warning and no error.
+
+    Args:
+        queue: has the buckets, whose footers tell what any rank had.
+    """
+
+    def __init__(self, queue: LaunchQueue) -> None:
+        self.looking = queue.transport.rank == 0
+        """Whether ``look`` is to be called: rank 0 speaks for all, and a few passes tell."""
+        self._queue = queue
+        self._passes = 0
+        self._suspects = set(range(len(queue.names)))
+
+    def look(self) -> None:
+        """At the end of a pass, before its buckets are emptied. No suspects are left after most first passes."""
+        queue = self._queue
+        # On an accelerator to read the footer would stop the host.
+        told = queue.tells and all(bucket.flat.device.type == "cpu" for bucket in queue.buckets)
+        self._suspects.intersection_update(
+            bucket.indices[place]
+            for bucket in queue.buckets
+            for place in bucket.missing
+            if not (told and bucket.footer[place])
+        )
+        self._passes += 1
+        if self._suspects and self._passes == PASSES:
+            self._warn([queue.names[index] for index in sorted(self._suspects)], told)
+        self.looking = bool(self._suspects) and self._passes < PASSES
+
+    def _warn(self, names: list[str], told: bool) -> None:
+        log.warning(
+            "%s: %s had no gradient in any pass so far, %s. Each is sent as zeros and not trained.\n"
+            "If it is meant so, freeze it, requires_grad_(False), or leave it out: attach(..., ignore=[%s]).",
+            self._queue.where,
+            name_list(names),
+            "on any rank" if told else "on this rank",
+            ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else ""),
+        )

@@ -1,0 +1,458 @@
+"""Each text that stretto raises or logs, whole."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stretto
+from stretto import BucketPlan, BucketSpec, ParameterSpec
+from stretto import DistributedDataParallel as DDP
+from stretto.ddp_faces import ReducerFace
+from stretto.plan import plan_buckets
+from stretto.scaling import encode_weight
+from stretto.specs import dtype_of
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
+from stretto.transport import LocalGroup, LocalTransport, ProcessGroupTransport, RoundRobinTransport, Work
+
+# Parameters that nobody used
+
+
+class Heads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(2, 2)
+        self.heads = torch.nn.ModuleDict({key: torch.nn.Linear(2, 1) for key in "abcd"})
+
+    def forward(self, use: str) -> torch.Tensor:
+        hidden = self.body(torch.ones(3, 2))
+        return torch.stack([self.heads[key](hidden).sum() for key in use]).sum()
+
+
+NEVER_USED = (
+    "rank 0, pass 3: heads.c.weight, heads.c.bias, heads.d.weight, heads.d.bias had no gradient in any pass so far, "
+    "{}. Each is sent as zeros and not trained.\n"
+    "If it is meant so, freeze it, requires_grad_(False), or leave it out: "
+    "attach(..., ignore=['heads.c.weight', 'heads.c.bias', 'heads.d.weight', 'heads.d.bias'])."
+)
+
+
+def warned(caplog: pytest.LogCaptureFixture, uses: list[list[str]], hook: object = None) -> list[str]:
+    """What is logged while each rank runs one pass with each of its heads."""
+
+    def worker(transport):
+        model = Heads()
+        sync = stretto.attach(model, transport=transport)
+        if hook is not None:
+            sync.register_comm_hook(None, hook)
+        for use in uses[transport.rank]:
+            model.zero_grad()
+            model(use).backward()
+
+    with caplog.at_level(logging.DEBUG, "stretto"):
+        run_ranks(worker, len(uses))
+    assert all((record.name, record.levelno) == ("stretto", logging.WARNING) for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+def identity(state: object, bucket: object) -> torch.futures.Future:
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_that_no_rank_ever_used_are_named_once(caplog, world: int) -> None:
+    uses = [["a"] * 8, ["a", "b", "a", "c", "a", "a", "a", "a"], ["b"] * 8]
+    assert warned(caplog, uses[:world]) == [NEVER_USED.format("on any rank")]
+
+
+@pytest.mark.parametrize("uses", [["abcd"], ["ab", "cd"], ["a", "b", "cd"], ["ab", "ab", "ab", "abcd"]])
+def test_what_some_pass_of_some_rank_used_is_not_named(caplog, uses: list[str]) -> None:
+    passes = [uses[number % len(uses)] for number in range(3)]
+    expected = [NEVER_USED.format("on any rank")] if len(uses) == 4 else []
+    assert warned(caplog, [["ab"] * 3, passes]) == expected
+
+
+def test_with_a_comm_hook_rank_0_speaks_of_itself(caplog) -> None:
+    assert warned(caplog, [["ab"] * 4, ["abcd"] * 4], identity) == [NEVER_USED.format("on this rank")]
+
+
+# In one process, before anything is trained
+
+
+def spec(name: str = "w", **changes: object) -> ParameterSpec:
+    return ParameterSpec(**{"name": name, "shape": (2,), "strides": (1,), "dtype": torch.float32} | changes)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+
+
+def attach(**options: object) -> stretto.Synchronizer:
+    return stretto.attach(model(), **options)
+
+
+def launched_without_a_group() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "4")
+        attach()
+
+
+def member_of_a_gone_wrapper() -> None:
+    face = DDP(model()).reducer
+    gc.collect()
+    face._remove_autograd_hooks()
+
+
+@dataclass
+class Mesh:
+    ndim: int = 1
+
+    def _get_root_mesh(self) -> str:
+        return "another"
+
+
+def with_a_mesh(ndim: int = 1, **options: object) -> None:
+    DDP(model(), device_mesh=Mesh(ndim), **options)
+
+
+def on_two_kinds_of_device() -> None:
+    DDP(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta")))
+
+
+PLAN = plan_buckets([spec("a"), spec("b", dtype=torch.float64)], cap_bytes=100)
+
+ALONE = [
+    (
+        launched_without_a_group,
+        "WORLD_SIZE=4 ranks were launched, but no process group is initialised: each would train alone.\n"
+        "Call torch.distributed.init_process_group() before stretto.attach(model).",
+    ),
+    (
+        lambda: attach(ignore=["9.*"]),
+        "attach: ignore= names 9.*, which the module does not have.\n"
+        "Give names, or patterns of names, of module.named_parameters() or module.named_buffers().",
+    ),
+    (
+        lambda: attach(buffers="all"),
+        'buffers=\'all\' is not known: use one of "rank0", "mean", "none"',
+    ),
+    (lambda: attach(check_every=0), "check_every=0 must be a number of passes, 1 or more, or None"),
+    (
+        lambda: attach(reduce_dtype=torch.int32),
+        "reduce_dtype for '*' must be a floating dtype, as torch.float32, not torch.int32",
+    ),
+    (
+        lambda: attach(launch_after=["9.weight"]),
+        "launch_after names 9.weight, not of this module.\n"
+        "Give parameters of the attached module, or names as in module.named_parameters().",
+    ),
+    (lambda: attach(reduce="max"), 'reduce=\'max\' is not known: use reduce="mean" or reduce="sum"'),
+    (lambda: attach(predivide_factor=0), "predivide_factor=0 must be positive, or None"),
+    (lambda: attach(bucket_cap_mb=-1), "bucket caps must be positive, got cap_bytes=-1048576, last_cap_bytes=-262144"),
+    (lambda: attach().register_comm_hook(None, 3), "Communication hook must be callable, got 3"),
+    (
+        lambda: setattr(attach(), "weight", 2),
+        "rank 0: weight=2 has no effect on a model that was attached without weights.\n"
+        "Use stretto.attach(model, weighted=True).",
+    ),
+    (
+        lambda: setattr(attach(weighted=True), "weight", -2),
+        "rank 0: weight=-2 must be between 0 and 2**31.\n"
+        "Set it to this rank's number of samples or tokens in the batch.",
+    ),
+    (
+        lambda: attach(reduce="sum").register_comm_hook(None, identity),
+        "rank 0: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of attach() have no "
+        "effect beside it.\nLeave them out, or leave out the hook.",
+    ),
+    (lambda: stretto.reduce([], op="max"), 'op=\'max\' is not known: use op="mean" or op="sum"'),
+    (
+        lambda: stretto.reduce([torch.ones(2), torch.ones(2, dtype=torch.int64)]),
+        "reduce: tensor 1 is torch.strided of torch.int64; give dense floating ones",
+    ),
+    (lambda: ProcessGroupTransport(3), "this rank is not in the process group: call attach only on ranks that are"),
+    (
+        lambda: RoundRobinTransport([LocalGroup(2).transport(0), LocalGroup(3).transport(0)]),
+        "process_groups must hold the same ranks in the same order, got (rank, size) [(0, 2), (0, 3)]",
+    ),
+    (lambda: encode_weight(-1, 1), "weight=-1 must be between 0 and 2**31"),
+    # Plans
+    (
+        lambda: plan_buckets([spec()], cap_bytes=1, order=[0, 0]),
+        "order must name each of the 1 parameters once, got 2 indices",
+    ),
+    (lambda: replace(PLAN, buckets=PLAN.buckets[:1]), "a bucket plan must hold every parameter exactly once"),
+    (
+        lambda: replace(PLAN, buckets=(BucketSpec((0, 1), torch.float32, "cpu"),)),
+        "bucket 0 must hold parameters of one dtype and device, and at least one",
+    ),
+    (
+        lambda: BucketPlan.from_json(PLAN.to_json().replace('"version": 1', '"version": 7')),
+        "this is a plan of version 7; this stretto reads version 1",
+    ),
+    (lambda: BucketPlan.from_json("{}"), "not a bucket plan in JSON: KeyError: 'version'"),
+    (lambda: dtype_of("nn"), "'nn' is not a torch dtype"),
+    (lambda: spec(shape=(-2,)), "parameter 'w' cannot have shape (-2,) and strides (1,)"),
+    (lambda: spec(strides=(1, 1)), "parameter w: shape (2,) and strides (1, 1) differ in length"),
+    # The drop-in
+    (
+        lambda: with_a_mesh(process_group=3),
+        "Cannot specify both process_group and device_mesh arguments.\nLeave one of them out.",
+    ),
+    (
+        lambda: with_a_mesh(2),
+        "Only 1D device mesh is supported, but got Mesh(ndim=2).\nGive one of its dimensions' group.",
+    ),
+    (
+        lambda: with_a_mesh(),
+        "device_mesh is cut out of a larger mesh (DDP with tensor parallelism), which is not supported yet.\n"
+        "If the parameters are plain tensors, give its group: process_group=mesh.get_group().",
+    ),
+    (
+        lambda: DDP(model(), mixed_precision=1),
+        "DistributedDataParallel(mixed_precision=...) is not honoured by stretto: use torch.autocast, or cast the "
+        "module before wrapping it.",
+    ),
+    (
+        lambda: DDP(model(), param_to_hook_all_reduce=1),
+        "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.\n"
+        "Leave both out: they have no effect here.",
+    ),
+    (
+        lambda: DDP(torch.nn.Tanh()),
+        "DistributedDataParallel is not needed: the module has no parameter to reduce.\n"
+        "Wrap the module that is trained, and use this one as it is.",
+    ),
+    (
+        lambda: DDP(model(), device_ids=[0, 1]),
+        "device_ids can only be None or contain a single element, got [0, 1].\nStart one process for each device.",
+    ),
+    (
+        on_two_kinds_of_device,
+        "the module's parameters must be on one type of device, but are on ['cpu', 'meta'].\n"
+        "Call module.to(device) before wrapping it.",
+    ),
+    (
+        lambda: DDP(model(), device_ids=[0]),
+        "device_ids=[0] and output_device=None only make sense for a module on one accelerator, but its parameters "
+        "are on ['cpu']: leave both out.",
+    ),
+    (
+        lambda: DDP(model())._ddp_init_helper(),
+        "DistributedDataParallel._ddp_init_helper is not supported by stretto: it builds torch's reducer; wrap the "
+        "module again instead.",
+    ),
+    (
+        lambda: ReducerFace(DDP(model())).get_backward_stats,
+        "DistributedDataParallel.reducer.get_backward_stats is not supported by stretto: observe passes with "
+        "DistributedDataParallel.synchronizer.observe.",
+    ),
+    (member_of_a_gone_wrapper, "this reducer's DistributedDataParallel is gone"),
+]
+
+
+@pytest.mark.parametrize("trigger, text", ALONE, ids=[text[:30] for _, text in ALONE])
+def test_text_of_what_is_refused_at_once(trigger, text: str) -> None:
+    with pytest.raises((stretto.StrettoError, TypeError)) as caught:
+        trigger()
+    assert str(caught.value) == text
+
+
+def destroyed_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    transport = ProcessGroupTransport()
+    dist.destroy_process_group()
+    transport.all_reduce(torch.ones(1))
+
+
+def hook_registered_twice(transport: LocalTransport) -> None:
+    sync = stretto.attach(model(), transport=transport)
+    sync.register_comm_hook(None, identity)
+    sync.register_comm_hook(None, identity)
+
+
+def half_a_sample(transport: LocalTransport) -> None:
+    stretto.attach(model().bfloat16(), transport=transport, weighted=True).weight = 0.5
+
+
+def who_used_what_with_a_hook(transport: LocalTransport) -> None:
+    sync = stretto.attach(model(), transport=transport)
+    sync.register_comm_hook(None, identity)
+    print(sync.used_by)
+
+
+class Broken(RecordingTransport):
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        self.inner.all_reduce(tensor).wait()
+        return self
+
+    def wait(self) -> None:
+        raise RuntimeError("connection reset")
+
+
+def broken_link(transport: LocalTransport) -> None:
+    module = model()
+    stretto.attach(module, transport=Broken(transport))
+    module(torch.ones(1, 2)).sum().backward()
+
+
+ON_RANKS = [
+    (
+        hook_registered_twice,
+        f"rank 0: a comm hook is registered already ({identity!r}).\n"
+        "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)",
+    ),
+    (
+        half_a_sample,
+        "rank 0: weight=0.5 must be whole where all gradients are of half precision: count samples",
+    ),
+    (
+        who_used_what_with_a_hook,
+        "rank 0, pass 0: which ranks used which parameters travels behind the gradients, and a comm hook sends the "
+        "gradients alone.\nLeave out the hook, or look at .grad on each rank before backward ends.",
+    ),
+    (
+        broken_link,
+        "rank 0, pass 1: bucket 0 (1.bias, 1.weight, 0.bias, 0.weight) could not be reduced over local (threads of one "
+        "process): connection reset\n"
+        "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs.",
+    ),
+]
+
+
+@pytest.mark.parametrize("trigger, text", ON_RANKS, ids=[trigger.__name__ for trigger, _ in ON_RANKS])
+def test_text_on_each_rank(trigger, text: str) -> None:
+    def worker(transport):
+        with pytest.raises(stretto.StrettoError) as caught:
+            trigger(transport)
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [text, text.replace("rank 0", "rank 1")]
+
+
+def test_text_of_a_group_that_is_gone() -> None:
+    with pytest.raises(stretto.CommunicationError) as caught:
+        destroyed_group()
+    assert str(caught.value) == (
+        "rank 0: the process group was destroyed while a model is attached to it.\n"
+        "Call detach() on the handle first, or dist.destroy_process_group() after the last backward."
+    )
+
+
+class Careless:
+    def pass_settled(self, pass_number: int) -> None:
+        raise KeyError(pass_number)
+
+    def __repr__(self) -> str:
+        return "Careless()"
+
+
+def test_text_of_an_observer_that_raises(caplog) -> None:
+    def worker(transport):
+        module = model()
+        sync = stretto.attach(module, transport=transport)
+        if transport.rank == 1:
+            sync.observe(Careless())
+        for _ in range(2):
+            module(torch.ones(1, 2)).sum().backward()
+
+    with caplog.at_level(logging.DEBUG, "stretto"):
+        run_ranks(worker, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1, pass 1: observer Careless() raised and was dropped; training goes on.\n"
+        "Mend it and hand it to sync.observe(...) again."
+    ]
+
+
+# Of the tools for tests
+
+
+def die(rank: int) -> None:
+    os._exit(3)
+
+
+def test_text_of_ranks_that_do_not_come_or_do_not_end() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        LocalGroup(2, timeout=0.1).transport(0).all_reduce(torch.ones(3)).wait()
+    assert str(caught.value) == "all_reduce of 3 x torch.float32: ranks [1] did not come within 0 s"
+    with pytest.raises(TimeoutError) as caught:
+        run_ranks(lambda transport: time.sleep(1), 1, timeout=0.1)
+    assert str(caught.value) == "rank 0 did not end within 0 s"
+
+
+@pytest.mark.ranks
+def test_text_of_processes_that_do_not_end_or_die() -> None:
+    with pytest.raises(TimeoutError) as caught:
+        spawn_ranks(die, 2, timeout=0.1)
+    assert str(caught.value) == "ranks [0, 1] did not end within 0 s"
+    with pytest.raises(RuntimeError) as caught:
+        spawn_ranks(die, 2)
+    assert str(caught.value) == "ranks died without a traceback, exit codes by rank: {0: 3, 1: 3}"
+
+
+# Every other text has a test that states it whole, wherever that test is
+
+TESTS = Path(__file__).parent
+SOURCE = Path(stretto.__file__).parent
+MANY = r"(?:.|\n)*"
+BEGINNING = r"(?:rank (?:\d+|\?)(?:, pass (?:\d+|\?))?: )?"
+
+
+def texts_in(node: ast.expr) -> str | None:
+    """A string as the program has it, with ``?`` for what is filled in; None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = [texts_in(side) for side in (node.left, node.right)]
+        return "".join("\0" if part is None else part for part in parts)
+    return None
+
+
+def raised() -> dict[str, str]:
+    """Where, and the text, of everything that the package raises or logs."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            warns = isinstance(call, ast.Call) and ast.unparse(call.func) in ("log.warning", "log.exception")
+            if (isinstance(node, ast.Raise) or warns) and isinstance(call, ast.Call) and call.args:
+                text = texts_in(call.args[0])
+                if text and len(text.replace("\0", "")) > 8:
+                    found[f"{path.relative_to(SOURCE)}:{node.lineno}"] = text.replace("%s", "\0").replace("%r", "\0")
+    return found
+
+
+@functools.cache
+def asserted() -> list[str]:
+    """Every string in a test."""
+    found = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.expr) and (text := texts_in(node)):
+                found.add(text.replace("\0", "?"))
+    return list(found)
+
+
+RAISED = raised()
+
+
+@pytest.mark.parametrize("place", RAISED)
+def test_each_text_is_stated_whole_by_a_test(place: str) -> None:
+    text = RAISED[place]
+    pattern = re.compile(BEGINNING + MANY.join(map(re.escape, text.split("\0"))))
+    assert any(pattern.fullmatch(one) for one in asserted()), text.replace("\0", "{}")

@@ -14,8 +14,8 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling"},
-    {"bucket", "agreement", "broadcast", "options"},
-    {"comm_hooks", "schedule", "check"},
+    {"bucket", "agreement", "broadcast", "options", "whereabouts"},
+    {"comm_hooks", "schedule", "check", "peers"},
     {"launch"},
     {"tracker"},
     {"consensus"},

@@ -14,18 +14,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .bucket import NOTHING_SAID, Bucket, Control, ControlWords
 from .comm_hooks import CommHook
-from .errors import CommunicationError, SetupError, UnsupportedError, name_list
+from .errors import CommunicationError, PeerError, SetupError, UnsupportedError, name_list
 from .events import Events
+from .peers import Peers
 from .plan import BucketPlan
 from .scaling import Scaling
 from .specs import dtype_name
-from .transport.base import Transport
+from .transport.base import Transport, Work
 
 
 class LaunchQueue:
@@ -51,6 +52,7 @@ class LaunchQueue:
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self.devices = [parameter.device for parameter in parameters.values()]
         self.transport = transport
+        self.peers = Peers(transport)
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling = scaling
@@ -154,7 +156,7 @@ class LaunchQueue:
             self.scaling.before(flat, self.weight)
             works.append((bucket, flat, self.transport.all_reduce(flat)))
         for bucket, flat, work in works:
-            work.wait()
+            self.wait_for(work, "what came late")
             late = flat[: len(bucket.payload)]
             bucket.slots.add_(late if factor is None else late.mul_(factor))
 
@@ -213,16 +215,35 @@ class LaunchQueue:
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.work is not None, "every bucket is launched before any is waited for"
         try:
-            bucket.work.wait()
+            if self.comm_hook is None:
+                self.peers.wait(bucket.work, self.pass_number)
+            else:
+                bucket.work.wait()
         except RuntimeError as error:
             names = name_list(self.names[index] for index in bucket.indices)
-            raise CommunicationError(
-                f"{self.where}: bucket {bucket.index} ({names}) could not be reduced over {self.transport.name}: "
-                f"{error}\n"
-                "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
-            ) from error
+            self._explain(f"bucket {bucket.index} ({names})", error)
         if self.events.bucket_reduced:
             self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
+
+    def wait_for(self, work: Work, what: str) -> None:
+        """Wait for a collective that is not a bucket's. Raises as ``wait`` does."""
+        try:
+            self.peers.wait(work, self.pass_number)
+        except RuntimeError as error:
+            self._explain(what, error)
+
+    def _explain(self, what: str, error: RuntimeError) -> NoReturn:
+        """Raise in place of the transport's error what says who did not come."""
+        if isinstance(error, PeerError):
+            raise error
+        try:
+            places = self.peers.explain(self.pass_number)
+        except PeerError as blame:
+            raise blame from error
+        raise CommunicationError(
+            f"{self.where}: {what} could not be reduced over {self.transport.name}: {error}\n{places}"
+            "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
+        ) from error
 
     @property
     def where(self) -> str:

@@ -25,7 +25,7 @@ from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .comm_hooks import CommHook
 from .consensus import Consensus
-from .engine import OutermostEnd, without_graph
+from .engine import OutermostEnd, when_raised, without_graph
 from .errors import SetupError
 from .events import Events
 from .launch import LaunchQueue
@@ -90,7 +90,7 @@ class Reducer:
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._consensus = Consensus(self._queue, self._tracker, events)
-        self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
+        self._end = OutermostEnd(self._settle, self._arrivals.close, self._dropped)
 
     @property
     def plan(self) -> BucketPlan:
@@ -133,6 +133,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks. ``.grad`` stays as it is."""
         self._arrivals.remove()
+        self._queue.peers.close()
 
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
@@ -159,6 +160,7 @@ class Reducer:
         self._drain()
         self._consensus.catch_up()
         self._queue.pass_number += 1
+        self._queue.peers.progress.passes = self._queue.pass_number
 
     def _begin_pass(self) -> None:
         self._next_pass()
@@ -182,13 +184,14 @@ class Reducer:
             try:
                 says = self._consensus.says()
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
-            except BaseException:
+            except BaseException as error:
                 self._give_up()
+                self._queue.peers.tell_failed("backward", error, error.__traceback__)
                 raise
             try:
                 buffers = self._send_buffers()
                 words = self._queue.wait(release=True, handed_out=self._tracker.handed_out())
-                buffers.finish()
+                buffers.finish(self._queue.wait_for)
             finally:
                 self._unsynchronized.clear()
                 self._reset()
@@ -223,12 +226,18 @@ class Reducer:
                 self._queue.launch_idle()
                 buffers = self._send_buffers()
                 words = self._queue.wait(release=False)
-                buffers.finish()
+                buffers.finish(self._queue.wait_for)
             finally:
                 self._reset()
             self._consensus.act_on(words)
 
     # A pass that failed on this rank: see [Note: a pass given up]
+
+    def _dropped(self) -> None:
+        self._give_up()
+        peers = self._queue.peers
+        if not when_raised(lambda error, trace: peers.tell_failed("backward", error, trace)):
+            peers.tell_failed("backward", None)
 
     def _give_up(self) -> None:
         with self._queue.lock, torch.no_grad():
@@ -250,7 +259,7 @@ class Reducer:
         with torch.no_grad():
             try:
                 words = self._queue.wait(release=False)
-                buffers.finish()
+                buffers.finish(self._queue.wait_for)
             finally:
                 self._reset()
         self._consensus.act_on(replace(words, own_failure=True))

@@ -1,0 +1,311 @@
+"""When one rank fails, ends or does not come: the others learn of it within seconds, with its own words.
+
+a rank fails or ends ──> Note in the store          a rank waits ──> in slices; between them it reads the notes
+                                                                 └─> PeerError that quotes them
+
+The channel is the process group's store, so that it works when collectives do not. Passes that go well never touch it.
+
+[Note: who leaves]  A backward that fails is told in two ways. The control words keep all ranks in step and end the
+pass (reducer.py, [Note: a pass given up]); its note is only quoted. A note that *leaves* says that its rank will not
+come any more, and ends the waiting of others, whose buckets would never be complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import sys
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from .agreement import describe_ranks
+from .errors import PeerError
+from .transport.base import Transport, Work
+from .whereabouts import Progress, Whereabouts, count, place_of_frame, place_of_traceback
+
+NOTE_SECONDS = 2.0
+"""How long a rank that knows of a failure waits for the words of the one that failed."""
+GONE_SECONDS = 1.0
+"""How long, when a collective failed, for a note or for a process to be seen dead."""
+ASK_SECONDS = 5.0
+"""How long a rank waits before it asks the others where they are."""
+FIRST_SLICE = datetime.timedelta(seconds=0.5)
+SLICE = datetime.timedelta(seconds=1.0)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one rank tells all others."""
+
+    rank: int
+    passes: int
+    """How many it had begun."""
+    phase: str
+    error: str = ""
+    """``ValueError: text``; empty if it ended, or failed with an exception that could not be seen."""
+    place: str = ""
+    leaves: bool = False
+    """See [Note: who leaves]."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is more to tell than that the rank has done its passes."""
+        return self.phase not in ("detached", "ended")
+
+    def __str__(self) -> str:
+        number = self.passes if self.phase == "backward" else self.passes + 1
+        place = f" ({self.place})" if self.place else ""
+        return (
+            f"rank {self.rank}, pass {number}, {self.phase}: {self.error or 'failed; its own log has the error'}{place}"
+        )
+
+
+class Peers:
+    """The other ranks of one attached handle, as far as they tell of themselves.
+
+    Creating one is not collective, but all ranks attach in the same order, so they agree on where in the store to meet.
+
+    Args:
+        transport: has the ``store``, and in ``patience`` how long a collective may take; see :class:`Transport`.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.progress = Progress()
+        self._rank = transport.rank
+        self._patience: float | None = getattr(transport, "patience", None)
+        self._read = 0
+        self._notes: list[Note] = []
+        self._board: _Board | None = None
+        store: Store | None = getattr(transport, "store", None)
+        if store is not None:
+            handle = store.add(f"stretto/{self._rank}", 1)
+            own = PrefixStore(f"stretto/{handle}", store)
+            self._board = _Board(own, transport, self.progress, in_one_process=isinstance(store, HashStore))
+            # atexit: the interpreter is whole, and has set sys.last_value if the program ends by an exception
+            self._leave = weakref.finalize(self, self._board.leave, "ended")
+
+    # Telling
+
+    def tell_failed(self, phase: str, error: BaseException | None, trace: TracebackType | None = None) -> None:
+        """Others will quote it. Never raises: an exception is on its way already."""
+        if self._board is not None:
+            self._board.post(_failure(self._rank, self.progress.passes, phase, error, trace))
+
+    def close(self) -> None:
+        """Tell that this rank has done its passes. Harmless twice."""
+        if self._board is not None and self._leave.detach():
+            self._board.leave("detached")
+
+    # Waiting
+
+    def wait(self, work: Work | Any, number: int) -> None:
+        """Wait for a collective of a pass, and look for news meanwhile. Work that is done costs one call.
+
+        Raises:
+            PeerError: it will never be done.
+            RuntimeError: as the transport's.
+        """
+        if self._patience is None:  # a device's stream waits, not the host
+            work.wait()
+        elif not _done_within(work, FIRST_SLICE):
+            self._wait_on(work, number, self._patience)
+
+    def _wait_on(self, work: Any, number: int, patience: float) -> None:
+        began = time.monotonic() - FIRST_SLICE.total_seconds()
+        asked: dict[int, str] | None = None
+        warned = False
+        while True:
+            self._raise_if_gone(number)
+            waited = time.monotonic() - began
+            if waited > patience:
+                raise RuntimeError(f"not done within {patience:.0f} s")
+            if self._board is not None and waited > ASK_SECONDS and not warned:
+                asked, warned = self._inquire(self._board, number, waited, asked)
+            if _done_within(work, SLICE):
+                return
+
+    def _inquire(
+        self, board: _Board, number: int, waited: float, asked: dict[int, str] | None
+    ) -> tuple[dict[int, str] | None, bool]:
+        """Ask where the others are; when they have answered, or should have, say so once. Does not block."""
+        with contextlib.suppress(RuntimeError):
+            if asked is None:
+                return board.whereabouts.ask(), False
+            told = board.whereabouts.heard(asked)
+            if len(told) == len(asked) or waited > ASK_SECONDS + 4:
+                _log.warning("rank %d, pass %d: %s.", self._rank, number, self._places(told, waited))
+                return asked, True
+            return asked, False
+        return asked, True
+
+    def _places(self, told: dict[int, str], waited: float | None = None) -> str:
+        assert self._board is not None
+        since = "" if waited is None else f" since {waited:.0f} s"
+        lines = [f"rank {self._rank} waits{since} at {place_of_frame(sys._getframe())}"]
+        lines += [f"rank {rank} {told.get(rank, 'does not answer')}" for rank in self._board.whereabouts.others()]
+        return "; ".join(lines)
+
+    def _raise_if_gone(self, number: int) -> None:
+        """Raise if a rank has left without taking part in this pass."""
+        self._look()
+        self._raise_for([note for note in self._notes if note.leaves and note.passes < number], number)
+        if self._board is not None and (dead := self._board.whereabouts.dead()):
+            self._look()  # its last words were written before it died
+            self._raise_for([note for note in self._notes if note.leaves and note.passes < number], number)
+            left = {note.rank for note in self._notes if note.leaves}
+            if dead := [(rank, pid) for rank, pid in dead if rank not in left]:
+                raise self._killed(dead, number)
+
+    # Explaining
+
+    def explain(self, number: int) -> str:
+        """A collective failed. Raise what is to blame if it can be found; else say where the others are.
+
+        Raises:
+            PeerError: a rank has left, or died.
+        """
+        board = self._board
+        if board is None:
+            return ""
+        until = time.monotonic() + (0.0 if board.in_one_process else GONE_SECONDS)
+        while True:
+            self._look()
+            self._raise_for([note for note in self._notes if note.leaves], number)
+            self._raise_if_gone(number)
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.05)
+        return self._places(board.whereabouts.gather(2.5)) + ".\n"
+
+    def failures(self, number: int, ranks: int) -> list[Note]:
+        """What so many ranks that gave up a pass told of it, as far as it comes soon enough."""
+        until = time.monotonic() + NOTE_SECONDS
+        while True:
+            self._look()
+            found = [note for note in self._notes if note.phase == "backward" and note.passes == number]
+            found = list({note.rank: note for note in found}.values())
+            if len(found) >= ranks or self._board is None or time.monotonic() >= until:
+                return sorted(found, key=lambda note: note.rank)
+            time.sleep(0.01)
+
+    def _look(self) -> None:
+        """Read what is new."""
+        if self._board is not None:
+            found = self._board.read(self._read)
+            self._read += len(found)
+            self._notes += [note for note in found if note.rank != self._rank]
+
+    def _raise_for(self, notes: list[Note], number: int) -> None:
+        if not notes:
+            return
+        where = f"rank {self._rank}, pass {number}"
+        failed = [note for note in notes if note.failed]
+        if not failed:
+            note = notes[0]
+            how = "it was detached" if note.phase == "detached" else "its process has ended"
+            raise PeerError(
+                f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
+                "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
+            )
+        first_hand = [note for note in failed if not note.error.startswith("PeerError")] or failed[:1]
+        told = "".join(f"  {note}\n" for note in first_hand)
+        ranks = describe_ranks(sorted({note.rank for note in first_hand}))
+        raise PeerError(
+            f"{where}: {ranks} failed and left, so nobody can complete this pass.\n{told}"
+            "Remove the cause and start again, on all ranks."
+        )
+
+    def _killed(self, dead: list[tuple[int, int]], number: int) -> PeerError:
+        told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
+        return PeerError(
+            f"rank {self._rank}, pass {number}: {told} died without a word, so nobody can complete this pass.\n"
+            "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
+            "Start again, on all ranks."
+        )
+
+
+class _Board:
+    """Where notes are posted. It does not know its ``Peers``, so that it can tell when those are gone."""
+
+    def __init__(self, store: Store, transport: Transport, progress: Progress, *, in_one_process: bool) -> None:
+        self.in_one_process = in_one_process
+        self.whereabouts = Whereabouts(
+            store, transport.rank, transport.world_size, progress, answers=not in_one_process
+        )
+        self._store = store
+        self._rank = transport.rank
+        self._progress = progress
+        self._pid = os.getpid()
+
+    def post(self, note: Note) -> None:
+        if os.getpid() != self._pid or self.whereabouts.store_is_gone():  # a fork has inherited our connection
+            return
+        with contextlib.suppress(RuntimeError):
+            number = self._store.add("notes", 1)
+            self._store.set(f"note/{number}", json.dumps(asdict(note)))
+
+    def read(self, after: int) -> list[Note]:
+        """Those after so many."""
+        found: list[Note] = []
+        with contextlib.suppress(RuntimeError):
+            while self._store.check([key := f"note/{after + len(found) + 1}"]):
+                found.append(Note(**json.loads(self._store.get(key))))
+        return found
+
+    def leave(self, how: str) -> None:
+        """The last note of this rank: ``how`` it ended, unless an exception ends the program."""
+        error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
+        if how == "ended" and error is not None and not hasattr(sys, "ps1"):
+            note = _failure(self._rank, self._progress.passes, _phase_of(error), error, error.__traceback__, True)
+        else:
+            note = Note(self._rank, self._progress.passes, how, leaves=True)
+        if os.getpid() == self._pid:
+            self.whereabouts.stop()
+        self.post(note)
+
+
+def _done_within(work: Any, time_: datetime.timedelta) -> bool:
+    """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
+    try:
+        work.wait(time_)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have become complete just after the time was over
+    return True
+
+
+def _failure(
+    rank: int,
+    passes: int,
+    phase: str,
+    error: BaseException | None,
+    trace: TracebackType | None,
+    leaves: bool = False,
+) -> Note:
+    if error is None:
+        return Note(rank, passes, phase, leaves=leaves)
+    text = f"{type(error).__name__}: {error}"[:2000]
+    return Note(rank, passes, phase, text, place_of_traceback(trace), leaves)
+
+
+def _phase_of(error: BaseException) -> str:
+    """In which part of a step an exception that ends the program was raised."""
+    files = set()
+    trace = error.__traceback__
+    while trace is not None:
+        files.add(trace.tb_frame.f_code.co_filename.replace(os.sep, "/"))
+        trace = trace.tb_next
+    if any(file.endswith("torch/autograd/graph.py") for file in files):
+        return "backward"
+    return "forward" if any(file.endswith("torch/nn/modules/module.py") for file in files) else "outside backward"

@@ -14,7 +14,7 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling"},
-    {"bucket", "agreement", "broadcast", "options", "whereabouts"},
+    {"bucket", "agreement", "broadcast", "options", "whereabouts", "notes"},
     {"comm_hooks", "schedule", "check", "peers"},
     {"launch"},
     {"tracker"},

@@ -150,8 +150,7 @@ DIED = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("meeting", ["file", "tcp"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "meeting"), [(2, "tcp"), (3, "file")])
 def test_a_backward_that_fails_and_is_caught_is_quoted_and_the_next_pass_is_right(
     tmp_path: Path, world: int, meeting: str
 ) -> None:
@@ -179,16 +178,15 @@ def test_a_backward_that_fails_on_every_rank_and_is_caught(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("meeting", ["file", "tcp"])
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    ("how", "quoted"),
+    ("how", "quoted", "world", "meeting"),
     [
-        ("wrong=True", "forward: KeyError: 'no such token' (train.py:LINE in forward)"),
-        ("before=True", "backward: ValueError: bad label (train.py:LINE in backward)"),
-        ("fail=True", "backward: ValueError: bad label (train.py:LINE in backward)"),
+        ("wrong=True", "forward: KeyError: 'no such token' (train.py:LINE in forward)", 2, "file"),
+        ("wrong=True", "forward: KeyError: 'no such token' (train.py:LINE in forward)", 3, "tcp"),
+        ("before=True", "backward: ValueError: bad label (train.py:LINE in backward)", 2, "tcp"),
+        ("fail=True", "backward: ValueError: bad label (train.py:LINE in backward)", 3, "file"),
     ],
-    ids=["forward", "before the first gradient", "amid backward"],
+    ids=["forward", "forward, three ranks", "before the first gradient", "amid backward"],
 )
 def test_a_program_that_ends_by_an_exception_is_quoted(
     tmp_path: Path, how: str, quoted: str, world: int, meeting: str
@@ -207,13 +205,13 @@ def test_a_program_that_ends_by_an_exception_is_quoted(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("meeting", ["file", "tcp"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("when", ["amid backward", "between passes"])
+@pytest.mark.parametrize(
+    ("when", "world", "meeting"), [("amid backward", 2, "tcp"), ("amid backward", 3, "file"), ("between", 2, "file")]
+)
 def test_a_killed_process_is_named(tmp_path: Path, when: str, world: int, meeting: str) -> None:
     body = f"""
         step()
-        if rank == 1 and {when == "between passes"}:
+        if rank == 1 and {when == "between"}:
             os.kill(os.getpid(), signal.SIGKILL)
         told(fail="kill" if rank == 1 else False)
     """
@@ -239,9 +237,11 @@ def test_the_rank_that_has_the_store_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["its process has ended", "it was detached"])
-@pytest.mark.parametrize("early", [0, 1])
-def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "early", "meeting"),
+    [("its process has ended", 0, "tcp"), ("its process has ended", 1, "file"), ("it was detached", 1, "tcp")],
+)
+def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting: str) -> None:
     body = f"""
         for number in range(3 if rank == {early} else 5):
             told()
@@ -251,12 +251,29 @@ def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int) -> None
             sync.detach()
             time.sleep(3)
     """
-    found = ranks(tmp_path, body)
+    found = ranks(tmp_path, body, 2, meeting)
     other = 1 - early
     assert found[early][:2] == (0, ""), found
     assert within(found[other][1], "PeerError", 3) == (
         f"rank {other}, pass 4: rank {early} finished after 3 passes ({how}), so nobody can complete this one.\n"
         "Give every rank as many batches, or use the drop-in and its join(): with model.join(): ...\n"
+    )
+
+
+@pytest.mark.ranks
+def test_the_rank_that_has_the_store_fails_while_the_others_compute(tmp_path: Path) -> None:
+    body = """
+        step()
+        if rank == 1:
+            time.sleep(6)
+        told() if rank else step(wrong=True)
+    """
+    found = ranks(tmp_path, body, 2, "tcp")
+    assert (found[0][0], found[1][0], found[1][2]) == (1, 0, ""), found
+    assert within(found[1][1], "PeerError", 3) == (
+        "rank 1, pass 2: rank 0 failed and left, so nobody can complete this pass.\n"
+        "  rank 0, pass 2, forward: KeyError: 'no such token' (train.py:LINE in forward)\n"
+        "Remove the cause and start again, on all ranks.\n"
     )
 
 
@@ -286,14 +303,13 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("meeting", ["file", "tcp"])
-@pytest.mark.parametrize("end", [True, False], ids=["destroyed", "left"])
-def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool) -> None:
-    body = """
+@pytest.mark.parametrize(("meeting", "end", "late"), [("tcp", True, 2.5), ("tcp", True, 0), ("file", False, 2.5)])
+def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool, late: float) -> None:
+    body = f"""
         for _ in range(5):
             step()
         right()
-        time.sleep(2.5 * rank)  # what answers looks for questions meanwhile
+        time.sleep({late} * rank)  # what answers looks for questions meanwhile
     """
     assert ranks(tmp_path, body, 2, meeting, end=end) == [(0, "", "")] * 2
 

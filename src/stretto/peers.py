@@ -4,23 +4,17 @@ a rank fails or ends ──> Note in the store          a rank waits ──> in 
                                                                  └─> PeerError that quotes them
 
 The channel is the process group's store, so that it works when collectives do not. Passes that go well never touch it.
-
-[Note: who leaves]  A backward that fails is told in two ways. The control words keep all ranks in step and end the
-pass (reducer.py, [Note: a pass given up]); its note is only quoted. A note that *leaves* says that its rank will not
-come any more, and ends the waiting of others, whose buckets would never be complete.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
-import json
 import logging
-import os
 import sys
 import time
 import weakref
-from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -28,8 +22,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from .agreement import describe_ranks
 from .errors import PeerError
+from .notes import WAYS_TO_LEAVE, Board, Note
 from .transport.base import Transport, Work
-from .whereabouts import Progress, Whereabouts, count, place_of_frame, place_of_traceback
+from .whereabouts import Progress, count, place_of_frame
 
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
@@ -41,33 +36,6 @@ FIRST_SLICE = datetime.timedelta(seconds=0.5)
 SLICE = datetime.timedelta(seconds=1.0)
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Note:
-    """What one rank tells all others."""
-
-    rank: int
-    passes: int
-    """How many it had begun."""
-    phase: str
-    error: str = ""
-    """``ValueError: text``; empty if it ended, or failed with an exception that could not be seen."""
-    place: str = ""
-    leaves: bool = False
-    """See [Note: who leaves]."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether there is more to tell than that the rank has done its passes."""
-        return self.phase not in ("detached", "ended")
-
-    def __str__(self) -> str:
-        number = self.passes if self.phase == "backward" else self.passes + 1
-        place = f" ({self.place})" if self.place else ""
-        return (
-            f"rank {self.rank}, pass {number}, {self.phase}: {self.error or 'failed; its own log has the error'}{place}"
-        )
 
 
 class Peers:
@@ -83,23 +51,23 @@ class Peers:
         self.progress = Progress()
         self._rank = transport.rank
         self._patience: float | None = getattr(transport, "patience", None)
-        self._read = 0
-        self._notes: list[Note] = []
-        self._board: _Board | None = None
+        self._board: Board | None = None
         store: Store | None = getattr(transport, "store", None)
         if store is not None:
             handle = store.add(f"stretto/{self._rank}", 1)
             own = PrefixStore(f"stretto/{handle}", store)
-            self._board = _Board(own, transport, self.progress, in_one_process=isinstance(store, HashStore))
-            # atexit: the interpreter is whole, and has set sys.last_value if the program ends by an exception
-            self._leave = weakref.finalize(self, self._board.leave, "ended")
+            self._board = Board(own, transport, self.progress, in_one_process=isinstance(store, HashStore))
+            self._leave = weakref.finalize(self, self._board.leave, "dropped")
+            self._leave.atexit = False
+            # Then the interpreter is whole, and has set sys.last_value if an exception ends the program.
+            atexit.register(self._board.leave, "ended")
 
     # Telling
 
     def tell_failed(self, phase: str, error: BaseException | None, trace: TracebackType | None = None) -> None:
         """Others will quote it. Never raises: an exception is on its way already."""
         if self._board is not None:
-            self._board.post(_failure(self._rank, self.progress.passes, phase, error, trace))
+            self._board.tell_failed(phase, error, trace)
 
     def close(self) -> None:
         """Tell that this rank has done its passes. Harmless twice."""
@@ -135,7 +103,7 @@ class Peers:
                 return
 
     def _inquire(
-        self, board: _Board, number: int, waited: float, asked: dict[int, str] | None
+        self, board: Board, number: int, waited: float, asked: dict[int, str] | None
     ) -> tuple[dict[int, str] | None, bool]:
         """Ask where the others are; when they have answered, or should have, say so once. Does not block."""
         with contextlib.suppress(RuntimeError):
@@ -201,9 +169,12 @@ class Peers:
     def _look(self) -> None:
         """Read what is new."""
         if self._board is not None:
-            found = self._board.read(self._read)
-            self._read += len(found)
-            self._notes += [note for note in found if note.rank != self._rank]
+            self._board.read()
+
+    @property
+    def _notes(self) -> list[Note]:
+        """Those of the other ranks, as read so far."""
+        return [] if self._board is None else [note for note in self._board.notes if note.rank != self._rank]
 
     def _raise_for(self, notes: list[Note], number: int) -> None:
         if not notes:
@@ -212,7 +183,7 @@ class Peers:
         failed = [note for note in notes if note.failed]
         if not failed:
             note = notes[0]
-            how = "it was detached" if note.phase == "detached" else "its process has ended"
+            how = WAYS_TO_LEAVE[note.phase]
             raise PeerError(
                 f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
                 "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
@@ -234,46 +205,6 @@ class Peers:
         )
 
 
-class _Board:
-    """Where notes are posted. It does not know its ``Peers``, so that it can tell when those are gone."""
-
-    def __init__(self, store: Store, transport: Transport, progress: Progress, *, in_one_process: bool) -> None:
-        self.in_one_process = in_one_process
-        self.whereabouts = Whereabouts(
-            store, transport.rank, transport.world_size, progress, answers=not in_one_process
-        )
-        self._store = store
-        self._rank = transport.rank
-        self._progress = progress
-        self._pid = os.getpid()
-
-    def post(self, note: Note) -> None:
-        if os.getpid() != self._pid or self.whereabouts.store_is_gone():  # a fork has inherited our connection
-            return
-        with contextlib.suppress(RuntimeError):
-            number = self._store.add("notes", 1)
-            self._store.set(f"note/{number}", json.dumps(asdict(note)))
-
-    def read(self, after: int) -> list[Note]:
-        """Those after so many."""
-        found: list[Note] = []
-        with contextlib.suppress(RuntimeError):
-            while self._store.check([key := f"note/{after + len(found) + 1}"]):
-                found.append(Note(**json.loads(self._store.get(key))))
-        return found
-
-    def leave(self, how: str) -> None:
-        """The last note of this rank: ``how`` it ended, unless an exception ends the program."""
-        error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
-        if how == "ended" and error is not None and not hasattr(sys, "ps1"):
-            note = _failure(self._rank, self._progress.passes, _phase_of(error), error, error.__traceback__, True)
-        else:
-            note = Note(self._rank, self._progress.passes, how, leaves=True)
-        if os.getpid() == self._pid:
-            self.whereabouts.stop()
-        self.post(note)
-
-
 def _done_within(work: Any, time_: datetime.timedelta) -> bool:
     """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
     try:
@@ -283,29 +214,3 @@ def _done_within(work: Any, time_: datetime.timedelta) -> bool:
             return False
         work.wait()  # it may have become complete just after the time was over
     return True
-
-
-def _failure(
-    rank: int,
-    passes: int,
-    phase: str,
-    error: BaseException | None,
-    trace: TracebackType | None,
-    leaves: bool = False,
-) -> Note:
-    if error is None:
-        return Note(rank, passes, phase, leaves=leaves)
-    text = f"{type(error).__name__}: {error}"[:2000]
-    return Note(rank, passes, phase, text, place_of_traceback(trace), leaves)
-
-
-def _phase_of(error: BaseException) -> str:
-    """In which part of a step an exception that ends the program was raised."""
-    files = set()
-    trace = error.__traceback__
-    while trace is not None:
-        files.add(trace.tb_frame.f_code.co_filename.replace(os.sep, "/"))
-        trace = trace.tb_next
-    if any(file.endswith("torch/autograd/graph.py") for file in files):
-        return "backward"
-    return "forward" if any(file.endswith("torch/nn/modules/module.py") for file in files) else "outside backward"

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -116,14 +117,25 @@ class Whereabouts:
         rank: this one.
         world_size: how many there are.
         progress: told with the place.
+        polled: called on the thread at each round, with its own connection to the store.
         answers: whether a thread is to answer others, which ranks in one process do not need.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, progress: Progress, *, answers: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        progress: Progress,
+        polled: Callable[[Store], object],
+        *,
+        answers: bool,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._progress = progress
+        self._polled = polled
         self._me = myself()
         self._people = {rank: self._me}
         self._stop = threading.Event()
@@ -187,13 +199,15 @@ class Whereabouts:
 
     def store_is_gone(self) -> bool:
         """Whether the store's server is known to have ended with rank 0; calls would print warnings from C++."""
+        host = self._people.get(0)
+        return self.rank_0_has_store() and host is not None and host.is_dead()
+
+    def rank_0_has_store(self) -> bool:
+        """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return False
-        host = self._people.get(0)
-        return host is not None and host.is_dead()
+        return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def stop(self) -> None:
         """End the thread. Harmless twice."""
@@ -209,6 +223,7 @@ class Whereabouts:
                 for rank in unknown[:64]:
                     self.person(rank, store)
                 unknown = [rank for rank in unknown if rank not in self._people]
+                self._polled(store)
                 while store.check([f"ask/{self._rank}/{answered + 1}"]):
                     answered += 1
                     place = place_of_frame(sys._current_frames().get(self._me.thread))

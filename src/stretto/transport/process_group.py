@@ -46,7 +46,7 @@ class ProcessGroupTransport:
         large = dist.get_backend(group) not in ("gloo", "mpi")
         self.bucket_cap_bytes = 25 * MIB if large else 4 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
-        self.patience = None if large else _timeout_of(group)
+        self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum
 
     @property
@@ -95,6 +95,13 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         """The group belongs to whoever made it."""
+
+
+def _waits_on_host(group: dist.ProcessGroup) -> bool:
+    """Whether ``Work.wait`` stops the host anyhow; a group made without naming a backend has one for each device."""
+    backend = dist.get_backend(group)
+    several = backend == "undefined" or "gloo" in backend
+    return backend in ("gloo", "mpi") or (several and not torch.cuda.is_available())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:

@@ -16,8 +16,8 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling", "words"},
-    {"bucket", "agreement", "broadcast", "options"},
-    {"comm_hooks", "schedule", "check", "presence"},
+    {"bucket", "agreement", "broadcast", "options", "whereabouts", "notes"},
+    {"comm_hooks", "schedule", "check", "presence", "peers"},
     {"launch", "sparse", "family"},
     {"tracker", "usage"},
     {"consensus"},

@@ -18,9 +18,9 @@ from .errors import (
 from .events import Observer
 from .handle import Synchronizer
 from .plan import BucketPlan, BucketSpec
-from .reducer import Statistics
 from .specs import ParameterSpec
 from .tensors import reduce
+from .usage import Statistics
 
 __version__ = _version("stretto")
 

@@ -5,7 +5,7 @@ torch's DDP has done so since PyTorch PR 4978, which measured 1.63x over one bro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,14 +40,20 @@ class CoalescedMessages:
         """Finish those together with these."""
         self.messages += others.messages
 
-    def finish(self) -> None:
+    def finish(self, wait: Callable[[Work, str], None] | None = None) -> None:
         """Wait, and copy what came into the tensors. Their version counters do not move.
+
+        Args:
+            wait: called with each message and what to call it, instead of waiting plainly.
 
         A buffer may be written while an autograd graph of another forward still needs it; autograd would call that
         "modified by an inplace operation", although torch's DDP has always done the same.
         """
         for message in self.messages:
-            message.work.wait()
+            if wait is None:
+                message.work.wait()
+            else:
+                wait(message.work, "the buffers")
             if message.replaces:
                 tensors = tuple(message.tensors)
                 with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from .bucket import Bucket
-from .transport.base import Transport
+from .transport.base import Transport, Work
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -146,9 +146,9 @@ class Footers:
         self._flat = torch.cat([real.to(device, torch.float32) for real in reals])
         self._work = transport.all_reduce(self._flat)
 
-    def finish(self) -> None:
+    def finish(self, wait: Callable[[Work, str], None]) -> None:
         """Wait, and put the sums where they would be without a hook."""
-        self._work.wait()
+        wait(self._work, "the footers of the buckets")
         sums = torch.split(self._flat, [len(footer) for footer in self._footers])
         for footer, summed in zip(self._footers, sums, strict=True):
             footer.copy_(summed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .agreement import describe_ranks
 from .errors import PeerError, UnsupportedError, name_list
 from .events import Events
 from .launch import LaunchQueue
@@ -111,16 +112,23 @@ class Consensus:
         if said[Control.GAVE_UP]:
             if words.own_failure:
                 return
-            raise PeerError(
-                f"{self._queue.where}: backward failed on another rank, so the mean of this pass lacks its gradients.\n"
-                "Its own log has the error. Do not step with these gradients: zero_grad() and go on, on all ranks."
-            )
+            raise self._failure(round(said[Control.GAVE_UP]))
         presence = self._queue.presence
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
             self._replan()
         elif presence.active and (cuts := presence.apart(self._queue.plan)):
             self._adopt(recut(self._queue.plan, self._queue.plan.order, cuts))
+
+    def _failure(self, ranks: int) -> PeerError:
+        """The error for a pass that so many others gave up, with what they told of it."""
+        notes = self._queue.peers.failures(self._queue.pass_number, ranks)
+        on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"
+        told = "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
+        return PeerError(
+            f"{self._queue.where}: backward failed on {on}, so the mean of this pass lacks gradients.\n{told}"
+            "Do not step with these gradients: zero_grad() and go on, on all ranks."
+        )
 
     def send_order(self) -> None:
         """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""
@@ -134,7 +142,7 @@ class Consensus:
         self.send_order()
         assert self._order_under_way is not None
         (message, work), self._order_under_way = self._order_under_way, None
-        work.wait()
+        self._queue.wait_for(work, "the order of gradients")
         plan = recut(self._queue.plan, message.tolist())
         self._replan_policy.learnt(self._tracker.last_order, self._queue.pass_number)
         self._adopt(plan)

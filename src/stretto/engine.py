@@ -8,17 +8,24 @@ dies, a weak reference tells us at once, and the pass is given up while the exce
 [Note: nested tasks]  Within one graph task a parameter's gradient is final when its hook fires. A reentrant checkpoint
 runs tasks of its own, and a parameter that is used in two tasks fires twice, maybe after its bucket has left. What
 comes late is noticed at the end of the pass and sent in a second round (launch.py); from then on the bucket waits.
+
+[Note: an exception on its way]  While the engine drops its callbacks, the exception is in C++ hands and Python cannot
+see it. The next thing that happens in Python is that it comes out of the call that started the engine, and a trace
+function on that frame is told. So one is set, for that one event, and what was there before is put back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
 
 
 class _Callback:
@@ -107,3 +114,34 @@ def will_arrive(parameters: Sequence[torch.Tensor]) -> list[bool]:
 def current_task() -> int:
     """A number for the engine's task that is running; -1 outside of backward."""
     return torch._C._current_graph_task_id()
+
+
+def when_raised(tell: Callable[[BaseException, TracebackType], None]) -> bool:
+    """Call ``tell`` with the exception that the engine is about to raise and its traceback.
+
+    See [Note: an exception on its way].
+
+    Returns:
+        False if this thread did not start the engine, so that the exception will not be seen.
+    """
+    found: FrameType | None = sys._getframe()
+    while found is not None and found.f_code is not _engine_run_backward.__code__:
+        found = found.f_back
+    if found is None:
+        return False
+    frame, on_frame, everywhere = found, found.f_trace, sys.gettrace()
+
+    def elsewhere(*of_event: Any) -> Any:
+        return everywhere(*of_event) if everywhere is not None else None
+
+    def here(*of_event: Any) -> Any:
+        frame.f_trace = on_frame
+        sys.settrace(everywhere)
+        _, event, argument = of_event
+        if event == "exception":
+            tell(argument[1], argument[2])
+        return on_frame(*of_event) if on_frame is not None else None
+
+    frame.f_trace = here
+    sys.settrace(elsewhere)
+    return True

@@ -8,7 +8,7 @@ StrettoError
 ├── PlanError                 a bucket plan that contradicts itself or its parameters
 ├── ReplicaError              the ranks no longer hold the same parameters
 └── CommunicationError        a bucket could not be reduced
-    └── PeerError             another rank failed in this pass
+    └── PeerError             another rank failed in this pass, has ended, or was killed
 
 A message says the rank, unless all ranks raise the same text or there is one alone; during training the pass; names
 parameters; and ends with the line to change. tests/test_messages.py sees to it that each is stated whole by a test.
@@ -56,7 +56,7 @@ class CommunicationError(StrettoError, RuntimeError):
 
 
 class PeerError(CommunicationError):
-    """Another rank failed in this pass; its gradients are missing from the mean."""
+    """Another rank failed in this pass, has ended, or was killed: its gradients are missing from the mean."""
 
 
 def name_list(names: Iterable[str], most: int = 6) -> str:

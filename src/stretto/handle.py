@@ -17,10 +17,11 @@ from .family import unite
 from .membership import Membership
 from .options import Buffers, Options
 from .plan import BucketPlan
-from .reducer import Reducer, Statistics
+from .reducer import Reducer
 from .scaling import WEIGHT_BITS, Scaling
 from .sparse import SparseGradients
 from .transport.base import Transport
+from .usage import Statistics
 
 
 class BufferPlaces:

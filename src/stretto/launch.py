@@ -14,19 +14,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .bucket import Bucket
 from .comm_hooks import CommHook, Footers
-from .errors import CommunicationError, SetupError, UnsupportedError, name_list
+from .errors import CommunicationError, PeerError, SetupError, UnsupportedError, name_list
 from .events import Events
+from .peers import Peers
 from .plan import BucketPlan
 from .presence import Presence
 from .scaling import Scaling
 from .specs import dtype_name
-from .transport.base import Transport
+from .transport.base import Transport, Work
 from .words import NOTHING_SAID, Control, ControlWords
 
 
@@ -53,6 +54,7 @@ class LaunchQueue:
         self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self.devices = [parameter.device for parameter in parameters.values()]
         self.transport = transport
+        self.peers = Peers(transport)
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling = scaling
@@ -142,7 +144,7 @@ class LaunchQueue:
 
     def _skip(self, bucket: Bucket) -> bool:
         """Leave the bucket out if no rank has anything for it. Of the last one the words leave all the same."""
-        if bucket.is_last or not self.presence.unused(bucket.index):
+        if bucket.is_last or not self.presence.unused(bucket.index, self.wait_for):
             return False
         bucket.skipped = True
         bucket.footer.zero_()
@@ -164,7 +166,7 @@ class LaunchQueue:
         for bucket in sent:
             self._wait_for(bucket)
         if self._footers is not None:
-            self._footers.finish()
+            self._footers.finish(self.wait_for)
             self._footers = None
         last = self.buckets[-1]
         words = last.control_words(summed=self.tells)
@@ -195,7 +197,7 @@ class LaunchQueue:
             self.scaling.before(flat, self.weight)
             works.append((bucket, flat, self.transport.all_reduce(flat)))
         for bucket, flat, work in works:
-            work.wait()
+            self.wait_for(work, "what came late")
             late = flat[: len(bucket.payload)]
             bucket.slots.add_(late if factor is None else late.mul_(factor))
 
@@ -242,7 +244,7 @@ class LaunchQueue:
             bucket.write_footer(weight, says)
         if self.comm_hook is None:
             bucket.pack(weight)
-            if bucket.is_last and self.presence.unused(bucket.index):
+            if bucket.is_last and self.presence.unused(bucket.index, self.wait_for):
                 nbytes = 0
                 bucket.work = self.transport.all_reduce(bucket.footer)
             else:
@@ -262,16 +264,35 @@ class LaunchQueue:
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.work is not None, "every bucket is launched before any is waited for"
         try:
-            bucket.work.wait()
+            if self.comm_hook is None:
+                self.peers.wait(bucket.work, self.pass_number)
+            else:
+                bucket.work.wait()
         except RuntimeError as error:
             names = name_list(self.names[index] for index in bucket.indices)
-            raise CommunicationError(
-                f"{self.where}: bucket {bucket.index} ({names}) could not be reduced over {self.transport.name}: "
-                f"{error}\n"
-                "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
-            ) from error
+            self._explain(f"bucket {bucket.index} ({names})", error)
         if self.events.bucket_reduced:
             self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
+
+    def wait_for(self, work: Work, what: str) -> None:
+        """Wait for a collective that is not a bucket's. Raises as ``wait`` does."""
+        try:
+            self.peers.wait(work, self.pass_number)
+        except RuntimeError as error:
+            self._explain(what, error)
+
+    def _explain(self, what: str, error: RuntimeError) -> NoReturn:
+        """Raise in place of the transport's error what says who did not come."""
+        if isinstance(error, PeerError):
+            raise error
+        try:
+            places = self.peers.explain(self.pass_number)
+        except PeerError as blame:
+            raise blame from error
+        raise CommunicationError(
+            f"{self.where}: {what} could not be reduced over {self.transport.name}: {error}\n{places}"
+            "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
+        ) from error
 
     @property
     def where(self) -> str:

@@ -18,7 +18,7 @@ tasks claims to use everything, and waits as it would without a map.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -55,13 +55,14 @@ class Presence:
         self._map = torch.tensor(uses, dtype=torch.int32)
         self._work = self._transport.all_reduce(self._map)
 
-    def unused(self, bucket: int) -> bool:
+    def unused(self, bucket: int, wait: Callable[[Work, str], None]) -> bool:
         """Whether no rank has anything for the bucket. Waits for the map when it is asked first in a pass."""
         if not self.active:
             return False
         if self._used is None:
             assert self._map is not None and self._work is not None, "a map is announced before anything is launched"
-            self._work.wait()
+            self._used = [True] * len(self._map)  # should the wait fail, what is left is launched without asking again
+            wait(self._work, "the map of what ranks use")
             self._used = [bool(count) for count in self._map.tolist()]
         return not self._used[bucket]
 

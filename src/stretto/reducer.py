@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -28,8 +28,8 @@ from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .comm_hooks import CommHook
 from .consensus import Consensus
-from .engine import OutermostEnd, without_graph
-from .errors import SetupError, UnsupportedError
+from .engine import OutermostEnd, when_raised, without_graph
+from .errors import SetupError
 from .events import Events
 from .family import Family, Member
 from .launch import LaunchQueue
@@ -38,22 +38,8 @@ from .scaling import Scaling, encode_weight
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
-from .usage import NeverUsed, ranks_that_had
+from .usage import NeverUsed, Statistics, ranks_that_had
 from .words import ControlWords
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Counts since attaching, on this rank."""
-
-    passes: int = 0
-    """Synchronised passes that settled."""
-    buckets: int = 0
-    """Buckets launched, one collective each."""
-    payload_bytes: int = 0
-    """Gradient bytes handed to the transport or the comm hook."""
-    plans: int = 0
-    """Plans used, the first one included."""
 
 
 class Reducer:
@@ -104,7 +90,7 @@ class Reducer:
         self.family: Family = Family([self])
         """Reducers of models inside this one and around it: see family.py."""
         self.inside: list[weakref.ref[Member]] = []
-        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, lambda: self.family.give_up())
+        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, self._dropped)
         if sparse is not None:
             sparse.hook(self, self._sparse_arrival)
 
@@ -133,11 +119,6 @@ class Reducer:
     @property
     def used_by(self) -> dict[str, int]:
         """How many ranks had a gradient for each parameter in the last pass."""
-        if self.comm_hook is not None:
-            raise UnsupportedError(
-                f"{self._queue.where}: which ranks used which parameters travels behind the gradients, and a comm hook "
-                "sends the gradients alone.\nLeave out the hook, or look at .grad on each rank before backward ends."
-            )
         counts = ranks_that_had(self._queue.buckets)
         return {name: counts[index] for index, name in enumerate(self._queue.names)}
 
@@ -183,6 +164,7 @@ class Reducer:
         self._arrivals.remove()
         if self.sparse is not None:
             self.sparse.remove()
+        self._queue.peers.close()
 
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
@@ -222,6 +204,7 @@ class Reducer:
         self._drain()
         self._consensus.catch_up()
         self._queue.pass_number += 1
+        self._queue.peers.progress.passes = self._queue.pass_number
 
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""
@@ -249,8 +232,9 @@ class Reducer:
                 shares = sparse.prepare(self.weight, self._queue.where) if sparse is not None else None
                 says = self._consensus.says()
                 self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
-            except BaseException:
+            except BaseException as error:
                 self.give_up()
+                self._queue.peers.tell_failed("backward", error, error.__traceback__)
                 raise
             try:
                 if sparse is not None:
@@ -288,7 +272,7 @@ class Reducer:
         if self.sparse is not None:
             factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
             self.sparse.finish(factor, self._queue.where, release=release)
-        buffers.finish()
+        buffers.finish(self._queue.wait_for)
         return words
 
     def _reset(self) -> None:
@@ -316,6 +300,12 @@ class Reducer:
             self._consensus.act_on(words)
 
     # A pass that failed on this rank: see [Note: a pass given up]
+
+    def _dropped(self) -> None:
+        self.family.give_up()
+        peers = self._queue.peers
+        if not when_raised(lambda error, trace: peers.tell_failed("backward", error, trace)):
+            peers.tell_failed("backward", None)
 
     def give_up(self) -> None:
         """Launch the rest of the pass as spoiled, and wait for nothing."""

@@ -6,7 +6,9 @@ spawn_ranks(worker, 2)      # real processes over Gloo on loopback, each with a 
 
 from __future__ import annotations
 
+import datetime
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -118,7 +120,8 @@ def _spawned(worker: Callable[..., Any], rank: int, world_size: int, folder: str
         torch.save(result, f"{folder}/result{rank}")
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter does when a program ends so: the other ranks are told
         with open(f"{folder}/failure{rank}", "w") as file:
             file.write(traceback.format_exc())
         raise
@@ -143,6 +146,8 @@ class RecordingTransport:
         self.world_size = inner.world_size
         self.bucket_cap_bytes = inner.bucket_cap_bytes
         self.last_bucket_cap_bytes = inner.last_bucket_cap_bytes
+        self.store = getattr(inner, "store", None)
+        self.patience = getattr(inner, "patience", None)
         self.calls: list[tuple[str, int]] = []
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -193,9 +198,12 @@ class DelayTransport(RecordingTransport):
 
 class _DelayedWork:
     def __init__(self, inner: Work, through: float) -> None:
-        self._inner = inner
+        self._inner: Any = inner
         self._through = through
 
-    def wait(self) -> None:
-        self._inner.wait()
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        self._inner.wait(*[timeout] if timeout else [])
         time.sleep(max(0.0, self._through - time.perf_counter()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,20 @@ PASSES = 3
 """So many passes are looked at: enough that what is used every other time is not named."""
 
 log = logging.getLogger("stretto")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts since attaching, on this rank."""
+
+    passes: int = 0
+    """Synchronised passes that settled."""
+    buckets: int = 0
+    """Buckets launched, one collective each."""
+    payload_bytes: int = 0
+    """Gradient bytes handed to the transport or the comm hook."""
+    plans: int = 0
+    """Plans used, the first one included."""
 
 
 def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:

@@ -24,6 +24,11 @@ class Transport(Protocol):
     """Moves and sums flat tensors between ``world_size`` ranks.
 
     Every method except ``allocate`` and ``close`` is collective: all ranks must call it, in the same order.
+
+    Two attributes may be there besides, by which ranks learn why another does not come (peers.py): ``store``, a
+    ``torch.distributed.Store`` that all ranks see, and ``patience``, the seconds that a collective may take. Where
+    there is a patience, ``Work.wait`` takes a ``timedelta``, raises ``RuntimeError`` when that is over and can be
+    called again, and ``Work.is_completed()`` tells the two kinds of errors apart. Without, ``wait`` is called plainly.
     """
 
     name: str

@@ -8,12 +8,14 @@ The last rank to arrive at a collective does the work for all, in rank order, so
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from .base import Work
 
@@ -42,6 +44,7 @@ class LocalGroup:
     def __init__(self, world_size: int, timeout: float = 30.0) -> None:
         self.world_size = world_size
         self.timeout = timeout
+        self.store = HashStore()
         self._lock = threading.Lock()
         self._meetings: dict[int, _Meeting] = {}
         self._broken: str | None = None
@@ -82,8 +85,11 @@ class _LocalWork:
     meeting: _Meeting
     group: LocalGroup
 
-    def wait(self) -> None:
-        if not self.meeting.done.wait(self.group.timeout):
+    def is_completed(self) -> bool:
+        return self.meeting.done.is_set()
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        if not self.meeting.done.wait(self.group.timeout if timeout is None else timeout.total_seconds()):
             missing = sorted(set(range(self.group.world_size)) - set(self.meeting.brought))
             raise RuntimeError(f"{self.meeting.action}: ranks {missing} did not come within {self.group.timeout:.0f} s")
         if self.meeting.failure is not None:
@@ -99,6 +105,8 @@ class LocalTransport:
         self.world_size = group.world_size
         self.bucket_cap_bytes = MIB
         self.last_bucket_cap_bytes = MIB // 4
+        self.store = group.store
+        self.patience = group.timeout
         self._group = group
         self._sequence = 0
 

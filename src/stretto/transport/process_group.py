@@ -15,6 +15,7 @@ import torch.distributed as dist
 # Its functions take the default group of the moment of import as a default argument and never let go. Optimizers import
 # it late, after the group was made; Gloo's threads then outlive destroy_process_group() and can abort the exit.
 import torch.distributed.nn
+from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from .base import Work
@@ -45,6 +46,7 @@ class ProcessGroupTransport:
         large = dist.get_backend(group) not in ("gloo", "mpi")
         self.bucket_cap_bytes = 25 * MIB if large else 4 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
+        self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum
 
     @property
@@ -57,6 +59,15 @@ class ProcessGroupTransport:
                 "Call detach() on the handle first, or dist.destroy_process_group() after the last backward."
             )
         return group
+
+    @property
+    def store(self) -> Store | None:
+        """The group's own, by which its ranks found each other; it outlives the group."""
+        try:
+            store: Store = dist.distributed_c10d._get_process_group_store(self.process_group)
+        except (KeyError, RuntimeError, ValueError):
+            return None
+        return store
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Plain memory of the device."""
@@ -84,3 +95,16 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         """The group belongs to whoever made it."""
+
+
+def _waits_on_host(group: dist.ProcessGroup) -> bool:
+    """Whether ``Work.wait`` stops the host anyhow; a group made without naming a backend has one for each device."""
+    backend = dist.get_backend(group)
+    several = backend == "undefined" or "gloo" in backend
+    return backend in ("gloo", "mpi") or (several and not torch.cuda.is_available())
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds; torch's default where the backend does not say (MPI)."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return float(getattr(options, "_timeout", dist.default_pg_timeout).total_seconds())

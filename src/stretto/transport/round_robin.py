@@ -34,6 +34,8 @@ class RoundRobinTransport:
         self.world_size = first.world_size
         self.bucket_cap_bytes = first.bucket_cap_bytes
         self.last_bucket_cap_bytes = first.last_bucket_cap_bytes
+        self.store = getattr(first, "store", None)
+        self.patience = getattr(first, "patience", None)
         self._transports = list(transports)
         self._turn = 0
 

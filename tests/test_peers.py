@@ -1,0 +1,440 @@
+"""What the other ranks learn when one fails, ends, dies or does not come. Each rank is a program of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import stretto
+from stretto.engine import when_raised
+from stretto.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+PRELUDE = """
+import datetime, os, signal, sys, time
+import torch, torch.distributed as dist
+import stretto
+
+torch.set_num_threads(1)
+folder, rank, world, meeting, patience = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], float(sys.argv[5])
+if meeting == "file":
+    store = dist.FileStore(f"{folder}/store", world)
+else:  # rank 0 has the server, as without torchrun
+    port = f"{folder}/port"
+    while rank and not os.path.exists(port):
+        time.sleep(0.01)
+    store = dist.TCPStore("127.0.0.1", int(open(port).read()) if rank else 0, world, not rank, wait_for_workers=False)
+    if not rank:
+        open(port + "~", "w").write(str(store.port))
+        os.rename(port + "~", port)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=patience))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fail == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.fail:
+            raise ValueError("bad label")
+        return gradient, None
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+    def forward(self, x, before=False, fail=False, wrong=False):
+        if wrong:
+            raise KeyError("no such token")
+        loss = self.b(Fails.apply(self.a(x), fail)).sum()
+        return Fails.apply(loss, before)
+
+
+torch.manual_seed(0)
+model = Model()
+x = torch.full((2, 3), 1.0 + rank)
+sync = stretto.attach(model, bucket_cap_mb=1e-5)
+
+
+def step(**how):
+    model.zero_grad()
+    model(x, **how).backward()
+
+
+def told(**how):
+    began = time.monotonic()
+    try:
+        step(**how)
+    except Exception as error:
+        print(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}", flush=True)
+
+
+def right():
+    reference = Model()
+    reference.load_state_dict(model.state_dict())
+    sum(reference(torch.full((2, 3), 1.0 + r)) for r in range(world)).div(world).backward()
+    for mine, wanted in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+"""
+
+
+def ranks(folder: Path, body: str, world: int = 2, meeting: str = "file", patience: float = 100.0, end: bool = True):
+    """Exit code, what was printed and what was complained of, for each rank; and how long all took."""
+    script = folder / "train.py"
+    ending = "\ndist.destroy_process_group()\n" if end else ""
+    script.write_text(PRELUDE + textwrap.dedent(body) + ending)
+    programs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(rank), str(world), meeting, str(patience)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [program.communicate(timeout=50) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    for _, complaint in said:
+        assert "terminate called" not in complaint, complaint
+    return [(program.returncode, *words) for program, words in zip(programs, said, strict=True)]
+
+
+def plain(text: str) -> str:
+    """Without what differs from run to run: line numbers, pids."""
+    return re.sub(r"pid \d+", "pid PID", re.sub(r"\.py:\d+ in", ".py:LINE in", text))
+
+
+def within(text: str, kind: str, seconds: float) -> str:
+    """What one ``told`` printed, once it is sure that it was an error of that kind and came soon enough."""
+    found = re.match(r"(\w+) after ([\d.]+) s: ", text)
+    assert found and found[1] == kind and float(found[2]) < seconds, text
+    return plain(text[found.end() :])
+
+
+LACKS = (
+    "rank {0}, pass 2: backward failed on rank 1, so the mean of this pass lacks gradients.\n"
+    "  rank 1, pass 2, backward: ValueError: bad label (train.py:LINE in backward)\n"
+    "Do not step with these gradients: zero_grad() and go on, on all ranks.\n"
+)
+LEFT = (
+    "rank {0}, pass {1}: rank 1 failed and left, so nobody can complete this pass.\n"
+    "  rank 1, pass 2, {2}\n"
+    "Remove the cause and start again, on all ranks.\n"
+)
+DIED = (
+    "rank {0}, pass 2: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
+    "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
+    "Start again, on all ranks.\n"
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "meeting"), [(2, "tcp"), (3, "file")])
+def test_a_backward_that_fails_and_is_caught_is_quoted_and_the_next_pass_is_right(
+    tmp_path: Path, world: int, meeting: str
+) -> None:
+    body = """
+        step(); right()
+        told(fail=rank == 1)
+        step(); right()
+    """
+    found = ranks(tmp_path, body, world, meeting)
+    assert [code for code, _, _ in found] == [0] * world, found
+    for rank, (_, printed, complaint) in enumerate(found):
+        assert complaint == ""
+        if rank == 1:
+            assert within(printed, "ValueError", 1) == "bad label\n"
+        else:
+            assert within(printed, "PeerError", 2) == LACKS.format(rank)
+
+
+@pytest.mark.ranks
+def test_a_backward_that_fails_on_every_rank_and_is_caught(tmp_path: Path) -> None:
+    found = ranks(tmp_path, "step(); told(fail=True); step(); right()")
+    for code, printed, complaint in found:
+        assert (code, complaint) == (0, ""), complaint
+        assert within(printed, "ValueError", 1) == "bad label\n"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "quoted", "world", "meeting"),
+    [
+        ("wrong=True", "forward: KeyError: 'no such token' (train.py:LINE in forward)", 2, "file"),
+        ("wrong=True", "forward: KeyError: 'no such token' (train.py:LINE in forward)", 3, "tcp"),
+        ("before=True", "backward: ValueError: bad label (train.py:LINE in backward)", 2, "tcp"),
+        ("fail=True", "backward: ValueError: bad label (train.py:LINE in backward)", 3, "file"),
+    ],
+    ids=["forward", "forward, three ranks", "before the first gradient", "amid backward"],
+)
+def test_a_program_that_ends_by_an_exception_is_quoted(
+    tmp_path: Path, how: str, quoted: str, world: int, meeting: str
+) -> None:
+    body = f"""
+        step()
+        told() if rank != 1 else step({how})
+    """
+    found = ranks(tmp_path, body, world, meeting)
+    assert found[1][0] == 1
+    for rank in {0, 2} & set(range(world)):
+        code, printed, _ = found[rank]
+        assert code == 0, found[rank]
+        wanted = {LEFT.format(rank, 2, quoted)} | ({LACKS.format(rank)} if how == "fail=True" else set())
+        assert within(printed, "PeerError", 4) in wanted
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("when", "world", "meeting"), [("amid backward", 2, "tcp"), ("amid backward", 3, "file"), ("between", 2, "file")]
+)
+def test_a_killed_process_is_named(tmp_path: Path, when: str, world: int, meeting: str) -> None:
+    body = f"""
+        step()
+        if rank == 1 and {when == "between"}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told(fail="kill" if rank == 1 else False)
+    """
+    found = ranks(tmp_path, body, world, meeting)
+    assert found[1][0] == -signal.SIGKILL
+    for rank in {0, 2} & set(range(world)):
+        assert found[rank][0] == 0, found[rank]
+        assert within(found[rank][1], "PeerError", 3) == DIED.format(rank)
+
+
+@pytest.mark.ranks
+def test_the_rank_that_has_the_store_is_killed(tmp_path: Path) -> None:
+    body = """
+        step()
+        time.sleep(1.5)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told()
+    """
+    found = ranks(tmp_path, body, 2, "tcp")
+    assert found[1][0] == 0, found
+    assert within(found[1][1], "PeerError", 3) == DIED.replace("rank 1 (pid", "rank 0 (pid").format(1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "early", "meeting"),
+    [("its process has ended", 0, "tcp"), ("its process has ended", 1, "file"), ("it was detached", 1, "tcp")],
+)
+def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting: str) -> None:
+    body = f"""
+        for number in range(3 if rank == {early} else 5):
+            told()
+            if number > 2:
+                break
+        if {how == "it was detached"}:
+            sync.detach()
+            time.sleep(3)
+    """
+    found = ranks(tmp_path, body, 2, meeting)
+    other = 1 - early
+    assert found[early][:2] == (0, ""), found
+    assert within(found[other][1], "PeerError", 3) == (
+        f"rank {other}, pass 4: rank {early} finished after 3 passes ({how}), so nobody can complete this one.\n"
+        "Give every rank as many batches, or use the drop-in and its join(): with model.join(): ...\n"
+    )
+
+
+@pytest.mark.ranks
+def test_the_rank_that_has_the_store_fails_while_the_others_compute(tmp_path: Path) -> None:
+    body = """
+        step()
+        if rank == 1:
+            time.sleep(6)
+        told() if rank else step(wrong=True)
+    """
+    found = ranks(tmp_path, body, 2, "tcp")
+    assert (found[0][0], found[1][0], found[1][2]) == (1, 0, ""), found
+    assert within(found[1][1], "PeerError", 3) == (
+        "rank 1, pass 2: rank 0 failed and left, so nobody can complete this pass.\n"
+        "  rank 0, pass 2, forward: KeyError: 'no such token' (train.py:LINE in forward)\n"
+        "Remove the cause and start again, on all ranks.\n"
+    )
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path) -> None:
+    body = """
+        def evaluate():
+            time.sleep(12)
+
+        step()
+        told() if rank == 0 else evaluate()
+    """
+    (code, printed, complaint), other = ranks(tmp_path, body, patience=9.0)
+    assert code == 0 and other == (0, "", "")
+    assert re.fullmatch(
+        r"rank 0, pass 2: rank 0 waits since \d s at train.py:LINE in step; "
+        r"rank 1 has begun 1 pass and is at train.py:LINE in evaluate.\n",
+        plain(complaint),
+    ), complaint
+    text = within(printed, "CommunicationError", 13)
+    first, *rest = text.splitlines()
+    assert first.startswith("rank 0, pass 2: bucket 0 (b.bias) could not be reduced over process_group (gloo): "), text
+    assert rest[-2:] == [
+        "rank 0 waits at train.py:LINE in step; rank 1 has begun 1 pass and is at train.py:LINE in evaluate.",
+        "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs.",
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("meeting", "end", "late"), [("tcp", True, 2.5), ("tcp", True, 0), ("file", False, 2.5)])
+def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool, late: float) -> None:
+    body = f"""
+        for _ in range(5):
+            step()
+        right()
+        time.sleep({late} * rank)  # what answers looks for questions meanwhile
+    """
+    assert ranks(tmp_path, body, 2, meeting, end=end) == [(0, "", "")] * 2
+
+
+@pytest.mark.ranks
+def test_a_pass_that_goes_well_does_not_touch_the_store(tmp_path: Path) -> None:
+    body = """
+        def refuse(*_):
+            raise AssertionError("the store was used")
+
+        step()
+        board = sync._reducer._queue.peers._board
+        for name in ("add", "set", "get", "check", "wait"):
+            setattr(type(board._store), name, refuse)
+        board.whereabouts.stop()
+        for _ in range(5):
+            step()
+        right()
+        os._exit(0)
+    """
+    assert ranks(tmp_path, body) == [(0, "", "")] * 2
+
+
+def test_thread_ranks_are_told_that_one_was_detached() -> None:
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        model(torch.ones(1, 2)).sum().backward()
+        if transport.rank == 1:
+            sync.detach()
+            sync.detach()
+            return ""
+        began = time.monotonic()
+        with pytest.raises(stretto.PeerError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        assert time.monotonic() - began < 2
+        return str(caught.value)
+
+    assert run_ranks(worker, 2)[0].startswith("rank 0, pass 2: rank 1 finished after 1 pass (it was detached), so")
+
+
+def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
+    def elsewhere() -> None:
+        time.sleep(3)
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        stretto.attach(model, transport=transport)
+        if transport.rank == 1:
+            return elsewhere()
+        with pytest.raises(stretto.CommunicationError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        return plain(str(caught.value))
+
+    assert run_ranks(worker, 2, timeout=2)[0] == (
+        "rank 0, pass 1: bucket 0 (bias, weight) could not be reduced over local (threads of one process): not done "
+        "within 2 s\n"
+        "rank 0 waits at test_peers.py:LINE in worker; rank 1 is at test_peers.py:LINE in elsewhere.\n"
+        "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
+    )
+
+
+class Telling(torch.autograd.Function):
+    """Fails in backward, and asks for that failure to be told while it is still to come."""
+
+    @staticmethod
+    def forward(ctx, x, tell):
+        ctx.tell = tell
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert when_raised(ctx.tell)
+        raise ValueError("seen")
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_exception_on_its_way_is_seen_and_a_debugger_keeps_its_trace(traced: bool) -> None:
+    events: list[str] = []
+    seen: list[tuple[str, str]] = []
+
+    def debugger(frame, event, argument):
+        events.append(f"{frame.f_code.co_name} {event}")
+        return debugger
+
+    def tell(error, trace):
+        seen.append((str(error), trace.tb_frame.f_code.co_name))
+
+    def backward() -> None:
+        Telling.apply(torch.ones(1, requires_grad=True), tell).sum().backward()
+
+    before = sys.gettrace()
+    mine = debugger if traced else before
+    try:
+        sys.settrace(mine)
+        with pytest.raises(ValueError, match="seen"):
+            backward()
+        after = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert after is mine
+    assert seen == [("seen", "_engine_run_backward")]
+    assert not traced or {"_engine_run_backward exception", "backward exception", "backward return"} <= set(events)
+
+
+def test_an_exception_of_another_thread_cannot_be_seen() -> None:
+    assert not when_raised(lambda *_: None)
+    assert sys.gettrace() is None or "coverage" in repr(sys.gettrace())
+
+
+def test_two_that_wait_for_one_exception_are_both_told() -> None:
+    seen: list[str] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            for name in "ab":
+                assert when_raised(lambda error, trace, name=name: seen.append(f"{name}: {error}"))
+            raise ValueError("once")
+
+    before = sys.gettrace()
+    with pytest.raises(ValueError, match="once"):
+        Twice.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert sorted(seen) == ["a: once", "b: once"] and sys.gettrace() is before

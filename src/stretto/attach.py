@@ -13,11 +13,10 @@ from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
+from .membership import named, plan_for, trained
 from .options import Buffers, Options, dtype_patterns, names_of
-from .plan import MIB, BucketPlan, plan_buckets
 from .reducer import reducer_of
 from .scaling import Reduce, Scaling
-from .specs import describe_parameters
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport
 
 
@@ -106,17 +105,17 @@ def attach(
         )
         Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
         _refuse(module, options)
-        plan = _first_plan(module, options, carrier)
+        plan = plan_for(trained(module, options), options, carrier)
     except StrettoError as problem:
         if carrier is not None and not alone:
             with contextlib.suppress(SetupError):  # take part all the same, so that the other ranks learn of it
                 agree(Statement((), str(problem)), carrier)
         raise
     if carrier is not None and not alone and init_sync:
-        parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
+        parameters, tensors = named(module, options, "parameters"), named(module, options, "buffers")
         agree(state_model(parameters, tensors, vars(options) | {"plan": plan.hash}), carrier)
         broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
-    return Synchronizer(module, _trained(module, options), plan, carrier, options)
+    return Synchronizer(module, trained(module, options), plan, carrier, options)
 
 
 def default_transport(
@@ -147,43 +146,15 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
     vain = [pattern for pattern in options.ignore if not any(Options(ignore=(pattern,)).ignores(n) for n in everything)]
     if vain:
         raise SetupError(f"attach: ignore= names {name_list(vain)}, which the module does not have.")
-    trained = _trained(module, options)
-    if not trained:
+    to_reduce = trained(module, options)
+    if not to_reduce:
         raise SetupError(
             "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
             "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
         )
-    taken = [name for name, parameter in trained.items() if reducer_of(parameter)]
+    taken = [name for name, parameter in to_reduce.items() if reducer_of(parameter)]
     if taken:
         raise AlreadyAttachedError(
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
         )
-
-
-def _first_plan(module: torch.nn.Module, options: Options, carrier: Transport | None) -> BucketPlan:
-    trained = _trained(module, options)
-    specs = describe_parameters(trained, options.reduce_dtypes(trained))
-    cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
-    if cap is None and options.delay:
-        cap = last = 1 + sum(spec.nbytes for spec in specs) / MIB
-    suits = (carrier.bucket_cap_bytes, carrier.last_bucket_cap_bytes) if carrier else (4 * MIB, MIB)
-    names = [spec.name for spec in specs]
-    return plan_buckets(
-        specs,
-        cap_bytes=suits[0] if cap is None else int(cap * MIB),
-        last_cap_bytes=int(last * MIB) if last is not None else suits[1] if cap is None else None,
-        cut_after=[names.index(name) for name in options.launch_after if name in names],
-    )
-
-
-def _named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in getattr(module, f"named_{kind}")() if not options.ignores(name)}
-
-
-def _trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Parameter]:
-    return {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not options.ignores(name)
-    }

@@ -44,6 +44,8 @@ class Control(IntEnum):
     """Rank 0 saw gradients arrive in another order than planned."""
     LATE = 2
     """A gradient arrived again after its bucket had left: a second round must follow."""
+    CHANGED = 3
+    """The module has other parameters than the plan: see rejoin.py."""
 
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -99,6 +101,7 @@ class Bucket:
         "is_last",
         "kept",
         "layout",
+        "loose",
         "missing",
         "offsets",
         "payload",
@@ -143,6 +146,9 @@ class Bucket:
             for spec, offset in zip(specs, self.offsets, strict=False)
         ]
         self._scaling = scaling
+        self.loose: set[int] = set()
+        """Places of parameters that have left their slot (another dtype, other storage): sent as nothing, and
+        ``.grad`` left alone. See rejoin.py."""
         self.missing: list[int] = []
         """Places of parameters for which this rank has nothing new in this pass."""
         self.kept: dict[int, torch.Tensor] = {}
@@ -194,7 +200,9 @@ class Bucket:
         parameters = self.parameters
         for place in self.missing:
             gradient, view = parameters[place].grad, self.views[place]
-            if gradient is None:
+            if place in self.loose:
+                self.slots[self.offsets[place] :][: view.numel()].zero_()  # the view may be elsewhere by now
+            elif gradient is None:
                 view.zero_()
             elif gradient is view:
                 self.kept[place] = gradient.clone()
@@ -228,7 +236,7 @@ class Bucket:
 
     def late(self) -> list[int]:
         """Places of gradients that arrived again after the bucket had left."""
-        missing = set(self.missing)
+        missing = self.loose.union(self.missing)
         return [
             i
             for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True))
@@ -252,7 +260,7 @@ class Bucket:
         missing = set(self.missing)
         had = self.footer[: len(self.indices)].tolist() if summed_footer else [1] * len(self.indices)
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            if parameter is _FREED:
+            if parameter is _FREED or place in self.loose:
                 continue
             if place not in missing or had[place]:
                 parameter.grad = view

@@ -1,4 +1,4 @@
-"""The handle that ``attach`` returns, and the table of where a module's buffers live."""
+"""The handle that ``attach`` returns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .buffers import BufferPlaces
 from .check import check_replicas
 from .comm_hooks import CommHook, Hook
 from .errors import SetupError
@@ -19,36 +20,6 @@ from .plan import BucketPlan
 from .reducer import Reducer, Statistics
 from .scaling import WEIGHT_BITS, Scaling
 from .transport.base import Transport
-
-
-class BufferPlaces:
-    """Where a module's buffers live: the owners' tables and the keys in them, in the order of ``named_buffers``.
-
-    Buffers are looked up by name each time, since users reassign them (``self.count = self.count + 1``). It holds the
-    tables and not the modules: see bucket.py, [Note: weak parameters].
-    """
-
-    def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        self.policy: Buffers = options.buffers
-        self._places = [
-            (owner._buffers, key)
-            for prefix, owner in module.named_modules()
-            for key in owner._buffers
-            if not options.ignores(f"{prefix}.{key}" if prefix else key)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def to_send(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Those that are to follow rank 0's now, and those that are to become the mean over ranks."""
-        if self.policy == "none":
-            return [], []
-        found = [buffer for table, key in self._places if (buffer := table.get(key)) is not None]
-        if self.policy == "rank0":
-            return found, []
-        exact = [buffer for buffer in found if not buffer.is_floating_point()]
-        return exact, [buffer for buffer in found if buffer.is_floating_point()]
 
 
 class Synchronizer:
@@ -79,7 +50,8 @@ class Synchronizer:
                 plan,
                 transport,
                 self._events,
-                self._buffer_places.to_send,
+                self._buffer_places,
+                Membership(module, options),
                 scaling,
                 delay=options.delay,
                 inspect=_inspection(module, transport, options),
@@ -254,12 +226,13 @@ def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Te
     return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
 
 
-def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int, str], None]:
+def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int], None] | None:
     """What is looked at when a pass has settled, without keeping the module alive."""
-    alive, membership = weakref.ref(module), Membership(module, options)
+    if not options.check_every:
+        return None
+    alive = weakref.ref(module)
 
-    def inspect(number: int, where: str) -> None:
-        membership.check(number, where)
+    def inspect(number: int) -> None:
         if options.check_every and number % options.check_every == 0 and (found := alive()) is not None:
             check_replicas(_replicated(found, options), transport, f"pass {number}")
 

@@ -16,20 +16,24 @@ See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
+from .bucket import Control
+from .buffers import BufferPlaces
 from .comm_hooks import CommHook
 from .consensus import Consensus
 from .engine import OutermostEnd, without_graph
 from .errors import SetupError
 from .events import Events
 from .launch import LaunchQueue
+from .membership import Membership
 from .plan import BucketPlan
+from .rejoin import Rejoin
 from .scaling import Scaling
 from .tracker import ArrivalTracker
 from .transport.base import Transport
@@ -57,11 +61,11 @@ class Reducer:
         plan: the first plan.
         transport: carries the buckets.
         events: told what happens.
-        buffers: returns, without holding the module, the tensors that are to follow rank 0's at the end of every pass,
-            and those that are to become the mean over ranks.
+        places: the buffers that are made equal at the end of every pass.
+        members: which parameters the module has.
         scaling: what is done to gradients besides summing them.
         delay: launch nothing before backward ends.
-        inspect: called with the pass number and how messages begin when a pass has settled.
+        inspect: called with the pass number when a pass has settled.
     """
 
     def __init__(
@@ -70,16 +74,18 @@ class Reducer:
         plan: BucketPlan,
         transport: Transport,
         events: Events,
-        buffers: Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        places: BufferPlaces,
+        members: Membership,
         scaling: Scaling,
         *,
         delay: bool = False,
-        inspect: Callable[[int, str], None] | None = None,
+        inspect: Callable[[int], None] | None = None,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
         self._events = events
-        self._buffers = buffers
+        self._places = places
+        self._members = members
         self._delay = delay
         self._inspect = inspect
         self._running = False
@@ -89,7 +95,10 @@ class Reducer:
         hooked = list(parameters.values())
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
-        self._consensus = Consensus(self._queue, self._tracker, events)
+        self._rejoin = Rejoin(members, places, self._queue, self._tracker, events)
+        self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin)
+        members.follow(parameters)
+        members.watch(self._outsider_arrived)
         self._end = OutermostEnd(self._settle, self._arrivals.close, self._give_up)
 
     @property
@@ -133,6 +142,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks. ``.grad`` stays as it is."""
         self._arrivals.remove()
+        self._members.stop()
 
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
@@ -152,6 +162,17 @@ class Reducer:
                 self._unsynchronized.add(self._tracker.index_of[id(parameter)])
                 return
             self._arrivals.order.append(parameter)
+            self._arrivals.open()
+
+    def _outsider_arrived(self) -> None:
+        """A parameter outside the plan has got a gradient; maybe nothing else does in this pass."""
+        with self._queue.lock:
+            if self._running or not self.synchronize:
+                if self._running and not self._arrivals.is_open:
+                    self._end.watch()
+                    self._arrivals.open()
+                return
+            self._begin_pass()
             self._arrivals.open()
 
     def _next_pass(self) -> None:
@@ -180,8 +201,10 @@ class Reducer:
             return
         with self._queue.lock, without_graph():
             try:
-                says = self._consensus.says()
-                self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
+                contributed = self._tracker.contributed(self._unsynchronized)
+                changed = self._rejoin.noticed(self._unsynchronized)
+                says = self._consensus.says() + [Control.CHANGED] * changed
+                self._queue.launch_rest(contributed - self._queue.loose, says)
             except BaseException:
                 self._give_up()
                 raise
@@ -195,12 +218,14 @@ class Reducer:
             self._passes += 1
             if self._events.pass_settled:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
-            self._consensus.hear(words)
+            if changed and self.comm_hook is not None:
+                self._rejoin.refuse()
+            self._consensus.hear(words, at_once=changed)
             if self._inspect is not None:
-                self._inspect(self._queue.pass_number, self._queue.where)
+                self._inspect(self._queue.pass_number)
 
     def _send_buffers(self) -> CoalescedMessages:
-        follow, average = self._buffers()
+        follow, average = self._places.to_send()
         sent = CoalescedMessages()
         if follow:
             sent.add(start_broadcast(follow, self.transport))
@@ -226,7 +251,7 @@ class Reducer:
                 buffers.finish()
             finally:
                 self._reset()
-            self._consensus.act_on(words)
+            self._consensus.act_on(words, release=False)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 

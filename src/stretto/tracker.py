@@ -10,6 +10,7 @@ import torch
 from .arrivals import Arrivals
 from .bucket import Bucket
 from .engine import without_graph
+from .errors import SetupError
 from .events import Events
 from .launch import LaunchQueue
 from .schedule import Chunk, schedule
@@ -58,6 +59,15 @@ class ArrivalTracker:
         """How many arrivals of this pass have been dealt with."""
         self._count: dict[int, int] = {}
         """How often parameters have arrived in this pass; kept only outside the schedule."""
+        self.watch_all()
+
+    def rebuild(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The plan holds other parameters: hook those, and learn again, but for how often the old ones arrive."""
+        counts = {key: self._expected[index] for key, index in self.index_of.items() if index in self._expected}
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._expected = {self.index_of[key]: n for key, n in counts.items() if key in self.index_of}
+        self._schedule, self._hands_out, self._known, self.last_order = None, False, [], []
+        self.arrivals.follow(parameters)
         self.watch_all()
 
     # Which arrivals are looked at
@@ -122,7 +132,7 @@ class ArrivalTracker:
             chunk = self._schedule[self._next_chunk]
             try:
                 self._queue.guard(chunk.take, parameters)
-            except TypeError:  # a hook fired without a gradient (autograd's undefined gradient): nothing was copied
+            except (TypeError, SetupError):  # an undefined gradient, or one that does not fit its slot any more
                 return self._leave_schedule()
             self._looked_at = stop
             self._next_chunk += 1
@@ -142,6 +152,10 @@ class ArrivalTracker:
             if parameter.grad is None:  # an undefined gradient
                 continue
             index = self.index_of[id(parameter)]
+            if not self._queue.fits(index, parameter):
+                self._queue.set_loose([index])
+            if index in self._queue.loose:
+                continue
             self._count[index] = self._count.get(index, 0) + 1
             if self._events.gradient_ready:
                 name = self._queue.names[index]
@@ -177,7 +191,9 @@ class ArrivalTracker:
         if self.as_scheduled() and not any(bucket.pending for bucket in self._queue.buckets):
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
-        return {index for index, parameter in self.alive(unsynchronized | arrived) if parameter.grad is not None}
+        found = {index: one for index, one in self.alive(unsynchronized | arrived) if one.grad is not None}
+        self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])
+        return set(found)
 
     def handed_out(self) -> bool:
         """Whether the slots of everything that has arrived are ``.grad`` already."""

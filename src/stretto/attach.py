@@ -44,6 +44,9 @@ def attach(
     The module is not wrapped: hooks sit on its parameters, so any method may run forward, names in ``state_dict`` stay,
     and evaluation on one rank alone just works. All ranks start from rank 0's parameters and buffers.
 
+    The module may change afterwards, alike on all ranks: parameters that are frozen, unfrozen, added, replaced or
+    converted are followed in the pass that meets them first, and new ones take rank 0's values when it ends.
+
     Args:
         module: the same model on every rank; at least one parameter must require grad.
         process_group: default, the default group. Without any group, or in a world of one, nothing is done, and the

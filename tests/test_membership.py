@@ -512,6 +512,43 @@ def test_a_change_in_a_pass_that_fails_is_followed_in_the_next() -> None:
     assert_close(first["seen"][0], gradients(model))
 
 
+def test_one_rank_alone_moves_its_module_to_and_fro() -> None:
+    def worker(transport):
+        model, told = Chain(), ""
+        stretto.attach(model, transport=transport)
+        for number in range(6):
+            if number == 3 and transport.rank == 1:
+                model.float().double()
+            if number in (3, 4):
+                model.zero_grad()
+            try:
+                model(inputs_of(transport.rank, number)).backward()
+            except stretto.SetupError as error:
+                told += f"{number}: {error}"
+            if number == 4:
+                assert_close(gradients(model), mean_of_plain(2, 4))
+        return told
+
+    told, other = run_ranks(worker, 2)
+    assert told == other
+    assert told.startswith("3: pass 4: a.weight, a.bias, b.weight, b.bias, c.weight, c.bias moved to other memory on ")
+
+
+def test_a_frozen_layer_that_is_added_takes_rank_0s_values() -> None:
+    def worker(transport):
+        model = Chain()
+        sync = stretto.attach(model, transport=transport)
+        model(inputs_of(0, 0)).backward()
+        model.d = linear(30 + transport.rank).requires_grad_(False)
+        model(inputs_of(0, 1)).backward()
+        return model.d.weight.tolist(), sync.statistics.plans
+
+    assert (
+        run_ranks(worker, 2) == [(linear(30).weight.tolist(), 3)] * 2
+        or run_ranks(worker, 2) == [(linear(30).weight.tolist(), 2)] * 2
+    )
+
+
 # Buffers
 
 

@@ -135,6 +135,11 @@ class Membership:
         everything = self.everything()
         return {name for name in names if name in self._frozen and self._frozen[name]() is everything[name]}
 
+    def strangers(self, wanted: Collection[str]) -> set[str]:
+        """Frozen ones that were not there when the ranks last agreed: each rank has its own values."""
+        outside = self.everything().keys() - set(wanted)
+        return outside - self.known(outside) - self._planned.keys()
+
     def hooked(self, parameter: torch.Tensor) -> bool:
         """Whether it is an outsider whose gradients are seen."""
         reference, _ = self._hooks.get(id(parameter), (None, None))

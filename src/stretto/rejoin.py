@@ -94,7 +94,7 @@ class Rejoin:
             SetupError: gradients of this pass have stayed on this rank.
         """
         wanted = self._members.wanted()
-        if self._outside(wanted) or self._queue.loose:
+        if self._outside(wanted) or self._queue.loose or self._places.changed:
             raise SetupError(
                 f"{self._queue.where}: the module has changed since it was attached ({self._changes(wanted)}), and a "
                 "comm hook moves gradients alone, so the other ranks cannot be told.\n"
@@ -132,6 +132,7 @@ class Rejoin:
             or self._places.moved(module)
             or describe_parameters(wanted, self._members.options.reduce_dtypes(wanted)) != self._queue.plan.parameters
             or self._outside(wanted)
+            or self._members.strangers(wanted)
         ):
             return True
         self._members.remember()
@@ -157,13 +158,14 @@ class Rejoin:
         assert module is not None
         everyone: list[dict[str, Loose]] = transport.all_gather_object(self._loose(wanted))
         names = [name for name in wanted if any(name in one for one in everyone)]
-        self._refuse_spoilt(names, everyone)
+        spoilt = self._spoilt_somewhere(names, everyone)
         changes = self._changes(wanted)
         mine = everyone[transport.rank]
         contributions = {n: grad for n in names if n in mine and (grad := wanted[n].grad) is not None}
         carried = self._carried([name for name in names if not all(name in one for one in everyone)])
         factor = queue.scaling.after(queue.buckets[-1].weight)
-        values: list[torch.Tensor] = [wanted[name].detach() for name in names]
+        news = [one for name, one in members.everything().items() if any(name in other for other in everyone)]
+        values = [parameter.detach() for parameter in news]
         if self._places.policy != "none":
             values += named(module, members.options, "buffers").values()
         broadcast_coalesced(values, transport)
@@ -172,11 +174,18 @@ class Rejoin:
         members.follow(wanted)
         self._places.follow(module)
         had = {name for name in names if name in carried or any(one[name].has for one in everyone if name in one)}
-        self._reduce(had, contributions, carried, factor, release=release)
+        self._reduce(had.difference(spoilt), contributions, carried, factor, release=release)
         if transport.rank == 0:
             log.info("%s: the plan follows the module: %s", queue.where, changes)
         if self._events.plan_changed:
             self._events.emit(self._events.plan_changed, queue.pass_number, plan)
+        if spoilt:
+            raise SetupError(
+                f"pass {queue.pass_number}: {name_list(spoilt)} moved to other memory on some ranks only, while there "
+                "were gradients, so the mean of this pass lacks theirs.\n"
+                "Do not step with these gradients: zero_grad() and go on, on all ranks. To avoid this, call "
+                "zero_grad() before module.to()."
+            )
 
     def _statement(
         self, module: torch.nn.Module | None, wanted: Mapping[str, torch.nn.Parameter], plan: str
@@ -209,21 +218,12 @@ class Rejoin:
             name = queue.names[index]
             if name in wanted and name not in found and not queue.fits(index, parameter):
                 found[name] = Loose(has=False, spoilt=False)
-        return found
+        return found | dict.fromkeys(members.strangers(wanted), Loose(has=False, spoilt=False))
 
-    def _refuse_spoilt(self, names: Sequence[str], everyone: Sequence[Mapping[str, Loose]]) -> None:
-        """Raise where a sum holds what was not a gradient, and its parts are not there any more on some rank."""
-        spoilt = [
-            name
-            for name in names
-            if any(name in one and one[name].spoilt for one in everyone) and not all(name in one for one in everyone)
-        ]
-        if spoilt:
-            raise SetupError(
-                f"pass {self._queue.pass_number}: {name_list(spoilt)} moved to other memory on some ranks only, "
-                "while their gradients were being accumulated, so the mean of this pass lacks them.\n"
-                "Do not step with these gradients. zero_grad() before .to(), or attach again, on all ranks."
-            )
+    def _spoilt_somewhere(self, names: Sequence[str], everyone: Sequence[Mapping[str, Loose]]) -> list[str]:
+        """Whose sum holds what was not a gradient, while its parts are not there any more on some rank."""
+        partly = [name for name in names if not all(name in one for one in everyone)]
+        return [name for name in partly if any(one[name].spoilt for one in everyone if name in one)]
 
     def _carried(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Copies of what the old buckets hold for these, where any rank had something for them."""
@@ -283,6 +283,7 @@ class Rejoin:
             "unfrozen": [name for name in outside if name in known],
             "frozen": [name for name in before if name not in wanted and name in everything],
             "removed": [name for name in before if name not in everything],
+            "added frozen": sorted(self._members.strangers(wanted)),
         }
         for name in inside:
             if wanted[name].dtype != specs[name].dtype:

@@ -16,6 +16,8 @@ from .errors import ModelMismatchError, SetupError
 from .specs import slot_strides
 from .transport.base import Transport
 
+ADVICE = "Build the model from the same code and options on every rank, and attach before what only some ranks do."
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -49,8 +51,10 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')} {tensor.device.type}{layout}{trained}"
 
 
-def agree(statement: Statement, transport: Transport) -> None:
+def agree(statement: Statement, transport: Transport, occasion: str = "attach", advice: str = ADVICE) -> None:
     """Collective. Returns if all ranks state the same and none has a problem.
+
+    Messages begin with ``occasion`` and end with ``advice``.
 
     Raises:
         SetupError: this rank's own problem.
@@ -63,15 +67,17 @@ def agree(statement: Statement, transport: Transport) -> None:
     if problems:
         told = "\n".join(f"  rank {rank}: {problem}" for rank, problem in problems.items())
         raise ModelMismatchError(
-            f"attach, rank {transport.rank}: other ranks cannot attach, so this one cannot:\n{told}"
+            f"{occasion}, rank {transport.rank}: other ranks cannot attach, so this one cannot:\n{told}"
         )
     if len({fingerprint for fingerprint, _ in fingerprints}) == 1:
         return
     tables: list[Statement] = transport.all_gather_object(statement)
-    raise ModelMismatchError(difference([table.facts for table in tables]))
+    raise ModelMismatchError(difference([table.facts for table in tables], occasion=occasion, advice=advice))
 
 
-def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str:
+def difference(
+    tables: list[tuple[tuple[str, str], ...]], most: int = 12, *, occasion: str = "attach", advice: str = ADVICE
+) -> str:
     """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
     by_rank = [dict(table) for table in tables]
     names = list(dict.fromkeys(name for table in tables for name, _ in table))
@@ -85,10 +91,7 @@ def difference(tables: list[tuple[tuple[str, str], ...]], most: int = 12) -> str
             lines = [_holders("option plan", by_rank)]
     if len(lines) > most:
         lines[most:] = [f"  (+{len(lines) - most} more)"]
-    return (
-        f"attach: the {len(tables)} ranks do not hold the same model.\n" + "\n".join(lines) + "\n"
-        "Build the model from the same code and options on every rank, and attach before what only some ranks do."
-    )
+    return f"{occasion}: the {len(tables)} ranks do not hold the same model.\n" + "\n".join(lines) + "\n" + advice
 
 
 def _holders(name: str, by_rank: list[dict[str, str]]) -> str:

@@ -10,6 +10,7 @@ of a list, called without any Python in between. Two kinds of arrival call Pytho
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -36,14 +37,26 @@ class Arrivals:
         self.order: list[torch.Tensor] = []
         self._first = first
         self._look = look
+        self.owner = owner
         self._names = {"owner": owner}
         self.is_open = False
         """Whether a pass has begun, and no nested task has ended since."""
         # A partial's target can be exchanged, and calling it goes straight to C.
         self._gate: Any = functools.partial(first)
         self.close()
-        self._handles: list[Any] = [_hook(parameter, self._gate) for parameter in parameters]
+        self._handles: dict[int, tuple[weakref.ref[torch.nn.Parameter], Any]] = {}
         self._looking: dict[int, Any] = {}
+        self.follow(parameters)
+
+    def follow(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Hook these and no others. Those that had a hook keep it, and so their place among hooks of the user."""
+        self.look_at(())
+        wanted = {id(parameter): parameter for parameter in parameters}
+        for key in [key for key, (one, _) in self._handles.items() if one() is not wanted.get(key)]:
+            self._handles.pop(key)[1].remove()
+        for key, parameter in wanted.items():
+            if key not in self._handles:
+                self._handles[key] = weakref.ref(parameter), hook_gradient(parameter, self._gate)
 
     def open(self) -> None:
         """A pass has begun: from here on arrivals are appended."""
@@ -62,12 +75,12 @@ class Arrivals:
             self._looking.pop(index).remove()
         for index, parameter in wanted.items():
             if index not in self._looking:
-                self._looking[index] = _hook(parameter, self._look)
+                self._looking[index] = hook_gradient(parameter, self._look)
 
     def remove(self) -> None:
         """Take all hooks off."""
         self.look_at(())
-        for handle in self._handles:
+        for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
@@ -85,8 +98,18 @@ def hook_for(parameter: torch.nn.Parameter, owner: object, call: Callable[[torch
     """Hook a parameter that is on no list of arrivals, so that ``owner_of`` finds ``owner``."""
     hook = functools.partial(call)
     vars(hook)["owner"] = owner
-    return _hook(parameter, hook)
+    return hook_gradient(parameter, hook)
 
 
-def _hook(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+def hook_gradient(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Call ``hook`` whenever the parameter's gradient is final for a graph task.
+
+    torch refuses hooks on frozen parameters, but keeps those on one that is frozen later.
+    """
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    if frozen:
+        parameter.requires_grad_(False)
+    return handle

@@ -14,12 +14,11 @@ from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
+from .membership import named, plan_for, trained
 from .options import Buffers, Options, dtype_patterns, names_of
-from .plan import MIB, BucketPlan, plan_buckets
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
 from .sparse import names_of_sparse, stand_in
-from .specs import describe_parameters
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport
 
 log = logging.getLogger("stretto.attach")
@@ -54,6 +53,8 @@ def attach(
     Parts of the module may be attached already: their handles go on with their parameters and their own ``no_sync``,
     and this one takes the rest, which leaves when backward has ended unless it has another process group. Passes of
     such handles begin and end together. Detach the outer one first.
+    The module may change afterwards, alike on all ranks: parameters that are frozen, unfrozen, added, replaced or
+    converted are followed in the pass that meets them first, and new ones take rank 0's values when it ends.
 
     Args:
         module: the same model on every rank; at least one parameter must require grad.
@@ -123,7 +124,7 @@ def attach(
         )
         Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
         _refuse(module, options)
-        plan = _first_plan(module, options, carrier)
+        plan = plan_for(_split(module, options)[0], options, carrier)
     except StrettoError as problem:
         if carrier is not None and not alone:
             with contextlib.suppress(SetupError):  # take part all the same, so that the other ranks learn of it
@@ -131,10 +132,10 @@ def attach(
             problem.args = (f"rank {carrier.rank}: {problem}",)
         raise
     if carrier is not None and not alone and init_sync:
-        parameters, tensors = _named(module, options, "parameters"), _named(module, options, "buffers")
+        parameters, tensors = named(module, options, "parameters"), named(module, options, "buffers")
         facts = vars(options) | {
             "number of handles beside": len(others),
-            "attached already": [name for name, p in _trained(module, options).items() if reducer_of(p)],
+            "attached already": [name for name, p in trained(module, options).items() if reducer_of(p)],
             "sparse parameters": [*_split(module, options)[1]],
             "plan": plan.hash,
         }
@@ -176,63 +177,35 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
             "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
         )
-    trained = _trained(module, options)
-    if not trained:
+    to_reduce = trained(module, options)
+    if not to_reduce:
         raise SetupError(
             "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
             "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
         )
-    taken = [name for name, parameter in trained.items() if reducer_of(parameter)]
-    if len(taken) == len(trained):
+    taken = [name for name, parameter in to_reduce.items() if reducer_of(parameter)]
+    if len(taken) == len(to_reduce):
         raise AlreadyAttachedError(
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
         )
 
 
-def _first_plan(module: torch.nn.Module, options: Options, carrier: Transport | None) -> BucketPlan:
-    trained, _ = _split(module, options)
-    specs = describe_parameters(trained, options.reduce_dtypes(trained))
-    cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
-    if cap is None and options.delay:
-        cap = last = 1 + sum(spec.nbytes for spec in specs) / MIB
-    suits = (carrier.bucket_cap_bytes, carrier.last_bucket_cap_bytes) if carrier else (4 * MIB, MIB)
-    names = [spec.name for spec in specs]
-    return plan_buckets(
-        specs,
-        cap_bytes=suits[0] if cap is None else int(cap * MIB),
-        last_cap_bytes=int(last * MIB) if last is not None else suits[1] if cap is None else None,
-        cut_after=[names.index(name) for name in options.launch_after if name in names],
-    )
-
-
-def _named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in getattr(module, f"named_{kind}")() if not options.ignores(name)}
-
-
-def _trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Parameter]:
-    return {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and not options.ignores(name)
-    }
-
-
 def _split(
     module: torch.nn.Module, options: Options
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.nn.Parameter]]:
     """The trained parameters that lie in the plan, and those whose gradients are sparse."""
-    trained = {name: p for name, p in _trained(module, options).items() if reducer_of(p) is None}
+    mine = {name: p for name, p in trained(module, options).items() if reducer_of(p) is None}
     wanted = names_of_sparse(module, options.sparse)
-    rows = {name: parameter for name, parameter in trained.items() if name in wanted}
-    dense = {name: parameter for name, parameter in trained.items() if name not in wanted}
+    rows = {name: parameter for name, parameter in mine.items() if name in wanted}
+    dense = {name: parameter for name, parameter in mine.items() if name not in wanted}
     return dense or stand_in(next(iter(rows.values())).device), rows
 
 
 def _inside(module: torch.nn.Module, options: Options) -> list[Reducer]:
     """The reducers that have parameters of the module already."""
     found: dict[Reducer, list[str]] = {}
-    for name, parameter in _trained(module, options).items():
+    for name, parameter in trained(module, options).items():
         if (reducer := reducer_of(parameter)) is not None:
             found.setdefault(reducer, []).append(name)
     for reducer, names in found.items():

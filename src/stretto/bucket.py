@@ -55,6 +55,7 @@ class Bucket:
         "is_last",
         "kept",
         "layout",
+        "loose",
         "missing",
         "offsets",
         "payload",
@@ -100,6 +101,9 @@ class Bucket:
             for spec, offset in zip(specs, self.offsets, strict=False)
         ]
         self._scaling = scaling
+        self.loose: set[int] = set()
+        """Places of parameters that have left their slot (another dtype, other storage): sent as nothing, and
+        ``.grad`` left alone. See rejoin.py."""
         self.missing: list[int] = []
         """Places of parameters for which this rank has nothing new in this pass."""
         self.kept: dict[int, torch.Tensor] = {}
@@ -150,7 +154,9 @@ class Bucket:
         parameters = self.parameters
         for place in places:
             gradient, view = parameters[place].grad, self.views[place]
-            if gradient is None:
+            if place in self.loose:
+                self.slots[self.offsets[place] :][: view.numel()].zero_()  # the view may be elsewhere by now
+            elif gradient is None:
                 view.zero_()
             elif gradient is view:
                 self.kept[place] = gradient.clone()
@@ -209,7 +215,7 @@ class Bucket:
         """Places of gradients that arrived again after the bucket had left."""
         if self.skipped:
             return []
-        missing = set(self.missing)
+        missing = self.loose.union(self.missing)
         return [
             i
             for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True))
@@ -233,7 +239,7 @@ class Bucket:
         missing = set(self.missing)
         had = self.footer[: len(self.indices)].tolist() if summed_footer else [1] * len(self.indices)
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            if parameter is _FREED:
+            if parameter is _FREED or place in self.loose:
                 continue
             if place not in missing or had[place]:
                 parameter.grad = view

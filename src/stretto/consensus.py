@@ -12,6 +12,7 @@ from .errors import PeerError, UnsupportedError, name_list
 from .events import Events
 from .launch import LaunchQueue
 from .plan import BucketPlan
+from .rejoin import Rejoin
 from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
@@ -26,14 +27,16 @@ class Consensus:
         queue: has the plan, and the bucket that carries the words.
         tracker: knows what has arrived in which order.
         events: told of new plans.
+        rejoin: follows changes of the module.
     """
 
-    def __init__(self, queue: LaunchQueue, tracker: ArrivalTracker, events: Events) -> None:
+    def __init__(self, queue: LaunchQueue, tracker: ArrivalTracker, events: Events, rejoin: Rejoin) -> None:
         self.plans = 1
         """Plans used, the first one included."""
         self._queue = queue
         self._tracker = tracker
         self._events = events
+        self._rejoin = rejoin
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
@@ -81,9 +84,14 @@ class Consensus:
 
     # Following
 
-    def hear(self, words: ControlWords) -> None:
-        """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass."""
-        if words.on_host or self._queue.pass_number == 1:
+    def hear(self, words: ControlWords, *, at_once: bool) -> None:
+        """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass.
+
+        Args:
+            at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
+                very pass are to be reduced; ranks whose modules changed alike have seen it too.
+        """
+        if at_once or words.on_host or self._queue.pass_number == 1:
             self.act_on(words)
         else:
             self._late_words = words
@@ -100,8 +108,12 @@ class Consensus:
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
                 self._failure_of_peer = error
 
-    def act_on(self, words: ControlWords) -> None:
+    def act_on(self, words: ControlWords, *, release: bool = True) -> None:
         """Do what all ranks do after these words. Collective.
+
+        Args:
+            words: what was said.
+            release: whether this rank had a part in the pass.
 
         Raises:
             PeerError: another rank gave up the pass.
@@ -113,6 +125,11 @@ class Consensus:
             if words.own_failure:
                 return
             raise self._failure(round(said[Control.GAVE_UP]))
+        if said[Control.CHANGED]:
+            self._rejoin.all_together(release=release)
+            self._replan_policy = ReplanPolicy()
+            self.plans += 1
+            return
         presence = self._queue.presence
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:

@@ -107,7 +107,9 @@ def will_arrive(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Inside a gradient hook: which of these leaves the task that is running accumulates into, at 1 us each."""
     with torch.enable_grad():
         meeting: Any = _Meeting.apply(*parameters)  # type: ignore[no-untyped-call]
-    nodes = [node for node, _ in meeting.grad_fn.next_functions] if meeting.grad_fn is not None else []
+    if meeting.grad_fn is None:  # all of them are frozen
+        return [False] * len(parameters)
+    nodes = [node for node, _ in meeting.grad_fn.next_functions]
     return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
 
 

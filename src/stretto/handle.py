@@ -1,14 +1,16 @@
-"""The handle that ``attach`` returns, and the table of where a module's buffers live."""
+"""The handle that ``attach`` returns."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .buffers import BufferPlaces
 from .check import check_replicas
 from .comm_hooks import CommHook, Hook
 from .errors import SetupError, name_list
@@ -22,36 +24,6 @@ from .scaling import WEIGHT_BITS, Scaling
 from .sparse import SparseGradients
 from .transport.base import Transport
 from .usage import Statistics
-
-
-class BufferPlaces:
-    """Where a module's buffers live: the owners' tables and the keys in them, in the order of ``named_buffers``.
-
-    Buffers are looked up by name each time, since users reassign them (``self.count = self.count + 1``). It holds the
-    tables and not the modules: see bucket.py, [Note: weak parameters].
-    """
-
-    def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        self.policy: Buffers = options.buffers
-        self._places = [
-            (owner._buffers, key)
-            for prefix, owner in module.named_modules()
-            for key in owner._buffers
-            if not options.ignores(f"{prefix}.{key}" if prefix else key)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def to_send(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Those that are to follow rank 0's now, and those that are to become the mean over ranks."""
-        if self.policy == "none":
-            return [], []
-        found = [buffer for table, key in self._places if (buffer := table.get(key)) is not None]
-        if self.policy == "rank0":
-            return found, []
-        exact = [buffer for buffer in found if not buffer.is_floating_point()]
-        return exact, [buffer for buffer in found if buffer.is_floating_point()]
 
 
 class Synchronizer:
@@ -80,16 +52,18 @@ class Synchronizer:
         self._reducer: Reducer | None = None
         if transport is not None and transport.world_size > 1:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
+            rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None
             self._reducer = Reducer(
                 trained,
                 plan,
                 transport,
                 self._events,
-                self._buffer_places.to_send,
+                self._buffer_places,
+                Membership(module, options, functools.partial(_apart, [one.members for one in inside], rows)),
                 scaling,
                 delay=options.delay,
                 inspect=_inspection(module, transport, options),
-                sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None,
+                sparse=rows,
             )
             unite(inside, [one for one in beside if one is not None], self._reducer)
 
@@ -140,7 +114,10 @@ class Synchronizer:
                 "Set it to this rank's number of samples or tokens in the batch."
             )
         if self._reducer is not None:
-            self._reducer.weight = value
+            try:
+                self._reducer.weight = value
+            except SetupError as problem:
+                raise SetupError(f"rank {self.rank}: {problem}") from None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -227,8 +204,14 @@ class Synchronizer:
                 f"rank {self.rank}: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of "
                 "attach() have no effect beside it.\nLeave them out, or leave out the hook."
             )
-        if self._reducer is not None:
-            self._reducer.comm_hook = CommHook(state, hook)
+        if self._reducer is None:
+            return
+        if self._reducer.comm_hook is not None:
+            raise SetupError(
+                f"rank {self.rank}: a comm hook is registered already ({self._reducer.comm_hook.hook!r}).\n"
+                "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)"
+            )
+        self._reducer.comm_hook = CommHook(state, hook)
 
     def check(self) -> None:
         """Compare all parameters, and the buffers unless each rank keeps its own, over the ranks. Collective.
@@ -293,6 +276,12 @@ class Synchronizer:
             self._transport.close()
 
 
+def _apart(inside: Sequence[Membership], rows: SparseGradients | None) -> list[torch.Tensor]:
+    """The parameters that lie in no bucket of this handle."""
+    found: list[torch.Tensor] = [parameter for members in inside for parameter in members.everything().values()]
+    return found + (rows.parameters() if rows is not None else [])
+
+
 def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:
     """What is to be equal on all ranks, by name."""
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
@@ -301,12 +290,13 @@ def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Te
     return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
 
 
-def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int, str], None]:
+def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int], None] | None:
     """What is looked at when a pass has settled, without keeping the module alive."""
-    alive, membership = weakref.ref(module), Membership(module, options)
+    if not options.check_every:
+        return None
+    alive = weakref.ref(module)
 
-    def inspect(number: int, where: str) -> None:
-        membership.check(number, where)
+    def inspect(number: int) -> None:
         if options.check_every and number % options.check_every == 0 and (found := alive()) is not None:
             check_replicas(_replicated(found, options), transport, f"pass {number}")
 

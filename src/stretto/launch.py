@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -50,9 +50,6 @@ class LaunchQueue:
         events: Events,
         scaling: Scaling,
     ) -> None:
-        self.names = list(parameters)
-        self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
-        self.devices = [parameter.device for parameter in parameters.values()]
         self.transport = transport
         self.peers = Peers(transport)
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
@@ -68,6 +65,15 @@ class LaunchQueue:
         self.bucket_of: list[Bucket] = []
         self.presence = Presence(transport)
         self._footers: Footers | None = None
+        self.rebuild(parameters, plan)
+
+    def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], plan: BucketPlan) -> None:
+        """Hold these parameters, in buckets of a plan for them."""
+        self.names = list(parameters)
+        self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self.devices = [parameter.device for parameter in parameters.values()]
+        self.loose: set[int] = set()  # parameters that have left their slot: see rejoin.py
+        self.presence.forget()
         self.adopt(plan)
 
     def adopt(self, plan: BucketPlan) -> None:
@@ -86,6 +92,48 @@ class LaunchQueue:
                     view.copy_(parameter.grad)
                     parameter.grad = view
         self.bucket_of = [home[index] for index in range(len(self.names))]
+        of_module = {name.rpartition(".")[0]: index for index, name in enumerate(self.names)}
+        self._sentinels = [self.view_of(index) for index in of_module.values()]
+        self._addresses = [*map(torch.Tensor.data_ptr, self._sentinels)]
+
+    # Do parameters still fit?
+
+    def fits(self, index: int, parameter: torch.Tensor) -> bool:
+        """Whether its gradients can go into its slot."""
+        spec = self.plan.parameters[index]
+        return (
+            parameter.dtype is spec.dtype and parameter.shape == spec.shape and parameter.device == self.devices[index]
+        )
+
+    def view_of(self, index: int) -> torch.Tensor:
+        """Its slot, as it becomes ``.grad``."""
+        bucket = self.bucket_of[index]
+        return bucket.views[bucket.indices.index(index)]
+
+    def may_have_strayed(self) -> bool:
+        """Whether ``strayed`` is worth asking. One slot of each module tells: ``module.to()`` takes all that it has."""
+        return [*map(torch.Tensor.data_ptr, self._sentinels)] != self._addresses
+
+    def strayed(self, indices: Iterable[int]) -> set[int]:
+        """Those whose slot lies elsewhere: a slot is ``.grad``, and ``module.to()`` exchanges the memory of that."""
+        found = set()
+        for index in indices:
+            bucket = self.bucket_of[index]
+            place = bucket.indices.index(index)
+            view, offset = bucket.views[place], bucket.offsets[place] * bucket.slots.element_size()
+            if view.numel() and (
+                view.dtype is not bucket.slots.dtype or view.data_ptr() != bucket.slots.data_ptr() + offset
+            ):
+                found.add(index)
+        return found
+
+    def set_loose(self, indices: Iterable[int]) -> None:
+        """Carry nothing for them any more."""
+        for index in indices:
+            self.loose.add(index)
+            self.bucket_of[index].loose.add(self.bucket_of[index].indices.index(index))
+
+    # Launching
 
     @property
     def tells(self) -> bool:

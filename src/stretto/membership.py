@@ -1,59 +1,222 @@
-"""Has the module the parameters that it had when it was attached?"""
+"""Which parameters a module has now, which of them are trained, and how a change is noticed without looking.
+
+[Note: outsiders]  Parameters of the module that are not in the plan (frozen ones, and new ones from the moment in which
+they are registered) carry a hook of their own. It is silent until one of them gets a gradient: the first that does
+begins the pass if need be, so that a pass that reaches nothing else is seen too.
+
+[Note: back and forth]  Freezing is harmless to a plan, and costs zeros; but each change of plan costs a round of
+messages. So a parameter that has come back once stays in the plan, frozen or not: where two halves of a model are
+trained in turn, the plan changes twice and then no more.
+"""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
-from .errors import SetupError, name_list
+from .arrivals import hook_gradient
 from .options import Options
+from .plan import MIB, BucketPlan, plan_buckets
+from .specs import describe_parameters
+from .transport.base import Transport
+from .watch import listen, stop_listening
 
 EVERY = 16
 
 
-class Membership:
-    """Remembers which parameters a module has and which of them are frozen, without keeping the module alive.
+def named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, Any]:
+    """The module's parameters or buffers that are not to be left alone, by name."""
+    return {name: tensor for name, tensor in getattr(module, f"named_{kind}")() if not options.ignores(name)}
 
-    A parameter that is replaced, added or unfrozen after attaching has no hook: its gradient would stay local and the
-    replicas would part without a word. One that is frozen just brings no gradient any more.
+
+def trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Parameter]:
+    """The parameters to reduce, by name, in order of registration."""
+    return {
+        name: parameter for name, parameter in named(module, options, "parameters").items() if parameter.requires_grad
+    }
+
+
+def plan_for(
+    parameters: Mapping[str, torch.nn.Parameter],
+    options: Options,
+    carrier: Transport | None,
+    arrived: Collection[str] = (),
+) -> BucketPlan:
+    """A plan with the caps that were asked for, or that suit the transport.
+
+    Args:
+        parameters: by name, in order of registration.
+        options: what the user asked for.
+        carrier: the transport, if any.
+        arrived: names in the order in which gradients used to arrive. Each other one is taken to arrive just before
+            the one that was registered before it.
+    """
+    specs = describe_parameters(parameters, options.reduce_dtypes(parameters))
+    cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
+    if cap is None and options.delay:
+        cap = last = 1 + sum(spec.nbytes for spec in specs) / MIB
+    suits = (carrier.bucket_cap_bytes, carrier.last_bucket_cap_bytes) if carrier else (4 * MIB, MIB)
+    names = [spec.name for spec in specs]
+    index_of = {name: index for index, name in enumerate(names)}
+    order = [index_of[name] for name in arrived if name in index_of]
+    known = set(order)
+    for index in range(len(names)):
+        if index not in known:
+            order.insert(order.index(index - 1) if index else len(order), index)
+    return plan_buckets(
+        specs,
+        order,
+        cap_bytes=suits[0] if cap is None else int(cap * MIB),
+        last_cap_bytes=int(last * MIB) if last is not None else suits[1] if cap is None else None,
+        cut_after=[index_of[name] for name in options.launch_after if name in index_of],
+    )
+
+
+class Membership:
+    """Looks at a module without keeping it alive.
+
+    Args:
+        module: the attached one.
+        options: say which names to leave alone.
+        apart: returns the parameters that others look after: those of attached models inside, and sparse ones.
     """
 
-    def __init__(self, module: torch.nn.Module, options: Options) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        options: Options,
+        apart: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        self.options = options
+        self._apart = apart
+        self.suspect = False
+        """Whether the module may have changed since ``follow``."""
+        self.arrived: set[int] = set()
+        """``id()`` of outsiders that got a gradient in this pass, or in ones without synchronisation before it."""
         self._module = weakref.ref(module)
-        self._ignores: Callable[[str], bool] = options.ignores
-        self._modules = [weakref.ref(one) for one in module.modules()]  # their tables would keep the parameters
+        self._came: Callable[[], None] | None = None
+        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
+        self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
+        self._returned: set[str] = set()
+
+    def watch(self, came: Callable[[], None]) -> None:
+        """From now on call ``came`` when an outsider gets a gradient. See watch.py for who else is asked."""
+        self._came = came
+        listen(self._registered)
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        stop_listening(self._registered)
+        self._came = None
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    # What the module has
+
+    def module(self) -> torch.nn.Module | None:
+        """The module, unless it was freed."""
+        return self._module()
+
+    def everything(self) -> dict[str, torch.nn.Parameter]:
+        """All parameters that are not to be left alone, here or by others."""
+        module = self._module()
+        apart = {id(parameter) for parameter in self._apart()}
+        found = {} if module is None else named(module, self.options, "parameters")
+        return {name: parameter for name, parameter in found.items() if id(parameter) not in apart}
+
+    def wanted(self) -> dict[str, torch.nn.Parameter]:
+        """Those that belong into the plan: see [Note: back and forth]."""
+        kept = self._returned & self._planned.keys()
+        return {name: p for name, p in self.everything().items() if p.requires_grad or name in kept}
+
+    def may_leave(self, name: str) -> bool:
+        """Whether freezing it is a reason for another plan."""
+        return name not in self._returned
+
+    def known(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that were there, outside the plan, when the ranks last agreed: unfrozen since."""
+        everything = self.everything()
+        return {name for name in names if name in self._frozen and self._frozen[name]() is everything[name]}
+
+    def strangers(self, wanted: Collection[str]) -> set[str]:
+        """Frozen ones that were not there when the ranks last agreed: each rank has its own values."""
+        outside = self.everything().keys() - set(wanted)
+        return outside - self.known(outside) - self._planned.keys()
+
+    def hooked(self, parameter: torch.Tensor) -> bool:
+        """Whether it is an outsider whose gradients are seen."""
+        reference, _ = self._hooks.get(id(parameter), (None, None))
+        return reference is not None and reference() is parameter
+
+    def follow(self, planned: Mapping[str, torch.nn.Parameter]) -> None:
+        """The plan holds these: all others are outsiders from here on."""
+        self._returned |= self.known(planned)
+        self._planned = {name: weakref.ref(parameter) for name, parameter in planned.items()}
+        self.arrived.clear()
+        self.remember()
+        everything = self.everything()
+        self._frozen = {name: weakref.ref(everything[name]) for name in self.outsiders}
+
+    def remember(self) -> None:
+        """What the module has now is known: put hooks on outsiders, and take them off others."""
+        self.suspect = False
+        module = self._module()
+        everything = self.everything()
+        self.outsiders = everything.keys() - self._planned.keys()
+        outside = {id(everything[name]): everything[name] for name in self.outsiders}
+        for key in [key for key, (one, _) in self._hooks.items() if key not in outside or one() is not outside[key]]:
+            self._hooks.pop(key)[1].remove()
+        for parameter in outside.values():
+            self._hook(parameter)
+        modules = [] if module is None else list(module.modules())
+        self._modules = weakref.WeakSet(modules)
+        self._in_order = [weakref.ref(one) for one in modules]
         self._members = self._now()
-        named = {name: p for name, p in module.named_parameters() if not options.ignores(name)}
-        self._known = {id(parameter) for parameter in named.values()}
-        self._frozen = [(name, weakref.ref(p)) for name, p in named.items() if not p.requires_grad]
 
     def _now(self) -> list[int]:
-        alive = [one for reference in self._modules if (one := reference()) is not None]
-        tables = (table.values() for one in alive for table in (one._parameters, one._modules))
-        return [*map(id, itertools.chain.from_iterable(tables))]
+        alive = [one for reference in self._in_order if (one := reference()) is not None]
+        tables = (table for one in alive for table in (one._parameters, one._modules))
+        return [*map(id, itertools.chain.from_iterable(table.values() for table in tables))]
 
-    def check(self, number: int, where: str) -> None:
-        """Raise ``SetupError`` if a parameter needs a hook that it does not have.
+    def look(self, number: int) -> None:
+        """The net for what no hook tells, such as writing into a module's tables: in every ``EVERY``-th pass only."""
+        if (number <= EVERY or not number % EVERY) and self._now() != self._members:
+            self.suspect = True
 
-        Unfrozen ones are seen at once. All tables are compared in the first passes and then in every ``EVERY``-th, as
-        that costs as much as some hooks.
-        """
-        unfrozen = [name for name, p in self._frozen if (alive := p()) is not None and alive.requires_grad]
-        if not unfrozen and number > EVERY and number % EVERY:
+    # How it is told of changes
+
+    def _registered(self, owner: torch.nn.Module, item: object) -> None:
+        """Something is about to be registered, in some module of the process."""
+        if owner not in self._modules:
             return
-        module = self._module()
-        if not unfrozen and (module is None or self._now() == self._members):
+        self.suspect = True
+        if isinstance(item, torch.nn.Module):
+            self._modules.update(item.modules())
+            new = list(item.parameters())
+        else:
+            new = [item] if isinstance(item, torch.nn.Parameter) else []
+        planned = {id(parameter()) for parameter in self._planned.values()}
+        for parameter in new:
+            if id(parameter) not in planned:
+                self._hook(parameter)
+
+    def _hook(self, parameter: torch.nn.Parameter) -> None:
+        differentiable = parameter.is_floating_point() or parameter.is_complex()
+        if self.hooked(parameter) or not differentiable or torch.nn.parameter.is_lazy(parameter):
             return
-        if module is not None:
-            self._members = self._now()
-            named = {name: p for name, p in module.named_parameters() if not self._ignores(name)}
-            unfrozen += [name for name, p in named.items() if id(p) not in self._known and p.requires_grad]
-        if unfrozen:
-            raise SetupError(
-                f"{where}: {name_list(dict.fromkeys(unfrozen))} became trainable, or took another's place, after the "
-                "module was attached: no hook, so each rank has its own gradient.\n"
-                "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
-            )
+        self._hooks[id(parameter)] = weakref.ref(parameter), hook_gradient(parameter, self._outsider_came)
+
+    def _outsider_came(self, parameter: torch.Tensor) -> None:
+        if self._came is None:
+            return
+        if not any(one is parameter for one in self.everything().values()):
+            return  # taken out again, or to be ignored; ``remember`` will see to it
+        self.suspect = True
+        self.arrived.add(id(parameter))
+        self._came()

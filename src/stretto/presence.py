@@ -76,6 +76,11 @@ class Presence:
 
     # Who comes and goes together
 
+    def forget(self) -> None:
+        """The parameters are others."""
+        self._history.clear()
+        self._recorded = 0
+
     def record(self, buckets: Sequence[Bucket]) -> None:
         """After a pass: remember who came on any rank, which the footers of all buckets tell."""
         self._recorded += 1

@@ -19,27 +19,29 @@ See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
 from .arrivals import owner_of
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
+from .buffers import BufferPlaces
 from .comm_hooks import CommHook
 from .consensus import Consensus
 from .engine import OutermostEnd, when_raised, without_graph
-from .errors import SetupError
 from .events import Events
 from .family import Family, Member
 from .launch import LaunchQueue
+from .membership import Membership
 from .plan import BucketPlan
+from .rejoin import Rejoin
 from .scaling import Scaling, encode_weight
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
 from .usage import NeverUsed, Statistics, ranks_that_had
-from .words import ControlWords
+from .words import Control, ControlWords
 
 
 class Reducer:
@@ -50,11 +52,11 @@ class Reducer:
         plan: the first plan.
         transport: carries the buckets.
         events: told what happens.
-        buffers: returns, without holding the module, the tensors that are to follow rank 0's at the end of every pass,
-            and those that are to become the mean over ranks.
+        places: the buffers that are made equal at the end of every pass.
+        members: which parameters the module has.
         scaling: what is done to gradients besides summing them.
         delay: launch nothing before backward ends.
-        inspect: called with the pass number and how messages begin when a pass has settled.
+        inspect: called with the pass number when a pass has settled.
         sparse: parameters beside the plan, whose gradients are sparse.
     """
 
@@ -64,17 +66,19 @@ class Reducer:
         plan: BucketPlan,
         transport: Transport,
         events: Events,
-        buffers: Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        places: BufferPlaces,
+        members: Membership,
         scaling: Scaling,
         *,
         delay: bool = False,
-        inspect: Callable[[int, str], None] | None = None,
+        inspect: Callable[[int], None] | None = None,
         sparse: SparseGradients | None = None,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
         self._events = events
-        self._buffers = buffers
+        self._places = places
+        self.members = members
         self.delay = delay
         self._inspect = inspect
         self.sparse = sparse
@@ -85,7 +89,8 @@ class Reducer:
         hooked = list(parameters.values())
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
-        self._consensus = Consensus(self._queue, self._tracker, events)
+        self._rejoin = Rejoin(members, places, self._queue, self._tracker, events)
+        self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin)
         self._never_used = NeverUsed(self._queue)
         self.family: Family = Family([self])
         """Reducers of models inside this one and around it: see family.py."""
@@ -93,6 +98,8 @@ class Reducer:
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, self._dropped)
         if sparse is not None:
             sparse.hook(self, self._sparse_arrival)
+        members.follow(parameters)
+        members.watch(self._outsider_arrived)
 
     @property
     def plan(self) -> BucketPlan:
@@ -134,10 +141,7 @@ class Reducer:
 
     @weight.setter
     def weight(self, value: float) -> None:
-        try:
-            encode_weight(value, len(self._queue.buckets[-1].weight))  # here, not when peers wait for the bucket
-        except SetupError as problem:
-            raise SetupError(f"rank {self.transport.rank}: {problem}") from None
+        encode_weight(value, len(self._queue.buckets[-1].weight))  # here, not when peers wait for the bucket
         self._queue.weight = value
 
     @property
@@ -147,11 +151,6 @@ class Reducer:
 
     @comm_hook.setter
     def comm_hook(self, hook: CommHook) -> None:
-        if self._queue.comm_hook is not None:
-            raise SetupError(
-                f"rank {self.transport.rank}: a comm hook is registered already ({self._queue.comm_hook.hook!r}).\n"
-                "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)"
-            )
         self._queue.comm_hook = hook
 
     def detach(self) -> None:
@@ -165,6 +164,7 @@ class Reducer:
         if self.sparse is not None:
             self.sparse.remove()
         self._queue.peers.close()
+        self.members.stop()
 
     def observers_changed(self) -> None:
         """Whoever observes single gradients wants to see each when it arrives."""
@@ -199,6 +199,12 @@ class Reducer:
             self.family.begin()
         return True
 
+    def _outsider_arrived(self) -> None:
+        """A parameter outside the plan has got a gradient; maybe nothing else does in this pass."""
+        with self._queue.lock:
+            if not self._arrivals.is_open:
+                self._enter()
+
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
         self._drain()
@@ -230,8 +236,10 @@ class Reducer:
             sparse = self.sparse
             try:
                 shares = sparse.prepare(self.weight, self._queue.where) if sparse is not None else None
-                says = self._consensus.says()
-                self._queue.launch_rest(self._tracker.contributed(self._unsynchronized), says)
+                contributed = self._tracker.contributed(self._unsynchronized)
+                changed = self._rejoin.noticed(self._unsynchronized)
+                says = self._consensus.says() + [Control.CHANGED] * (changed and self.comm_hook is None)
+                self._queue.launch_rest(contributed - self._queue.loose, says)
             except BaseException as error:
                 self.give_up()
                 self._queue.peers.tell_failed("backward", error, error.__traceback__)
@@ -250,15 +258,16 @@ class Reducer:
             self._passes += 1
             if self._events.pass_settled:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
-            self._consensus.hear(words)
+            if changed and self.comm_hook is not None:
+                self._rejoin.refuse()
+            self._consensus.hear(words, at_once=changed)
             if sparse is not None and self.comm_hook is not None:  # it moves no words, the counts do
                 sparse.refuse_given_up(self._queue.where)
             if self._inspect is not None:
-                self._inspect(self._queue.pass_number, self._queue.where)
+                self._inspect(self._queue.pass_number)
 
     def _send_buffers(self) -> CoalescedMessages:
-        follow, average = self._buffers()
-        sent = CoalescedMessages()
+        (follow, average), sent = self._places.to_send(), CoalescedMessages()
         if follow:
             sent.add(start_broadcast(follow, self.transport))
         if average:
@@ -297,7 +306,7 @@ class Reducer:
                 words = self._wait(self._send_buffers(), release=False)
             finally:
                 self._reset()
-            self._consensus.act_on(words)
+            self._consensus.act_on(words, release=False)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 

@@ -10,6 +10,7 @@ import torch
 from .arrivals import Arrivals
 from .bucket import Bucket
 from .engine import current_task, will_arrive, without_graph
+from .errors import SetupError
 from .events import Events
 from .launch import LaunchQueue
 from .schedule import Chunk, schedule
@@ -65,6 +66,15 @@ class ArrivalTracker:
         """Parameters of which it is foreseen that they do not come in this pass."""
         self._count: dict[int, int] = {}
         """How often parameters have arrived in this pass; kept only outside the schedule."""
+        self.watch_all()
+
+    def rebuild(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The plan holds other parameters: hook those, and learn again, but for how often the old ones arrive."""
+        counts = {key: self._expected[index] for key, index in self.index_of.items() if index in self._expected}
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._expected = {self.index_of[key]: n for key, n in counts.items() if key in self.index_of}
+        self._schedule, self._hands_out, self._known, self.last_order = None, False, [], []
+        self.arrivals.follow(parameters)
         self.watch_all()
 
     # Which arrivals are looked at
@@ -156,7 +166,7 @@ class ArrivalTracker:
             chunk = self._schedule[self._next_chunk]
             try:
                 self._queue.guard(chunk.take, parameters)
-            except TypeError:  # a hook fired without a gradient (autograd's undefined gradient): nothing was copied
+            except (TypeError, SetupError):  # an undefined gradient, or one that does not fit its slot any more
                 return self._leave_schedule()
             self._looked_at = stop
             self._next_chunk += 1
@@ -174,7 +184,11 @@ class ArrivalTracker:
         """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
         for parameter in self.arrivals.order[self._looked_at :]:
             index = self.index_of[id(parameter)]
-            if parameter.grad is None or index in self._absent:  # an undefined gradient; or one to be refused
+            if index in self._absent:  # to be refused
+                continue
+            if not self._queue.fits(index, parameter):
+                self._queue.set_loose([index])
+            if parameter.grad is None or index in self._queue.loose:  # an undefined gradient, or one that fits no slot
                 continue
             self._count[index] = self._count.get(index, 0) + 1
             if self._events.gradient_ready:
@@ -211,7 +225,9 @@ class ArrivalTracker:
         if self.as_scheduled() and not any(bucket.pending for bucket in self._queue.buckets):
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
-        return {index for index, parameter in self.alive(unsynchronized | arrived) if parameter.grad is not None}
+        found = {index: one for index, one in self.alive(unsynchronized | arrived) if one.grad is not None}
+        self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])
+        return set(found)
 
     def handed_out(self) -> bool:
         """Whether the slots of everything that has arrived are ``.grad`` already."""

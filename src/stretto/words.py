@@ -19,6 +19,8 @@ class Control(IntEnum):
     """A gradient arrived again after its bucket had left: a second round must follow."""
     ABSENT = 3
     """This rank lacked some gradient."""
+    CHANGED = 4
+    """The module has other parameters than the plan: see rejoin.py."""
 
 
 @dataclass(frozen=True)

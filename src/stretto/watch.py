@@ -1,0 +1,65 @@
+"""Word of parameters and modules that are registered anywhere in the process, for those who ask for it.
+
+[Note: one entry]  torch keeps registration hooks in a table of the process and iterates over it while modules are being
+built, maybe on another thread; a table that changes meanwhile raises in the user's constructor. So there is one entry
+for all attached models, which stays while there is one. It holds its listeners weakly, and what the garbage collector
+takes is swept later: a finalizer would change the table at any moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+ENTRY: Any = "stretto"
+
+Listener = Callable[[torch.nn.Module, object], None]
+
+
+class RegistrationWatch:
+    """The entry in torch's tables; it lives there and nowhere else."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
+
+    def __call__(self, owner: torch.nn.Module, _: str, item: object) -> None:
+        for reference in self.listeners:
+            listener = reference()
+            if listener is not None:
+                listener(owner, item)
+
+    def change(self, more: Listener | None = None, less: Listener | None = None) -> None:
+        """Add one, drop one, and sweep those that are gone."""
+        with self.lock:
+            alive = (reference for reference in self.listeners if (one := reference()) is not None and one != less)
+            self.listeners = (*alive, *([] if more is None else [weakref.WeakMethod(more)]))
+
+
+def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    return torch_module._global_parameter_registration_hooks, torch_module._global_module_registration_hooks
+
+
+def listen(listener: Listener) -> None:
+    """Call a bound method, held weakly, with the owner and what is about to be registered in it."""
+    parameters, modules = _tables()
+    watch = parameters.setdefault(ENTRY, RegistrationWatch())
+    modules.setdefault(ENTRY, watch)
+    watch.change(more=listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Undo ``listen``. With the last listener the entry goes."""
+    parameters, modules = _tables()
+    watch = parameters.get(ENTRY)
+    if watch is None:
+        return
+    watch.change(less=listener)
+    if not watch.listeners:
+        parameters.pop(ENTRY, None)
+        modules.pop(ENTRY, None)

@@ -1,0 +1,675 @@
+"""The module changes after it was attached: the plan follows, and the gradients of that very pass are right."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import stretto
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
+
+PASSES = 7
+AT = 4
+CAPS = {"tiny": 1e-6, "default": None}
+
+
+def linear(seed: int, *sizes: int, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    """The same values on every rank: torch's default generator is shared between thread ranks."""
+    layer = nn.Linear(*(sizes or (3, 3)), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return layer
+
+
+class Chain(nn.Module):
+    """Runs the layers that it has, in the dtype of each, and scales by ``gain`` if it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (linear(seed) for seed in range(3))
+
+    def forward(self, x: torch.Tensor, use: str = "abcdh") -> torch.Tensor:
+        for name in use:
+            layer = getattr(self, name, None)
+            if layer is not None:
+                x = torch.tanh(layer(x.to(layer.weight.dtype)))
+                x = x * getattr(layer, "gain", 1.0)
+        return x.sum()
+
+
+def inputs_of(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def frozen_at_the_start(model: Chain) -> None:
+    model.b.requires_grad_(False)
+
+
+def change_frozen(model: Chain) -> None:
+    model.b.bias.requires_grad_(False)
+
+
+def change_unfrozen(model: Chain) -> None:
+    model.b.requires_grad_(True)
+
+
+def change_added(model: Chain) -> None:
+    model.d = linear(7)
+    model.a.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
+
+
+def change_replaced(model: Chain) -> None:
+    model.b = linear(8)
+
+
+def change_replaced_parameter(model: Chain) -> None:
+    model.b.weight = nn.Parameter(linear(8).weight.detach().clone())
+
+
+def change_removed(model: Chain) -> None:
+    del model.b
+
+
+def change_all_to_float(model: Chain) -> None:
+    model.float()
+
+
+def change_part_to_float(model: Chain) -> None:
+    model.b.float()
+
+
+def change_last_to_float(model: Chain) -> None:
+    model.c.float()
+
+
+def change_there_and_back(model: Chain) -> None:
+    model.float().double()
+
+
+def change_head_only(model: Chain) -> None:
+    """Transfer learning: no parameter of the plan gets a gradient any more."""
+    model.requires_grad_(False)
+    model.h = linear(9)
+
+
+def change_many(model: Chain) -> None:
+    change_frozen(model)
+    change_added(model)
+    model.c = linear(8)
+
+
+CHANGES = {name.removeprefix("change_"): found for name, found in globals().items() if name.startswith("change_")}
+
+
+def clear(model: nn.Module, how: str) -> None:
+    if how == "before":
+        model.zero_grad()
+    elif how == "zeros":
+        model.zero_grad(set_to_none=False)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def uses_of(rank: int, number: int, uneven: bool) -> str:
+    """With ``uneven`` each rank leaves out another layer, and in some passes all leave out ``a``."""
+    if not uneven:
+        return "abcdh"
+    return "abcdh".replace("abc"[rank], "").replace("a" if number % 3 == 1 and rank < 2 else "-", "")
+
+
+def alone(change: str, world: int, uneven: bool) -> list[dict[str, torch.Tensor | None]]:
+    model, seen = Chain(), []
+    if change == "unfrozen":
+        frozen_at_the_start(model)
+    for number in range(1, PASSES + 1):
+        model.zero_grad()
+        if number == AT:
+            CHANGES[change](model)
+        for rank in range(world):
+            (model(inputs_of(rank, number), uses_of(rank, number, uneven)) / world).backward()
+        seen.append(gradients(model))
+    return seen
+
+
+class Plans:
+    def __init__(self) -> None:
+        self.changed: list[tuple[int, str]] = []
+
+    def plan_changed(self, pass_number: int, plan) -> None:
+        self.changed.append((pass_number, plan.hash))
+
+
+def train(change: str, transport, cap: float | None, uneven: bool, how: str, **options):
+    model, seen, plans = Chain(), [], Plans()
+    if change == "unfrozen":
+        frozen_at_the_start(model)
+    sync = stretto.attach(model, transport=transport, bucket_cap_mb=cap, **options)
+    sync.observe(plans)
+    for number in range(1, PASSES + 1):
+        clear(model, how)
+        if number == AT:
+            CHANGES[change](model)
+            for layer in model.children() if how == "zeros" else ():
+                for parameter in layer.parameters():
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+        if how == "after the change":
+            model.zero_grad()
+        model(inputs_of(transport.rank, number), uses_of(transport.rank, number, uneven)).backward()
+        seen.append(gradients(model))
+    result = {"seen": seen, "plans": plans.changed, "count": sync.statistics.plans, "names": sync.plan.parameters}
+    sync.detach()
+    return result
+
+
+def assert_close(found, wanted, nothing_is_zeros: bool = False) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        if gradient is None:
+            assert found[name] is None or (nothing_is_zeros and not found[name].any()), name
+            continue
+        assert found[name] is not None, name
+        assert found[name].dtype == gradient.dtype, name
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_equal_bits(first, second) -> None:
+    for one, other in zip(first["seen"], second["seen"], strict=True):
+        assert one.keys() == other.keys()
+        assert all(a is b is None or torch.equal(a, b) for a, b in ((one[n], other[n]) for n in one))
+    assert first["plans"] == second["plans"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("uneven", [False, True], ids=["all used", "some unused"])
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_plan_follows_and_that_very_pass_is_right(change: str, cap: str, uneven: bool, world: int) -> None:
+    ranks = run_ranks(lambda t: train(change, t, CAPS[cap], uneven, "before"), world)
+    for number, wanted in enumerate(alone(change, world, uneven), 1):
+        for found in ranks:
+            try:
+                assert_close(found["seen"][number - 1], wanted)
+            except AssertionError as error:
+                raise AssertionError(f"pass {number}: {error}") from error
+    for other in ranks[1:]:
+        assert_equal_bits(ranks[0], other)
+    if change not in ("removed", "there_and_back"):
+        assert AT in [number for number, _ in ranks[0]["plans"]]
+        assert ranks[0]["count"] == 1 + len(ranks[0]["plans"])
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["all used", "some unused"])
+@pytest.mark.parametrize("how", ["after the change", "zeros"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_that_were_there_when_it_changed(change: str, how: str, uneven: bool) -> None:
+    ranks = run_ranks(lambda t: train(change, t, None, uneven, how), 2)
+    for number, wanted in enumerate(alone(change, 2, uneven), 1):
+        for found in ranks:
+            assert_close(found["seen"][number - 1], wanted, nothing_is_zeros=how == "zeros")
+    assert_equal_bits(*ranks)
+
+
+def in_processes(rank: int, change: str):
+    return train(change, stretto.transport.ProcessGroupTransport(), 1e-6, True, "before")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change", ["many", "all_to_float"])
+def test_in_processes(change: str) -> None:
+    ranks = spawn_ranks(in_processes, 2, change)
+    for found in ranks:
+        for seen, wanted in zip(found["seen"], alone(change, 2, True), strict=True):
+            assert_close(seen, wanted)
+    assert_equal_bits(*ranks)
+
+
+# What is told
+
+
+def test_one_line_names_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport):
+        model = Chain()
+        stretto.attach(model, transport=transport)
+        for number in range(1, 6):
+            model.zero_grad()
+            if number == 3:
+                change_many(model)
+                model.a.bfloat16()
+            model(inputs_of(transport.rank, number)).backward()
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        run_ranks(worker, 2)
+    assert [record.getMessage() for record in caplog.records if record.name == "stretto"] == [
+        "rank 0, pass 3: the plan follows the module: 3 parameters added (a.gain, d.weight, d.bias), 2 replaced "
+        "(c.weight, c.bias), 1 frozen (b.bias), 2 now bfloat16 (a.weight, a.bias)"
+    ]
+
+
+def test_ranks_that_change_differently_are_told_the_same_until_they_agree() -> None:
+    def worker(transport):
+        model, told = Chain(), []
+        sync = stretto.attach(model, transport=transport)
+        model(inputs_of(0, 0)).backward()
+        if transport.rank == 1:
+            change_added(model)
+            change_frozen(model)
+        for number in range(2):
+            model.zero_grad()
+            with pytest.raises(stretto.ModelMismatchError) as caught:
+                model(inputs_of(transport.rank, number)).backward()
+            told.append(str(caught.value))
+        if transport.rank != 1:
+            change_added(model)
+            change_frozen(model)
+        model.zero_grad()
+        model(inputs_of(transport.rank, 9)).backward()
+        return told, gradients(model), sync.statistics.plans
+
+    (told, first, plans), (other, second, _), (third, *_) = run_ranks(worker, 3)
+    assert told == other == third
+    assert told[0] == (
+        "pass 2: the 3 ranks do not hold the same model.\n"
+        "  parameter b.bias: 3 float64 cpu on ranks 0, 2; 3 float64 cpu, frozen on rank 1\n"
+        "  parameter a.gain: missing on ranks 0, 2; scalar float64 cpu on rank 1\n"
+        "  parameter d.weight: missing on ranks 0, 2; 3x3 float64 cpu on rank 1\n"
+        "  parameter d.bias: missing on ranks 0, 2; 3 float64 cpu on rank 1\n"
+        "Change the model alike on all ranks, between the same two passes."
+    )
+    assert plans > 1
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True))
+
+
+# Occasions
+
+
+@pytest.mark.parametrize("change", ["added", "replaced", "unfrozen", "head_only", "all_to_float"])
+@pytest.mark.parametrize("when", ["before the silent pass", "after it"])
+def test_a_change_around_a_pass_without_synchronisation(change: str, when: str) -> None:
+    def passes(model, sync, ranks, world):
+        seen = []
+        for number in range(5):
+            model.zero_grad()
+            if number == 2 and when == "before the silent pass":
+                CHANGES[change](model)
+            for rank in ranks:
+                with sync.no_sync() if sync else contextlib.nullcontext():
+                    (model(inputs_of(rank, number)) / world).backward()
+            if number == 2 and when == "after it":
+                CHANGES[change](model)
+            for rank in ranks:
+                (model(inputs_of(rank, number + 50), "abcdh" if number != 2 else "bch") / world).backward()
+            seen.append(gradients(model))
+        return seen
+
+    def build():
+        model = Chain()
+        if change == "unfrozen":
+            frozen_at_the_start(model)
+        return model
+
+    def worker(transport):
+        model = build()
+        return passes(model, stretto.attach(model, transport=transport), [transport.rank], 1)
+
+    first, second = run_ranks(worker, 2)
+    for one, other, wanted in zip(first, second, passes(build(), None, [0, 1], 2), strict=True):
+        assert_close(one, wanted)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True))
+
+
+def test_what_was_built_differently_on_each_rank_becomes_rank_0s() -> None:
+    def worker(transport):
+        model = Chain()
+        stretto.attach(model, transport=transport)
+        model(inputs_of(0, 0)).backward()
+        model.b = linear(50 + transport.rank)
+        model.c.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        model.c.norm.running_mean.fill_(transport.rank)
+        model(inputs_of(transport.rank, 1)).backward()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    first, *others = run_ranks(worker, 3)
+    assert torch.equal(first["b.weight"], linear(50).weight)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_a_layer_that_one_rank_replaced_by_one_just_like_it() -> None:
+    def worker(transport):
+        model = Chain()
+        stretto.attach(model, transport=transport)
+        for number in range(5):
+            model.zero_grad()
+            if number == 3 and transport.rank == 1:
+                model.b = linear(1)
+            model(inputs_of(transport.rank, number)).backward()
+            if number >= 3:
+                assert_close(gradients(model), mean_of_plain(3, number))
+        return {"seen": [gradients(model)], "plans": []}
+
+    first, *others = run_ranks(worker, 3)
+    for other in others:
+        assert_equal_bits(first, other)
+
+
+def mean_of_plain(world: int, number: int) -> dict[str, torch.Tensor | None]:
+    model = Chain()
+    for rank in range(world):
+        (model(inputs_of(rank, number)) / world).backward()
+    return gradients(model)
+
+
+def test_what_was_written_past_registration_is_found_by_the_net() -> None:
+    def worker(transport):
+        model = Chain()
+        sync = stretto.attach(model, transport=transport)
+        for number in range(1, 40):
+            model.zero_grad()
+            if number == 20:
+                model.b._parameters["weight"] = nn.Parameter(model.b.weight.detach().clone())
+            model(inputs_of(transport.rank, number)).backward()
+        return gradients(model), sync.plan
+
+    (first, plan), (second, other) = run_ranks(worker, 2)
+    assert plan == other
+    assert_close(first, mean_of_plain(2, 39))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_halves_that_are_trained_in_turn_change_the_plan_no_more_than_needed() -> None:
+    def worker(transport):
+        model, plans = Chain(), Plans()
+        stretto.attach(model, transport=transport).observe(plans)
+        for number in range(12):
+            model.zero_grad()
+            model.a.requires_grad_(number % 2 == 0)
+            model.c.requires_grad_(number % 2 == 1)
+            model(inputs_of(transport.rank, number)).backward()
+            alone = Chain()
+            for rank in range(2):
+                (alone(inputs_of(rank, number)) / 2).backward()
+            for name, gradient in gradients(alone).items():
+                if dict(model.named_parameters())[name].requires_grad:
+                    torch.testing.assert_close(dict(model.named_parameters())[name].grad, gradient)
+        return plans.changed
+
+    changed, _ = run_ranks(worker, 2)
+    assert all(number < 6 for number, _ in changed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weighted": True},
+        {"reduce": "sum"},
+        {"predivide_factor": 3.0},
+        {"delay": True},
+        {"reduce_dtype": {"d.*": torch.float32}},
+        {"launch_after": ["b.weight"]},
+        {"ignore": ["*.bias"]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_count_for_new_parameters(options: dict) -> None:
+    def worker(transport):
+        model = Chain()
+        sync = stretto.attach(model, transport=transport, **options)
+        for number in range(4):
+            model.zero_grad()
+            if number == 2:
+                change_added(model)
+            if "weighted" in options:
+                sync.weight = 1 + transport.rank
+            model(inputs_of(transport.rank, number)).backward()
+            if number >= 2:
+                model_alone = Chain()
+                change_added(model_alone)
+                parts = []
+                for rank in range(2):
+                    model_alone.zero_grad()
+                    model_alone(inputs_of(rank, number)).backward()
+                    parts.append(gradients(model_alone))
+                weights = [1 / 3, 2 / 3] if "weighted" in options else [1, 1] if "reduce" in options else [0.5, 0.5]
+                for name, found in gradients(model).items():
+                    wanted = sum(w * part[name] for w, part in zip(weights, parts, strict=True))
+                    if options.get("ignore") and name.endswith("bias"):
+                        wanted = parts[transport.rank][name]
+                    exact = {"rtol": 1e-5, "atol": 1e-6} if "reduce_dtype" in options else {}
+                    torch.testing.assert_close(found, wanted, **exact)
+        return [spec.reduce_dtype for spec in sync.plan.parameters if spec.name == "d.weight"]
+
+    for found in run_ranks(worker, 2):
+        assert found == [torch.float32 if "reduce_dtype" in options else None]
+
+
+def test_with_a_comm_hook_a_change_is_named() -> None:
+    def worker(transport):
+        def hook(_, bucket):
+            future = torch.futures.Future()
+            transport.all_reduce(bucket.buffer().div_(2)).wait()
+            future.set_result(bucket.buffer())
+            return future
+
+        model = Chain()
+        sync = stretto.attach(model, transport=transport)
+        sync.register_comm_hook(None, hook)
+        model(inputs_of(0, 0)).backward()
+        change_frozen(model)
+        model(inputs_of(0, 1)).backward()
+        change_added(model)
+        with pytest.raises(stretto.SetupError) as caught:
+            model(inputs_of(0, 2)).backward()
+        return str(caught.value)
+
+    assert run_ranks(worker, 2)[1] == (
+        "rank 1, pass 3: the module has changed since it was attached (3 parameters added (a.gain, d.weight, d.bias), "
+        "1 frozen (b.bias)), and a comm hook moves gradients alone, so the other ranks cannot be told.\n"
+        "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
+    )
+
+
+def test_a_change_in_a_pass_that_fails_is_followed_in_the_next() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("on purpose")
+
+    def worker(transport):
+        model = Chain()
+        stretto.attach(model, transport=transport)
+        model(inputs_of(0, 0)).backward()
+        change_added(model)
+        with pytest.raises((ValueError, stretto.PeerError)):
+            x = inputs_of(0, 1)
+            inner = model.a(x.requires_grad_(True))
+            inner = Fails.apply(inner) if transport.rank == 0 else inner
+            torch.tanh(model.d(model.c(inner))).sum().backward()
+        model.zero_grad()
+        model(inputs_of(transport.rank, 2)).backward()
+        return {"seen": [gradients(model)], "plans": []}
+
+    first, second = run_ranks(worker, 2)
+    assert_equal_bits(first, second)
+    model = Chain()
+    change_added(model)
+    for rank in range(2):
+        (model(inputs_of(rank, 2)) / 2).backward()
+    assert_close(first["seen"][0], gradients(model))
+
+
+def test_one_rank_alone_moves_its_module_to_and_fro() -> None:
+    def worker(transport):
+        model, told = Chain(), ""
+        stretto.attach(model, transport=transport)
+        for number in range(6):
+            if number == 3 and transport.rank == 1:
+                model.float().double()
+            if number in (3, 4):
+                model.zero_grad()
+            try:
+                model(inputs_of(transport.rank, number)).backward()
+            except stretto.SetupError as error:
+                told += f"{number}: {error}"
+            if number == 4:
+                assert_close(gradients(model), mean_of_plain(2, 4))
+        return told
+
+    told, other = run_ranks(worker, 2)
+    assert told == other
+    assert told.startswith("3: pass 4: a.weight, a.bias, b.weight, b.bias, c.weight, c.bias moved to other memory on ")
+
+
+def test_a_frozen_layer_that_is_added_takes_rank_0s_values() -> None:
+    def worker(transport):
+        model = Chain()
+        sync = stretto.attach(model, transport=transport)
+        model(inputs_of(0, 0)).backward()
+        model.d = linear(30 + transport.rank).requires_grad_(False)
+        model(inputs_of(0, 1)).backward()
+        return model.d.weight.tolist(), sync.statistics.plans
+
+    first, second = run_ranks(worker, 2)
+    assert first == second
+    assert first[0] == linear(30).weight.tolist()
+
+
+# Buffers
+
+
+def test_a_buffer_that_differs_between_ranks_is_named_on_all() -> None:
+    def worker(transport):
+        model = Chain()
+        model.register_buffer("seen", torch.zeros(2))
+        stretto.attach(model, transport=transport)
+        model(inputs_of(0, 0)).backward()
+        model.seen = torch.ones(3 if transport.rank == 1 else 2)
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            model(inputs_of(0, 1)).backward()
+        model.seen = torch.full((3,), float(transport.rank + 5))
+        model(inputs_of(0, 2)).backward()
+        model(inputs_of(0, 3)).backward()
+        return str(caught.value), model.seen.tolist()
+
+    told, other = run_ranks(worker, 2)
+    assert told == other
+    assert told[1] == [5.0] * 3
+    assert "  buffer seen: 2 float32 cpu on rank 0; 3 float32 cpu on rank 1\n" in told[0]
+
+
+# What stays and what does not
+
+
+def test_nothing_keeps_a_dropped_model_alive() -> None:
+    def worker(transport):
+        model = Chain()
+        frozen_at_the_start(model)
+        stretto.attach(model, transport=transport)
+        for number in range(4):
+            if number == 2:
+                dropped = weakref.ref(model.c.weight)
+                change_many(model)
+            model(inputs_of(transport.rank, number)).backward()
+        gc.collect()
+        assert dropped() is None
+        return [weakref.ref(one) for one in (model, *model.children())]
+
+    for references in run_ranks(worker, 2):
+        gc.collect()
+        assert all(reference() is None for reference in references)
+
+
+def test_detaching_leaves_no_hook() -> None:
+    before = dict(torch_module._global_parameter_registration_hooks)
+
+    def worker(transport):
+        model = Chain()
+        frozen_at_the_start(model)
+        handles = [stretto.attach(model, transport=transport)]
+        other = Chain()
+        handles.append(stretto.attach(other, transport=transport))
+        model(inputs_of(0, 0)).backward()
+        change_added(model)
+        for handle in handles:
+            handle.detach()
+        return [p._post_accumulate_grad_hooks for one in (model, other) for p in one.parameters()]
+
+    assert not any(hooks for found in run_ranks(worker, 2) for hooks in found)
+    gc.collect()
+
+    stretto.attach(Chain())  # a world of one watches nothing
+    assert {key for key in torch_module._global_parameter_registration_hooks if key not in before} == set()
+
+
+def test_without_a_change_nothing_more_is_sent() -> None:
+    def worker(transport):
+        recording, model = RecordingTransport(transport), Chain()
+        frozen_at_the_start(model)
+        stretto.attach(model, transport=recording, bucket_cap_mb=1e-6)
+        for number in range(40):
+            model.zero_grad()
+            recording.calls.clear()
+            Chain().extra = linear(3)  # somebody else's
+            model(inputs_of(transport.rank, number)).backward()
+            if number:
+                assert [kind for kind, _ in recording.calls] == ["all_reduce"] * 4
+
+    run_ranks(worker, 2)
+
+
+# The drop-in
+
+
+def through_the_drop_in(rank: int):
+    model = Chain()
+    model.register_buffer("count", torch.zeros(()))
+    model._ddp_params_and_buffers_to_ignore = ["c.weight"]
+    ddp = stretto.DistributedDataParallel(model)
+    seen = []
+    for number in range(1, 6):
+        ddp.zero_grad()
+        if number == 3:
+            change_many(model)
+            model.h = linear(9)
+            model.h.register_buffer("scale", torch.full((2,), float(rank)))
+        ddp(inputs_of(rank, number)).backward()
+        seen.append(gradients(model))
+    return seen, model.h.scale
+
+
+@pytest.mark.ranks
+def test_through_the_drop_in() -> None:
+    (first, scale), (second, other) = spawn_ranks(through_the_drop_in, 2)
+    assert scale.tolist() == other.tolist() == [0.0, 0.0]
+    model = Chain()
+    for number, (one, two) in enumerate(zip(first, second, strict=True), 1):
+        model.zero_grad()
+        if number == 3:
+            change_many(model)
+            model.h = linear(9)
+        parts = []
+        for rank in range(2):
+            model.zero_grad()
+            model(inputs_of(rank, number)).backward()
+            parts.append(gradients(model))
+        for name in one:
+            if name == "c.weight":
+                torch.testing.assert_close(one[name], parts[0][name])
+                torch.testing.assert_close(two[name], parts[1][name])
+            elif parts[0][name] is not None:
+                torch.testing.assert_close(one[name], (parts[0][name] + parts[1][name]) / 2)
+                assert torch.equal(one[name], two[name])

@@ -12,12 +12,12 @@ is launched at once, marked as given up; the peers' backward raises ``PeerError`
 that lie in buckets are dropped (``.grad = None``): they are being overwritten.
 
 Sparse gradients lie beside the buckets: after the last bucket their counts and rows follow, see sparse.py.
-
 See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for [Note: launch order].
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -114,8 +114,8 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        nbytes = self._queue.total_bytes + (self.sparse.total_bytes if self.sparse is not None else 0)
-        return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
+        queue, rows = self._queue, self.sparse.total_bytes if self.sparse is not None else 0
+        return Statistics(self._passes, queue.total_launched, queue.total_bytes + rows, self._consensus.plans)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -312,9 +312,9 @@ class Reducer:
 
     def _dropped(self) -> None:
         self.family.give_up()
-        peers = self._queue.peers
-        if not when_raised(lambda error, trace: peers.tell_failed("backward", error, trace)):
-            peers.tell_failed("backward", None)
+        tell = functools.partial(self._queue.peers.tell_failed, "backward")
+        if not when_raised(tell):
+            tell(None)
 
     def give_up(self) -> None:
         """Launch the rest of the pass as spoiled, and wait for nothing."""

@@ -66,7 +66,7 @@ class Synchronizer:
         options: Options,
         sparse: Mapping[str, torch.nn.Parameter],
         inside: Sequence[Reducer] = (),
-        beside: Sequence[Reducer | None] = (),
+        beside: Sequence[Synchronizer] = (),
     ) -> None:
         self.module = module
         self.rank = transport.rank if transport else 0
@@ -91,7 +91,7 @@ class Synchronizer:
                 inspect=_inspection(module, transport, options),
                 sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None,
             )
-            unite(inside, [one for one in beside if one is not None], self._reducer)
+            unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
 
     @property
     def buffers(self) -> Buffers:
@@ -181,7 +181,7 @@ class Synchronizer:
         Zeros before the first pass. Waits for an accelerator.
 
         Raises:
-            UnsupportedError: a comm hook is registered, which sends gradients alone.
+            UnsupportedError: the comm hook is torch's ``noop_hook``, beside which nothing is communicated.
 
         Example::
 
@@ -191,6 +191,13 @@ class Synchronizer:
             named = dict(self.module.named_parameters())
             return {spec.name: int(named[spec.name].grad is not None) for spec in self.plan.parameters}
         return self._reducer.used_by
+
+    @property
+    def sparse_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those that lie in no bucket, since their gradients are sparse, by name. None where there is one rank."""
+        if self._reducer is None or self._reducer.sparse is None:
+            return {}
+        return self._reducer.sparse.named_parameters()
 
     @property
     def graph_changed(self) -> bool:

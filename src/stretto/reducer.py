@@ -29,7 +29,7 @@ from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .comm_hooks import CommHook
 from .consensus import Consensus
 from .engine import OutermostEnd, when_raised, without_graph
-from .errors import SetupError
+from .errors import SetupError, UnsupportedError
 from .events import Events
 from .family import Family, Member
 from .launch import LaunchQueue
@@ -114,11 +114,16 @@ class Reducer:
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
         dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
-        return dense + (self.sparse.parameters() if self.sparse is not None else [])
+        return dense + ([*self.sparse.named_parameters().values()] if self.sparse is not None else [])
 
     @property
     def used_by(self) -> dict[str, int]:
         """How many ranks had a gradient for each parameter in the last pass."""
+        if not self._queue.tells:
+            raise UnsupportedError(
+                f"{self._queue.where}: which ranks used which parameters is not known beside torch's noop_hook, which "
+                "stands for no communication at all.\nUse another hook, or none, or look at .grad on each rank."
+            )
         counts = ranks_that_had(self._queue.buckets)
         return {name: counts[index] for index, name in enumerate(self._queue.names)}
 
@@ -251,8 +256,8 @@ class Reducer:
             if self._events.pass_settled:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
             self._consensus.hear(words)
-            if sparse is not None and self.comm_hook is not None:  # it moves no words, the counts do
-                sparse.refuse_given_up(self._queue.where)
+            if sparse is not None and sparse.given_up:  # no words said so beside noop_hook, the counts did
+                raise self._consensus.failure(sparse.given_up)
             if self._inspect is not None:
                 self._inspect(self._queue.pass_number, self._queue.where)
 

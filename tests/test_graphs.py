@@ -606,7 +606,7 @@ def test_graph(name: str, world: int, cap: float) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("uses", [["ab", "ab", "ab"], ["ab", "c", "b"], ["a", "abc", "a"]])
 def test_parameters_unused_with_a_comm_hook(uses: list[str], world: int, cap: float) -> None:
-    """Which ranks had a gradient is not told then, so what nobody used gets the hook's result for zeros."""
+    """What nobody used keeps its ``.grad``, whatever the hook makes of zeros, and who used what is known."""
 
     def worker(transport):
         def mean(state: object, bucket: Any) -> torch.futures.Future:
@@ -616,23 +616,25 @@ def test_parameters_unused_with_a_comm_hook(uses: list[str], world: int, cap: fl
             return future
 
         model = Net()
-        stretto.attach(model, transport=transport, bucket_cap_mb=cap).register_comm_hook(None, mean)
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=cap)
+        sync.register_comm_hook(None, mean)
         found = {}
         for number in range(STEPS):
             model.zero_grad()
             model(batch(transport.rank, number), uses[transport.rank]).mean().backward()
-            found |= {f"pass {number}: {name}": p.grad.clone() for name, p in model.named_parameters()}
+            assert {name[0]: ranks for name, ranks in sync.used_by.items()} == counts
+            grads = {name: p.grad for name, p in model.named_parameters()}
+            found |= {f"pass {number}: {name}": None if g is None else g.clone() for name, g in grads.items()}
         return found
 
+    counts = {layer: sum(layer in use for use in uses[:world]) for layer in "abc"}
     model, wanted = Net(), {}
     for number in range(STEPS):
         model.zero_grad(set_to_none=False)
         for rank in range(world):
             (model(batch(rank, number), uses[rank]).mean() / world).backward()
-        zeros = torch.zeros(())
         wanted |= {
-            f"pass {number}: {name}": zeros.expand_as(p).clone() if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
+            f"pass {number}: {name}": None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
         }
     compare(Graph(Net, lambda run: None), run_ranks(worker, world, timeout=10), wanted)
 

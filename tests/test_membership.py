@@ -531,7 +531,12 @@ def test_one_rank_alone_moves_its_module_to_and_fro() -> None:
 
     told, other = run_ranks(worker, 2)
     assert told == other
-    assert told.startswith("3: pass 4: a.weight, a.bias, b.weight, b.bias, c.weight, c.bias moved to other memory on ")
+    assert told == (
+        "3: pass 4: a.weight, a.bias, b.weight, b.bias, c.weight, c.bias moved to other memory on some ranks only, while "
+        "there were gradients, so the mean of this pass lacks theirs.\n"
+        "Do not step with these gradients: zero_grad() and go on, on all ranks. To avoid this, call zero_grad() before "
+        "module.to()."
+    )
 
 
 def test_a_frozen_layer_that_is_added_takes_rank_0s_values() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import stretto
 from stretto import BucketPlan, BucketSpec, ParameterSpec
@@ -85,8 +86,13 @@ def test_what_some_pass_of_some_rank_used_is_not_named(caplog, uses: list[str]) 
     assert warned(caplog, [["ab"] * 3, passes]) == expected
 
 
-def test_with_a_comm_hook_rank_0_speaks_of_itself(caplog) -> None:
-    assert warned(caplog, [["ab"] * 4, ["abcd"] * 4], identity) == [NEVER_USED.format("on this rank")]
+@pytest.mark.parametrize("other, named", [("abcd", []), ("ab", [NEVER_USED.format("on any rank")])])
+def test_with_a_comm_hook_rank_0_speaks_for_all(caplog, other: str, named: list[str]) -> None:
+    assert warned(caplog, [["ab"] * 4, [other] * 4], identity) == named
+
+
+def test_beside_noop_hook_rank_0_speaks_of_itself(caplog) -> None:
+    assert warned(caplog, [["ab"] * 4, ["abcd"] * 4], noop_hook) == [NEVER_USED.format("on this rank")]
 
 
 # In one process, before anything is trained
@@ -288,13 +294,19 @@ def half_a_sample(transport: LocalTransport) -> None:
     stretto.attach(model().bfloat16(), transport=transport, weighted=True).weight = 0.5
 
 
-def who_used_what_with_a_hook(transport: LocalTransport) -> None:
+def who_used_what_beside_noop_hook(transport: LocalTransport) -> None:
     sync = stretto.attach(model(), transport=transport)
-    sync.register_comm_hook(None, identity)
+    sync.register_comm_hook(None, noop_hook)
     print(sync.used_by)
 
 
 class Broken(RecordingTransport):
+    """Its works are its own, and take no timeout."""
+
+    def __init__(self, inner: LocalTransport) -> None:
+        super().__init__(inner)
+        self.store = None  # so that ranks cannot look where the others are, which differs from run to run
+
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         self.inner.all_reduce(tensor).wait()
         return self
@@ -320,9 +332,9 @@ ON_RANKS = [
         "rank 0: weight=0.5 must be whole where all gradients are of half precision: count samples",
     ),
     (
-        who_used_what_with_a_hook,
-        "rank 0, pass 0: which ranks used which parameters travels behind the gradients, and a comm hook sends the "
-        "gradients alone.\nLeave out the hook, or look at .grad on each rank before backward ends.",
+        who_used_what_beside_noop_hook,
+        "rank 0, pass 0: which ranks used which parameters is not known beside torch's noop_hook, which stands for no "
+        "communication at all.\nUse another hook, or none, or look at .grad on each rank.",
     ),
     (
         broken_link,

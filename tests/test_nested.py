@@ -215,8 +215,12 @@ def test_what_is_left_to_whom(caplog) -> None:
         assert [spec.name for spec in outer.plan.parameters] == ["c.weight", "c.bias", "d.weight", "d.bias"]
         with pytest.raises(stretto.AlreadyAttachedError):
             stretto.attach(model, transport=transport)
-        with pytest.raises(stretto.SetupError, match="outer handle first"):
+        with pytest.raises(stretto.SetupError) as caught:
             inner.detach()
+        assert str(caught.value) == (
+            f"rank {transport.rank}: another attached model holds this one and has left its parameters to this handle."
+            "\nCall detach() on the outer handle first."
+        )
         outer.detach()
         inner.detach()
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

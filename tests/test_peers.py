@@ -16,7 +16,7 @@ import torch
 
 import stretto
 from stretto.engine import when_raised
-from stretto.testing import run_ranks
+from stretto.testing import RecordingTransport, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -129,23 +129,23 @@ def within(text: str, kind: str, seconds: float) -> str:
     """What one ``told`` printed, once it is sure that it was an error of that kind and came soon enough."""
     found = re.match(r"(\w+) after ([\d.]+) s: ", text)
     assert found and found[1] == kind and float(found[2]) < seconds, text
-    return plain(text[found.end() :])
+    return plain(text[found.end() :]).removesuffix("\n")
 
 
 LACKS = (
     "rank {0}, pass 2: backward failed on rank 1, so the mean of this pass lacks gradients.\n"
     "  rank 1, pass 2, backward: ValueError: bad label (train.py:LINE in backward)\n"
-    "Do not step with these gradients: zero_grad() and go on, on all ranks.\n"
+    "Do not step with these gradients: zero_grad() and go on, on all ranks."
 )
 LEFT = (
     "rank {0}, pass {1}: rank 1 failed and left, so nobody can complete this pass.\n"
     "  rank 1, pass 2, {2}\n"
-    "Remove the cause and start again, on all ranks.\n"
+    "Remove the cause and start again, on all ranks."
 )
 DIED = (
     "rank {0}, pass 2: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
     "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
-    "Start again, on all ranks.\n"
+    "Start again, on all ranks."
 )
 
 
@@ -164,7 +164,7 @@ def test_a_backward_that_fails_and_is_caught_is_quoted_and_the_next_pass_is_righ
     for rank, (_, printed, complaint) in enumerate(found):
         assert complaint == ""
         if rank == 1:
-            assert within(printed, "ValueError", 1) == "bad label\n"
+            assert within(printed, "ValueError", 1) == "bad label"
         else:
             assert within(printed, "PeerError", 2) == LACKS.format(rank)
 
@@ -174,7 +174,7 @@ def test_a_backward_that_fails_on_every_rank_and_is_caught(tmp_path: Path) -> No
     found = ranks(tmp_path, "step(); told(fail=True); step(); right()")
     for code, printed, complaint in found:
         assert (code, complaint) == (0, ""), complaint
-        assert within(printed, "ValueError", 1) == "bad label\n"
+        assert within(printed, "ValueError", 1) == "bad label"
 
 
 @pytest.mark.ranks
@@ -256,7 +256,7 @@ def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting
     assert found[early][:2] == (0, ""), found
     assert within(found[other][1], "PeerError", 3) == (
         f"rank {other}, pass 4: rank {early} finished after 3 passes ({how}), so nobody can complete this one.\n"
-        "Give every rank as many batches, or use the drop-in and its join(): with model.join(): ...\n"
+        "Give every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
     )
 
 
@@ -273,7 +273,7 @@ def test_the_rank_that_has_the_store_fails_while_the_others_compute(tmp_path: Pa
     assert within(found[1][1], "PeerError", 3) == (
         "rank 1, pass 2: rank 0 failed and left, so nobody can complete this pass.\n"
         "  rank 0, pass 2, forward: KeyError: 'no such token' (train.py:LINE in forward)\n"
-        "Remove the cause and start again, on all ranks.\n"
+        "Remove the cause and start again, on all ranks."
     )
 
 
@@ -348,7 +348,10 @@ def test_thread_ranks_are_told_that_one_was_detached() -> None:
         assert time.monotonic() - began < 2
         return str(caught.value)
 
-    assert run_ranks(worker, 2)[0].startswith("rank 0, pass 2: rank 1 finished after 1 pass (it was detached), so")
+    assert run_ranks(worker, 2)[0] == (
+        "rank 0, pass 2: rank 1 finished after 1 pass (it was detached), so nobody can complete this one.\n"
+        "Give every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
+    )
 
 
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
@@ -362,6 +365,7 @@ def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
             return elsewhere()
         with pytest.raises(stretto.CommunicationError) as caught:
             model(torch.ones(1, 2)).sum().backward()
+        assert str(caught.value.__cause__) == "not done within 2 s"
         return plain(str(caught.value))
 
     assert run_ranks(worker, 2, timeout=2)[0] == (
@@ -370,6 +374,43 @@ def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
         "rank 0 waits at test_peers.py:LINE in worker; rank 1 is at test_peers.py:LINE in elsewhere.\n"
         "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
     )
+
+
+class Plain:
+    """A work of a user's own transport, which knows ``wait()`` alone."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def wait(self) -> None:
+        self.inner.wait()
+
+
+class PlainButAsked(Plain):
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+
+@pytest.mark.parametrize("kind", [Plain, PlainButAsked])
+def test_works_that_take_no_timeout_are_waited_for_plainly(kind: type) -> None:
+    class Own(RecordingTransport):
+        def all_reduce(self, tensor):
+            return kind(super().all_reduce(tensor))
+
+        def broadcast(self, tensor, root=0):
+            return kind(super().broadcast(tensor, root))
+
+    def worker(transport):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
+        assert Own(transport).patience is not None
+        stretto.attach(model, transport=Own(transport), bucket_cap_mb=1e-6)
+        for _ in range(3):
+            model.zero_grad()
+            model[0](torch.full((1, 2), 1.0 + 2 * transport.rank)).sum().backward()
+        return model[0].weight.grad
+
+    for found in run_ranks(worker, 2, timeout=20):
+        assert torch.equal(found, torch.full((1, 2), 2.0))
 
 
 class Telling(torch.autograd.Function):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn import functional as F
 
 import stretto
@@ -357,8 +359,57 @@ def test_a_gradient_that_is_sparse_without_its_module_saying_so_is_named() -> No
     first, second = run_ranks(lambda transport: worker(transport, sparse=["tab*"]), 2, timeout=20)
     assert first["table"].is_sparse
     same_bits(first, second)
+    with pytest.raises(stretto.SetupError) as caught:
+        stretto.attach(Functional(), sparse=["nowhere"])
+    assert str(caught.value) == (
+        "attach: sparse= names nowhere, which the module does not have.\n"
+        "Give names, or patterns of names, of module.named_parameters()."
+    )
     with pytest.raises(stretto.SetupError, match="sparse= names nowhere"):
         run_ranks(lambda transport: worker(transport, sparse=["nowhere"]), 2, timeout=20)
+
+
+def test_all_that_changed_dtype_are_named() -> None:
+    def worker(transport):
+        model = Net()
+        stretto.attach(model, transport=transport)
+        model.double()
+        with pytest.raises(stretto.SetupError) as caught:
+            model(indices_of(transport.rank), "wb").backward()
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(worker, 2, timeout=20)):
+        assert text == (
+            f"rank {rank}, pass 1: words.weight (float32, now float64), bags.weight (float32, now float64) changed "
+            "dtype after the module was attached.\n"
+            "Attach again after .to(dtype): sync.detach(); sync = stretto.attach(model)"
+        )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_beside_noop_hook_the_counts_tell_of_a_failure(number: int) -> None:
+    def worker(transport):
+        model = Net()
+        stretto.attach(model, transport=transport).register_comm_hook(None, noop_hook)
+        if number == 2:
+            model(indices_of(transport.rank), "wbh").backward()
+        hidden = model.bags(indices_of(transport.rank))
+        with pytest.raises(ValueError if transport.rank else stretto.PeerError) as caught:
+            last = _Fails.apply(hidden) if transport.rank else hidden
+            (last.sum() + model.head(hidden).sum() + model.words(indices_of(0)).sum()).backward()
+        model.zero_grad()
+        model(indices_of(transport.rank), "w").backward()
+        return re.sub(r"py:\d+", "py:LINE", str(caught.value)), copies(model)
+
+    (text, first), (own, second) = run_ranks(worker, 2, timeout=20)
+    assert own == "on purpose"
+    assert text == (
+        f"rank 0, pass {number}: backward failed on rank 1, so the mean of this pass lacks gradients.\n"
+        f"  rank 1, pass {number}, backward: ValueError: on purpose (test_sparse.py:LINE in backward)\n"
+        "Do not step with these gradients: zero_grad() and go on, on all ranks."
+    )
+    close(first, {"words.weight": joined(2, [["w", "w"]])["words.weight"]})
+    same_bits({"words.weight": first["words.weight"]}, second)
 
 
 def test_sparse_gradients_that_are_not_rows_become_dense() -> None:
@@ -427,9 +478,14 @@ def drop_in(rank: int) -> list:
         found.append(({n: p.detach().clone() for n, p in model.named_parameters()}, copies(model)))
     nothing_dense = stretto.DistributedDataParallel(nn.Embedding(ROWS, WIDTH, sparse=True), sparse=["w*"])
     nothing_dense(indices_of(rank)).sum().backward()
-    with pytest.raises(stretto.UnsupportedError, match="optim_params"):
-        ddp = stretto.DistributedDataParallel(Net())
+    ddp = stretto.DistributedDataParallel(Net())
+    with pytest.raises(stretto.UnsupportedError) as caught:
         ddp._register_fused_optim(torch.optim.SGD, 0.01)
+    assert str(caught.value) == (
+        "DistributedDataParallel._register_fused_optim would not step words.weight, bags.weight: their gradients are "
+        "sparse and lie in no bucket.\n"
+        "Leave them out, optim_params=[...], and step them by an optimizer of their own."
+    )
     ddp._register_fused_optim(torch.optim.SGD, 0.01, optim_params=[ddp.module.head.weight])
     return [*found, nothing_dense.module.weight.grad, stepped_in_backward(rank)]
 

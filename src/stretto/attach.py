@@ -143,7 +143,7 @@ def attach(
         broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
     dense, rows = _split(module, options)
     inside = _inside(module, options)
-    return Synchronizer(module, dense, plan, carrier, options, rows, inside, [sync._reducer for sync in others])
+    return Synchronizer(module, dense, plan, carrier, options, rows, inside, others)
 
 
 def default_transport(

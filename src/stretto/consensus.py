@@ -124,7 +124,7 @@ class Consensus:
         if said[Control.GAVE_UP]:
             if words.own_failure:
                 return
-            raise self._failure(round(said[Control.GAVE_UP]))
+            raise self.failure(round(said[Control.GAVE_UP]))
         if said[Control.CHANGED]:
             self._rejoin.all_together(release=release)
             self._replan_policy = ReplanPolicy()
@@ -137,7 +137,7 @@ class Consensus:
         elif presence.active and (cuts := presence.apart(self._queue.plan)):
             self._adopt(recut(self._queue.plan, self._queue.plan.order, cuts))
 
-    def _failure(self, ranks: int) -> PeerError:
+    def failure(self, ranks: int) -> PeerError:
         """The error for a pass that so many others gave up, with what they told of it."""
         notes = self._queue.peers.failures(self._queue.pass_number, ranks)
         on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"

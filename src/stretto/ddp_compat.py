@@ -93,8 +93,7 @@ class TorchSurface(TorchDDP):
         for parameter in stepping:
             for handle in handles.get(parameter, []):
                 handle.remove()
-        reducer = self._synchronizer._reducer
-        rows = reducer.sparse.parameters() if reducer is not None and reducer.sparse is not None else []
+        rows = self._synchronizer.sparse_parameters.values()
         hook = StepInBackward(stepping, [p for p in rows if hasattr(p, "_in_backward_optimizers")])
         self.register_comm_hook(self.process_group, hook)
         self._synchronizer.observe(hook)
@@ -128,13 +127,13 @@ class TorchSurface(TorchDDP):
 
     def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """As torch's, which steps what is in a bucket: not parameters with sparse gradients, which are in none."""
-        reducer = self._synchronizer._reducer
-        rows = reducer.sparse.parameters() if reducer is not None and reducer.sparse is not None else []
-        asked = None if optim_params is None else {id(parameter) for parameter in optim_params}
-        if any(asked is None or id(parameter) in asked for parameter in rows):
+        rows = self._synchronizer.sparse_parameters
+        asked = {id(parameter) for parameter in (rows.values() if optim_params is None else optim_params)}
+        if missed := [name for name, parameter in rows.items() if id(parameter) in asked]:
             raise UnsupportedError(
-                "DistributedDataParallel._register_fused_optim would not step parameters with sparse gradients: leave "
-                "them out by optim_params=[...] and step them by an optimizer of their own."
+                f"DistributedDataParallel._register_fused_optim would not step {name_list(missed)}: their gradients "
+                "are sparse and lie in no bucket.\n"
+                "Leave them out, optim_params=[...], and step them by an optimizer of their own."
             )
         super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
 

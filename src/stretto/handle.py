@@ -38,7 +38,7 @@ class Synchronizer:
         options: Options,
         sparse: Mapping[str, torch.nn.Parameter],
         inside: Sequence[Reducer] = (),
-        beside: Sequence[Reducer | None] = (),
+        beside: Sequence[Synchronizer] = (),
     ) -> None:
         self.module = module
         self.rank = transport.rank if transport else 0
@@ -65,7 +65,7 @@ class Synchronizer:
                 inspect=_inspection(module, transport, options),
                 sparse=rows,
             )
-            unite(inside, [one for one in beside if one is not None], self._reducer)
+            unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
 
     @property
     def buffers(self) -> Buffers:
@@ -158,7 +158,7 @@ class Synchronizer:
         Zeros before the first pass. Waits for an accelerator.
 
         Raises:
-            UnsupportedError: a comm hook is registered, which sends gradients alone.
+            UnsupportedError: the comm hook is torch's ``noop_hook``, beside which nothing is communicated.
 
         Example::
 
@@ -168,6 +168,13 @@ class Synchronizer:
             named = dict(self.module.named_parameters())
             return {spec.name: int(named[spec.name].grad is not None) for spec in self.plan.parameters}
         return self._reducer.used_by
+
+    @property
+    def sparse_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Those that lie in no bucket, since their gradients are sparse, by name. None where there is one rank."""
+        if self._reducer is None or self._reducer.sparse is None:
+            return {}
+        return self._reducer.sparse.named_parameters()
 
     @property
     def graph_changed(self) -> bool:
@@ -279,7 +286,7 @@ class Synchronizer:
 def _apart(inside: Sequence[Membership], rows: SparseGradients | None) -> list[torch.Tensor]:
     """The parameters that lie in no bucket of this handle."""
     found: list[torch.Tensor] = [parameter for members in inside for parameter in members.everything().values()]
-    return found + (rows.parameters() if rows is not None else [])
+    return found + ([*rows.named_parameters().values()] if rows is not None else [])
 
 
 def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:

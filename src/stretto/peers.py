@@ -11,6 +11,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
+import inspect
 import logging
 import sys
 import time
@@ -23,7 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from .agreement import describe_ranks
 from .errors import PeerError
 from .notes import WAYS_TO_LEAVE, Board, Note
-from .transport.base import Transport, Work
+from .transport.base import Transport
 from .whereabouts import Progress, count, place_of_frame
 
 NOTE_SECONDS = 2.0
@@ -76,14 +78,14 @@ class Peers:
 
     # Waiting
 
-    def wait(self, work: Work | Any, number: int) -> None:
+    def wait(self, work: Any, number: int) -> None:
         """Wait for a collective of a pass, and look for news meanwhile. Work that is done costs one call.
 
         Raises:
             PeerError: it will never be done.
             RuntimeError: as the transport's.
         """
-        if self._patience is None:  # a device's stream waits, not the host
+        if self._patience is None or not _takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
         elif not _done_within(work, FIRST_SLICE):
             self._wait_on(work, number, self._patience)
@@ -203,6 +205,20 @@ class Peers:
             "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
             "Start again, on all ranks."
         )
+
+
+@functools.cache
+def _takes_time(kind: type) -> bool:
+    """Whether works of this kind can be waited for in slices: a user's own may know nothing but ``wait()``."""
+    if not (hasattr(kind, "wait") and hasattr(kind, "is_completed")):
+        return False
+    try:
+        inspect.signature(kind.wait).bind(None, SLICE)
+    except ValueError:  # torch's, of C++, which takes one
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def _done_within(work: Any, time_: datetime.timedelta) -> bool:

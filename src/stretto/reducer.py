@@ -40,7 +40,7 @@ from .scaling import Scaling, encode_weight
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
-from .usage import NeverUsed, Statistics, ranks_that_had
+from .usage import NeverUsed, Statistics, used_by
 from .words import Control, ControlWords
 
 
@@ -121,13 +121,12 @@ class Reducer:
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
         dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
-        return dense + (self.sparse.parameters() if self.sparse is not None else [])
+        return dense + ([*self.sparse.named_parameters().values()] if self.sparse is not None else [])
 
     @property
     def used_by(self) -> dict[str, int]:
         """How many ranks had a gradient for each parameter in the last pass."""
-        counts = ranks_that_had(self._queue.buckets)
-        return {name: counts[index] for index, name in enumerate(self._queue.names)}
+        return used_by(self._queue)
 
     @property
     def graph_changed(self) -> bool:
@@ -261,8 +260,8 @@ class Reducer:
             if changed and self.comm_hook is not None:
                 self._rejoin.refuse()
             self._consensus.hear(words, at_once=changed)
-            if sparse is not None and self.comm_hook is not None:  # it moves no words, the counts do
-                sparse.refuse_given_up(self._queue.where)
+            if sparse is not None and sparse.given_up:  # no words said so beside noop_hook, the counts did
+                raise self._consensus.failure(sparse.given_up)
             if self._inspect is not None:
                 self._inspect(self._queue.pass_number)
 

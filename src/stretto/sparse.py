@@ -28,7 +28,7 @@ import torch
 
 from .arrivals import hook_for
 from .broadcast import CoalescedMessages, start_broadcast
-from .errors import CommunicationError, PeerError, SetupError, name_list
+from .errors import CommunicationError, SetupError, name_list
 from .scaling import Scaling
 from .specs import dtype_name
 from .transport.base import Transport, Work
@@ -46,7 +46,10 @@ def names_of_sparse(module: torch.nn.Module, patterns: Iterable[str]) -> set[str
     for pattern in patterns:
         matching = {name for name in names.values() if fnmatchcase(name, pattern)}
         if not matching:
-            raise SetupError(f"attach: sparse= names {name_list([pattern])}, which the module does not have.")
+            raise SetupError(
+                f"attach: sparse= names {pattern}, which the module does not have.\n"
+                "Give names, or patterns of names, of module.named_parameters()."
+            )
         found |= matching
     return found
 
@@ -106,8 +109,8 @@ class SparseGradients:
     ) -> None:
         self.total_bytes = 0
         """Bytes of this rank's own gradients that were sent."""
-        self.given_up = False
-        """Whether some rank gave up the pass."""
+        self.given_up = 0
+        """How many ranks gave up the pass."""
         self._members = [
             _Member(name, weakref.ref(p), p.shape, p.dtype, reduce_dtypes.get(name, p.dtype), p.device)
             for name, p in parameters.items()
@@ -130,9 +133,9 @@ class SparseGradients:
         """In order of registration."""
         return [member.name for member in self._members]
 
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that are alive."""
-        return [alive for member in self._members if (alive := member.reference()) is not None]
+        return {member.name: alive for member in self._members if (alive := member.reference()) is not None}
 
     def hook(self, owner: object, arrived: Callable[[str], None]) -> None:
         """Put hooks on the parameters; ``arrived`` is told of every gradient by the parameter's name."""
@@ -161,19 +164,23 @@ class SparseGradients:
         Raises:
             SetupError: a parameter changed its dtype after attaching.
         """
-        return [self._share(index, member, weight, where) for index, member in enumerate(self._members)]
+        changed = [
+            f"{member.name} ({dtype_name(member.dtype)}, now {dtype_name(parameter.dtype)})"
+            for member in self._members
+            if (parameter := member.reference()) is not None and parameter.dtype != member.dtype
+        ]
+        if changed:
+            raise SetupError(
+                f"{where}: {name_list(changed)} changed dtype after the module was attached.\n"
+                "Attach again after .to(dtype): sync.detach(); sync = stretto.attach(model)"
+            )
+        return [self._share(index, member, weight) for index, member in enumerate(self._members)]
 
-    def _share(self, index: int, member: _Member, weight: float, where: str) -> Share:
+    def _share(self, index: int, member: _Member, weight: float) -> Share:
         parameter = member.reference()
         if parameter is None or parameter.grad is None:
             return member.nothing()
         gradient = parameter.grad.detach()
-        if gradient.dtype != member.dtype:
-            raise SetupError(
-                f"{where}: {member.name} ({dtype_name(member.dtype)}, now {dtype_name(gradient.dtype)}) changed dtype "
-                "after the module was attached.\n"
-                "Attach again after .to(dtype): sync.detach(); sync = stretto.attach(model)"
-            )
         share = replace(member.nothing(), new=index in self._seen)
         if gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1:
             gradient = gradient.coalesce()
@@ -196,7 +203,7 @@ class SparseGradients:
         mine = [member.nothing() for member in self._members] if shares is None else shares
         self._send_counts(mine)
         counts = self._receive_counts(where)
-        self.given_up = any(row[0] for row in counts)
+        self.given_up = sum(row[0] for row in counts)
         if self.given_up:
             return
         rank, world_size = self._transport.rank, self._transport.world_size
@@ -261,14 +268,6 @@ class SparseGradients:
 
     def _named(self, where: str) -> _Named:
         return _Named(f"{where}: the sparse gradients of {name_list(self.names)}", self._transport.name)
-
-    def refuse_given_up(self, where: str) -> None:
-        """Raise ``PeerError`` if a rank gave up the pass."""
-        if self.given_up:
-            raise PeerError(
-                f"{where}: backward failed on another rank, so this pass lacks its gradients.\n"
-                "Its own log has the error. Do not step with these gradients: zero_grad() and go on, on all ranks."
-            )
 
     def reset(self) -> None:
         """Nothing is under way, for the next pass."""

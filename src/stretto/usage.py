@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .bucket import Bucket
-from .errors import name_list
+from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
 
 PASSES = 3
@@ -42,6 +42,17 @@ def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:
         footer = bucket.footer[: len(bucket.indices)].tolist()
         found |= {index: round(abs(count)) for index, count in zip(bucket.indices, footer, strict=True)}
     return found
+
+
+def used_by(queue: LaunchQueue) -> dict[str, int]:
+    """The same by name."""
+    if not queue.tells:
+        raise UnsupportedError(
+            f"{queue.where}: which ranks used which parameters is not known beside torch's noop_hook, which "
+            "stands for no communication at all.\nUse another hook, or none, or look at .grad on each rank."
+        )
+    counts = ranks_that_had(queue.buckets)
+    return {name: counts[index] for index, name in enumerate(queue.names)}
 
 
 def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:

@@ -27,8 +27,8 @@ class Transport(Protocol):
 
     Two attributes may be there besides, by which ranks learn why another does not come (peers.py): ``store``, a
     ``torch.distributed.Store`` that all ranks see, and ``patience``, the seconds that a collective may take. Where
-    there is a patience, ``Work.wait`` takes a ``timedelta``, raises ``RuntimeError`` when that is over and can be
-    called again, and ``Work.is_completed()`` tells the two kinds of errors apart. Without, ``wait`` is called plainly.
+    there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
+    again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
     """
 
     name: str

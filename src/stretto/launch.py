@@ -84,17 +84,19 @@ class LaunchQueue:
             Bucket(plan, number, self.parameters, self.devices[spec.indices[0]], self.transport, self.scaling)
             for number, spec in enumerate(plan.buckets)
         ]
-        home = {}
+        home, slots = {}, {}
         for bucket in self.buckets:
             for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-                home[index] = bucket
+                home[index], slots[index] = bucket, view
                 if parameter.grad is not None and id(parameter.grad) in old:
                     view.copy_(parameter.grad)
                     parameter.grad = view
         self.bucket_of = [home[index] for index in range(len(self.names))]
+        self._slots = [slots[index] for index in range(len(self.names))]
+        self._addresses = _addresses(self._slots)
         of_module = {name.rpartition(".")[0]: index for index, name in enumerate(self.names)}
-        self._sentinels = [self.view_of(index) for index in of_module.values()]
-        self._addresses = [*map(torch.Tensor.data_ptr, self._sentinels)]
+        self._sentinels = [self._slots[index] for index in of_module.values()]
+        self._sentinel_addresses = _addresses(self._sentinels)
 
     # Do parameters still fit?
 
@@ -107,25 +109,16 @@ class LaunchQueue:
 
     def view_of(self, index: int) -> torch.Tensor:
         """Its slot, as it becomes ``.grad``."""
-        bucket = self.bucket_of[index]
-        return bucket.views[bucket.indices.index(index)]
+        return self._slots[index]
 
     def may_have_strayed(self) -> bool:
         """Whether ``strayed`` is worth asking. One slot of each module tells: ``module.to()`` takes all that it has."""
-        return [*map(torch.Tensor.data_ptr, self._sentinels)] != self._addresses
+        return _addresses(self._sentinels) != self._sentinel_addresses
 
-    def strayed(self, indices: Iterable[int]) -> set[int]:
+    def strayed(self) -> set[int]:
         """Those whose slot lies elsewhere: a slot is ``.grad``, and ``module.to()`` exchanges the memory of that."""
-        found = set()
-        for index in indices:
-            bucket = self.bucket_of[index]
-            place = bucket.indices.index(index)
-            view, offset = bucket.views[place], bucket.offsets[place] * bucket.slots.element_size()
-            if view.numel() and (
-                view.dtype is not bucket.slots.dtype or view.data_ptr() != bucket.slots.data_ptr() + offset
-            ):
-                found.add(index)
-        return found
+        now = _addresses(self._slots)
+        return {index for index, address in enumerate(now) if address != self._addresses[index]}
 
     def set_loose(self, indices: Iterable[int]) -> None:
         """Carry nothing for them any more."""
@@ -346,3 +339,7 @@ class LaunchQueue:
     def where(self) -> str:
         """How messages begin."""
         return f"rank {self.transport.rank}, pass {self.pass_number}"
+
+
+def _addresses(slots: Iterable[torch.Tensor]) -> list[int]:
+    return [*map(torch.Tensor.data_ptr, slots)]

@@ -105,7 +105,7 @@ class Rejoin:
         """What was copied into a slot that lies elsewhere went there: it is this rank's gradient, and the bucket has
         something else."""
         queue = self._queue
-        strayed = queue.strayed(range(len(queue.names)))
+        strayed = queue.strayed()
         taken = {bucket.indices[place] for bucket in queue.buckets for places in bucket.taken for place in places}
         self._spoilt = strayed & taken
         queue.set_loose(strayed)

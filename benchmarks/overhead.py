@@ -94,14 +94,16 @@ def extra(seconds: dict[str, list[float]], parameters: int) -> dict[str, Spread]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000, 10000])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument(
+        "--rounds", type=int, default=60, help="for 1,000 parameters; more for fewer, which are noisier"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
     for world_size in (2, 1):
         rows: dict[str, list[str]] = {}
         for parameters in options.parameters:
-            rounds = options.rounds if parameters < 10000 else max(15, options.rounds // 3)
+            rounds = max(15, int(options.rounds * (1000 / parameters) ** 0.4))
             seconds = spawn_ranks(measure, world_size, parameters, rounds, timeout=580)[0]
             spreads = extra(seconds, parameters)
             best = min((s.median for name, s in spreads.items() if name.startswith("torch")), default=None)

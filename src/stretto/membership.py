@@ -26,6 +26,8 @@ from .transport.base import Transport
 from .watch import listen, stop_listening
 
 EVERY = 16
+FIRST = 4
+"""The net for what no hook tells is cast in the first passes and then in every ``EVERY``-th."""
 
 
 def named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class Membership:
 
     def look(self, number: int) -> None:
         """The net for what no hook tells, such as writing into a module's tables: in every ``EVERY``-th pass only."""
-        if (number <= EVERY or not number % EVERY) and self._now() != self._members:
+        if (number <= FIRST or not number % EVERY) and self._now() != self._members:
             self.suspect = True
 
     # How it is told of changes

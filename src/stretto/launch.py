@@ -137,6 +137,8 @@ class LaunchQueue:
         """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
         while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].pending:
             bucket = self.buckets[self.launched]
+            if self.presence.under_way():
+                return  # asked again at the next gradient, and waited for when backward has ended
             if not self._skip(bucket):
                 self._launch(bucket)
 

@@ -55,6 +55,11 @@ class Presence:
         self._map = torch.tensor(uses, dtype=torch.int32)
         self._work = self._transport.all_reduce(self._map)
 
+    def under_way(self) -> bool:
+        """Whether the map is not there yet, so that to ask for it would stop backward."""
+        done = getattr(self._work, "is_completed", None)
+        return self.active and self._used is None and done is not None and not done()
+
     def unused(self, bucket: int, wait: Callable[[Work, str], None]) -> bool:
         """Whether no rank has anything for the bucket. Waits for the map when it is asked first in a pass."""
         if not self.active:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -135,6 +136,7 @@ def test_what_is_absent_does_not_hold_up_what_is_full() -> None:
         class Watch:
             def gradient_ready(self, number, name):
                 log.append((number, name))
+                time.sleep(0.01)  # so that the map, which no rank waits for during backward, is there soon
 
             def bucket_launched(self, number, bucket, nbytes):
                 log.append((number, bucket))
@@ -145,6 +147,7 @@ def test_what_is_absent_does_not_hold_up_what_is_full() -> None:
         for step in range(4):
             model.zero_grad()
             use = [0, 1, 2, 4] if transport.rank else [0, 1, 2, 3, 4]
+            transport.all_gather_object("begin together")
             model(inputs_of(transport.rank, step), use).backward()
         of_pass = [what for number, what in log if number == 4]
         arrivals = [what for what in of_pass if isinstance(what, str)]

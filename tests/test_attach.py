@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections import OrderedDict
 
@@ -261,3 +263,16 @@ class TestDropIn:
         assert not wrapped.forward_sync_buffers
         with pytest.warns(FutureWarning, match="check_reduction"):
             stretto.DistributedDataParallel(linear(), check_reduction=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the group's CUDA backend counts")
+def test_a_group_made_without_naming_a_backend_gets_the_buckets_that_suit_gloo() -> None:
+    program = (
+        "import torch.distributed as dist, stretto.transport as t\n"
+        "dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)\n"
+        "print(t.ProcessGroupTransport().bucket_cap_bytes)\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == f"{4 * 1024 * 1024}\n", ended.stderr

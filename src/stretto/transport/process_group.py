@@ -43,8 +43,7 @@ class ProcessGroupTransport:
         self.world_size = dist.get_world_size(group)
         self.name = f"process_group ({dist.get_backend(group)})"
         # NCCL's start-up cost is hidden by larger messages; Gloo saturates loopback and Ethernet at 1-4 MB.
-        large = dist.get_backend(group) not in ("gloo", "mpi")
-        self.bucket_cap_bytes = 25 * MIB if large else 4 * MIB
+        self.bucket_cap_bytes = 4 * MIB if _waits_on_host(group) else 25 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum

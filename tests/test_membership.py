@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from models import Fails
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -480,15 +481,6 @@ def test_with_a_comm_hook_a_change_is_named() -> None:
 
 
 def test_a_change_in_a_pass_that_fails_is_followed_in_the_next() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ValueError("on purpose")
-
     def worker(transport):
         model = Chain()
         stretto.attach(model, transport=transport)

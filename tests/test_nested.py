@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from models import Fails
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -131,16 +132,6 @@ def test_reentrant_checkpoints_around_both() -> None:
     compare(run_ranks(worker, 2, timeout=20), joined(["acbd"] * 2))
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("on purpose")
-
-
 @pytest.mark.parametrize("where", [1, 2, 3])
 @pytest.mark.parametrize("use", ["abcd", "cdab", "cadb"])
 def test_a_pass_that_fails_on_one_rank_and_a_right_one_after_it(use, where) -> None:
@@ -154,7 +145,7 @@ def test_a_pass_that_fails_on_one_rank_and_a_right_one_after_it(use, where) -> N
                 x = batch(transport.rank)
                 for place, name in enumerate(use):
                     x = torch.tanh((model.inner[name] if name in "ab" else getattr(model, name))(x))
-                    x = _Fails.apply(x) if fails and place == where - 1 else x
+                    x = Fails.apply(x) if fails and place == where - 1 else x
                 with pytest.raises(ValueError if fails else stretto.PeerError):
                     x.square().sum().backward()
             else:

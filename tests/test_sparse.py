@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from models import Fails
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn import functional as F
@@ -253,16 +254,6 @@ def test_weighted(use) -> None:
     same_bits(first, second)
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("on purpose")
-
-
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_pass_that_fails_on_one_rank_and_a_right_one_after_it(world, hooked) -> None:
@@ -281,7 +272,7 @@ def test_a_pass_that_fails_on_one_rank_and_a_right_one_after_it(world, hooked) -
             if number % 2:
                 failing = transport.rank == world - 1
                 hidden = model.bags(indices_of(transport.rank))  # its gradient comes last
-                loss = (_Fails.apply(hidden) if failing else hidden).square().sum()
+                loss = (Fails.apply(hidden) if failing else hidden).square().sum()
                 if not failing or number == 3:
                     loss = loss + model.words(indices_of(transport.rank)).square().sum()
                 with pytest.raises(ValueError if failing else stretto.PeerError):
@@ -395,7 +386,7 @@ def test_beside_noop_hook_the_counts_tell_of_a_failure(number: int) -> None:
             model(indices_of(transport.rank), "wbh").backward()
         hidden = model.bags(indices_of(transport.rank))
         with pytest.raises(ValueError if transport.rank else stretto.PeerError) as caught:
-            last = _Fails.apply(hidden) if transport.rank else hidden
+            last = Fails.apply(hidden) if transport.rank else hidden
             (last.sum() + model.head(hidden).sum() + model.words(indices_of(0)).sum()).backward()
         model.zero_grad()
         model(indices_of(transport.rank), "w").backward()
@@ -405,7 +396,7 @@ def test_beside_noop_hook_the_counts_tell_of_a_failure(number: int) -> None:
     assert own == "on purpose"
     assert text == (
         f"rank 0, pass {number}: backward failed on rank 1, so the mean of this pass lacks gradients.\n"
-        f"  rank 1, pass {number}, backward: ValueError: on purpose (test_sparse.py:LINE in backward)\n"
+        f"  rank 1, pass {number}, backward: ValueError: on purpose (models.py:LINE in backward)\n"
         "Do not step with these gradients: zero_grad() and go on, on all ranks."
     )
     close(first, {"words.weight": joined(2, [["w", "w"]])["words.weight"]})

@@ -19,7 +19,7 @@ from .options import Buffers, Options, dtype_patterns, names_of
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
 from .sparse import names_of_sparse, stand_in
-from .transport import ProcessGroupTransport, RoundRobinTransport, Transport
+from .transport import ProcessGroupTransport, RoundRobinTransport, Transport, TransportName, choose
 
 log = logging.getLogger("stretto.attach")
 
@@ -29,7 +29,7 @@ def attach(
     *,
     process_group: dist.ProcessGroup | None = None,
     process_groups: Sequence[dist.ProcessGroup] = (),
-    transport: Transport | None = None,
+    transport: Transport | TransportName = "auto",
     bucket_cap_mb: float | None = None,
     last_bucket_cap_mb: float | None = None,
     buffers: Buffers = "rank0",
@@ -62,9 +62,11 @@ def attach(
             handle works all the same.
         process_groups: several groups of the same ranks; buckets take turns among them (VLDB 2020, section 5.4), so
             that more than one is under way on backends that work through one after the other.
-        transport: what carries the buckets, instead of a process group.
+        transport: ``"auto"``, memory that the ranks share if all of them run on this host, else the process group;
+            ``"shared_memory"`` or ``"process_group"`` to insist; or an object that carries the buckets instead.
+            Tensors on accelerators, and several ``process_groups``, are left to the groups.
         bucket_cap_mb: a bucket holds at most so many MiB, unless one parameter alone is larger; default, what suits the
-            transport (4 for Gloo, 25 for NCCL).
+            transport (0.5 for shared memory, 4 for Gloo, 25 for NCCL).
         last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap.
         buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
             ``"mean"``, floating ones become their mean and others follow rank 0's; ``"none"``, each keeps its own.
@@ -91,7 +93,8 @@ def attach(
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
 
     Raises:
-        SetupError: no parameter requires grad; lazy parameters; ``WORLD_SIZE`` is set and no group is initialised.
+        SetupError: no parameter requires grad; lazy parameters; ``WORLD_SIZE`` is set and no group is initialised;
+            ``"shared_memory"`` cannot be had.
         AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
         UnsupportedError: an option has a value that is not known.
@@ -105,7 +108,7 @@ def attach(
             optimizer.step()
     """
     others = [*beside]
-    carrier = transport if transport is not None else default_transport(process_group, process_groups)
+    carrier = _carrier(module, transport, process_group, process_groups)
     alone = carrier is None or carrier.world_size == 1
     try:
         options = Options(
@@ -144,6 +147,22 @@ def attach(
     dense, rows = _split(module, options)
     inside = _inside(module, options)
     return Synchronizer(module, dense, plan, carrier, options, rows, inside, others)
+
+
+def _carrier(
+    module: torch.nn.Module,
+    asked: Transport | TransportName,
+    process_group: dist.ProcessGroup | None,
+    process_groups: Sequence[dist.ProcessGroup],
+) -> Transport | None:
+    """What carries the buckets. Collective, before anything that could fail on one rank alone."""
+    if not isinstance(asked, str):
+        return asked
+    base = default_transport(process_group, process_groups)
+    if base is None or base.world_size == 1 or (process_groups and asked == "auto"):
+        return base
+    on_host = any(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers()))
+    return choose(base, asked, on_host=on_host)
 
 
 def default_transport(

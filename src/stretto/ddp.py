@@ -29,6 +29,7 @@ from .ddp_faces import Logger, ReducerFace
 from .errors import SetupError, UnsupportedError
 from .options import Buffers
 from .scaling import Reduce
+from .transport import TransportName
 
 
 class DistributedDataParallel(TorchSurface):
@@ -49,7 +50,7 @@ class DistributedDataParallel(TorchSurface):
         bucket_cap_mb_list, forward_sync_buffers: as in torch; of a list of caps the largest counts.
         mixed_precision: refused by name.
         buffers, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after, process_groups, check_every,
-            sparse: as in :func:`stretto.attach`.
+            sparse, transport: as in :func:`stretto.attach`.
 
     Raises:
         UnsupportedError: an argument that is not honoured.
@@ -95,6 +96,7 @@ class DistributedDataParallel(TorchSurface):
         process_groups: Sequence[dist.ProcessGroup] = (),
         check_every: int | None = None,
         sparse: Iterable[str] = (),
+        transport: TransportName = "auto",
     ) -> None:
         _refuse_arguments(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
         _warn_of_deprecated(broadcast_buffers, check_reduction)
@@ -149,9 +151,12 @@ class DistributedDataParallel(TorchSurface):
             "process_groups": tuple(process_groups),
             "check_every": check_every,
             "sparse": tuple(sparse),
+            "transport": transport,
         }
         self._attach(init_sync=init_sync)
-        self.bucket_bytes_cap = int(self._synchronizer.plan.cap_bytes)
+        # The compiler cuts graphs by this, the first after 1 MiB, and wants it to be no less.
+        smallest: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+        self.bucket_bytes_cap = max(int(self._synchronizer.plan.cap_bytes), smallest)
 
     def _set_devices(self, device_ids: list[Any] | None, output_device: Any) -> None:
         """torch's rules: one device id at most, and only for a module on one accelerator."""

@@ -1,0 +1,258 @@
+"""Memory that the ranks of one host share, with no name in any file system.
+
+    allocate ──> Segment (memfd_create) ──> tensor           a peer: /proc/PID/fd/FD ──> the same bytes
+
+A segment lives as long as tensors in it: they hold its mapping, everybody else holds it weakly. When the last tensor is
+gone its line in the owner's table is cleared, and peers drop their mapping when they next look. A process that ends in
+any way takes its descriptors and mappings with it, so nothing is left behind.
+
+[Note: reserved]  Pages are taken when the segment is made. Taken at the first write, a full machine would answer with a
+SIGBUS in the middle of backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import CommunicationError
+
+MIB = 1024 * 1024
+CHUNK_BYTES = 4 * MIB
+"""Segments are at least so large; the second and later ones double, up to the following."""
+LARGEST_CHUNK_BYTES = 64 * MIB
+_ALIGNMENT = 128  # two cache lines: processors fetch them in pairs
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+
+SEGMENTS = 512
+_LINE = struct.Struct("<QQQ")  # number of the segment (0: none), file descriptor, bytes
+TABLE_BYTES = SEGMENTS * _LINE.size
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where in a rank's memory a tensor lies."""
+
+    line: int
+    """Of the table of segments."""
+    segment: int
+    offset: int
+    """Bytes."""
+
+    def plus(self, nbytes: int) -> Location:
+        """So many bytes further on."""
+        return Location(self.line, self.segment, self.offset + nbytes)
+
+
+def map_shared(fd: int, nbytes: int, *, fresh: bool = False) -> mmap.mmap:
+    """Map a file that others map too, every page at once.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    if not fresh:
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+    with contextlib.suppress(OSError):  # not every kernel has either
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        mapping.madvise(_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return mapping
+
+
+def create(nbytes: int) -> tuple[int, mmap.mmap]:
+    """A new file without a name, reserved and mapped. Of this user alone, and of a size that nobody can change.
+
+    Raises:
+        OSError: the system does not allow it, or has no memory for it.
+    """
+    _refuse_more_than_there_is(nbytes)
+    fd = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, nbytes)
+        mapping = map_shared(fd, nbytes, fresh=True)
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, mapping
+
+
+def open_peers(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+    """Map what another process has created.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    if not os.readlink(path).startswith("/memfd:stretto"):  # opening a pipe of some other process would block
+        raise OSError(errno.ENOENT, "is not stretto's", path)
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return map_shared(own, nbytes)
+    finally:
+        os.close(own)
+
+
+def available_bytes() -> int | None:
+    """What the system, and the control group of this process, have left; None where that cannot be read."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    for limit, used, reclaimable in _control_groups():
+        with contextlib.suppress(OSError, ValueError):
+            cached = [
+                int(line.split()[1])
+                for line in reclaimable.read_text().splitlines()
+                if line.startswith(("inactive_file ", "total_inactive_file "))
+            ]
+            found.append(int(limit.read_text()) - int(used.read_text()) + max(cached, default=0))
+    return min(found, default=None)
+
+
+def _control_groups() -> list[tuple[Path, Path, Path]]:
+    """Files with the limit, the use and the statistics of memory, of version 2 and of version 1."""
+    with contextlib.suppress(OSError):
+        groups = []
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                root = Path("/sys/fs/cgroup" + path)
+                groups.append((root / "memory.max", root / "memory.current", root / "memory.stat"))
+            elif "memory" in controllers.split(","):
+                root = Path("/sys/fs/cgroup/memory" + path)
+                limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+                groups.append((root / limit, root / used, root / "memory.stat"))
+        return groups
+    return []
+
+
+def _refuse_more_than_there_is(nbytes: int) -> None:
+    available = available_bytes()
+    if available is not None and nbytes > available:
+        raise OSError(errno.ENOMEM, f"{nbytes / MIB:.0f} MiB asked for, {available / MIB:.0f} MiB available")
+
+
+class Arena:
+    """The segments of this rank.
+
+    Args:
+        table: ``TABLE_BYTES`` of shared memory in which peers read where segments are.
+        changed: called when the table has changed.
+        rank: for messages.
+    """
+
+    def __init__(self, table: memoryview, changed: weakref.WeakMethod[Callable[[], None]], rank: int) -> None:
+        self._table = table
+        self._changed = changed
+        self._rank = rank
+        self._lines: dict[int, tuple[int, int]] = {}  # base address: line, number of the segment
+        self._free_lines = list(range(SEGMENTS))
+        self._made = 0
+        self._space: weakref.ref[mmap.mmap] | None = None
+        self._used = self._size = 0
+        self._next_bytes = CHUNK_BYTES
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` zeros, as uint8, aligned for every dtype.
+
+        Raises:
+            CommunicationError: there is no memory, or there are too many segments.
+        """
+        needed = max(nbytes, 1)
+        mapping = self._space() if self._space is not None else None
+        if mapping is None or self._used + needed > self._size:
+            mapping = self._new_segment(needed)
+        start = self._used
+        self._used += -(-needed // _ALIGNMENT) * _ALIGNMENT
+        return torch.frombuffer(mapping, dtype=torch.uint8)[start : start + nbytes]
+
+    def locate(self, tensor: torch.Tensor) -> Location | None:
+        """Where in this arena the tensor lies; None if elsewhere."""
+        base = tensor.untyped_storage().data_ptr()
+        found = self._lines.get(base)
+        return None if found is None else Location(*found, tensor.data_ptr() - base)
+
+    def _new_segment(self, needed: int) -> mmap.mmap:
+        nbytes = -(-max(needed, self._next_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._next_bytes = min(2 * self._next_bytes, LARGEST_CHUNK_BYTES)
+        if not self._free_lines:
+            raise CommunicationError(
+                f"rank {self._rank}: more than {SEGMENTS} pieces of shared memory are in use.\n"
+                'Detach handles that are not needed any more, or attach with transport="process_group".'
+            )
+        try:
+            fd, mapping = create(nbytes)
+        except OSError as error:
+            raise CommunicationError(
+                f"rank {self._rank}: no shared memory for gradients: {error.strerror or error}.\n"
+                'Free memory, raise the limit of the container, or attach with transport="process_group".'
+            ) from error
+        self._made += 1
+        line, base = self._free_lines.pop(0), torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        self._lines[base] = (line, self._made)
+        _LINE.pack_into(self._table, line * _LINE.size, self._made, fd, nbytes)
+        weakref.finalize(mapping, _retire, weakref.ref(self), os.getpid(), base, line, fd).atexit = False
+        self._space, self._used, self._size = weakref.ref(mapping), 0, nbytes
+        return mapping
+
+    def retire(self, base: int, line: int) -> None:
+        """The last tensor of a segment is gone."""
+        del self._lines[base]
+        _LINE.pack_into(self._table, line * _LINE.size, 0, 0, 0)
+        self._free_lines.append(line)
+        if (changed := self._changed()) is not None:
+            changed()
+
+
+def _retire(arena: weakref.ref[Arena], pid: int, base: int, line: int, fd: int) -> None:
+    os.close(fd)
+    if pid == os.getpid() and (alive := arena()) is not None:  # a forked child leaves its parent's table alone
+        alive.retire(base, line)
+
+
+class PeersMemory:
+    """The segments of one rank (this one, too), mapped for moving data, as they come into use."""
+
+    def __init__(self, pid: int, table: memoryview) -> None:
+        self._pid = pid
+        self._table = table
+        self._mapped: dict[int, tuple[int, torch.Tensor]] = {}  # line: number of the segment, all its bytes
+
+    def bytes_at(self, location: Location, nbytes: int) -> torch.Tensor:
+        """That part of the rank's memory, as uint8.
+
+        Raises:
+            OSError: it cannot be opened; the process may be gone.
+        """
+        number, segment = self._mapped.get(location.line, (0, None))
+        if segment is None or number != location.segment:
+            number, fd, size = _LINE.unpack_from(self._table, location.line * _LINE.size)
+            if number != location.segment:
+                raise OSError(errno.ESTALE, f"segment {location.segment} of process {self._pid} is gone")
+            segment = torch.frombuffer(open_peers(self._pid, fd, size), dtype=torch.uint8)
+            self._mapped[location.line] = (number, segment)
+        return segment[location.offset : location.offset + nbytes]
+
+    def forget_retired(self) -> None:
+        """Drop the mappings of segments that their owner has given up."""
+        for line, (number, _) in [*self._mapped.items()]:
+            if _LINE.unpack_from(self._table, line * _LINE.size)[0] != number:
+                del self._mapped[line]

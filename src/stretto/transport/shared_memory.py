@@ -1,0 +1,280 @@
+"""Ranks of one host: gradients are summed where they lie.
+
+A large message has two halves. When all have published, each rank sums its slice over everybody's memory, in rank
+order, and writes the sum into everybody's memory; when all have finished, the result is there. A small one is copied
+into memory that is not waited for, and each rank sums all of it for itself: one meeting instead of two. Either way
+every element is summed in rank order, so the bits are the same on every rank, for every plan, in every run.
+
+Half types are summed in float32 and rounded once. See host.py for how ranks meet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..specs import dtype_name
+from .base import Transport, Work
+from .host import Host
+from .page import Entry
+
+KIB, MIB = 1024, 1024 * 1024
+SMALL_BYTES = 16 * KIB
+"""Up to here each rank sums all of a message for itself."""
+BLOCK_BYTES = 128 * KIB
+"""Added and written in blocks that stay in the processor's cache in between."""
+PIECE_BYTES = 4 * MIB
+"""What does not lie in shared memory passes through it in pieces of this size."""
+KEPT_BYTES = 16 * MIB
+"""So much memory for that is kept for the next message."""
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+class SharedMemoryTransport:
+    """Collectives of ranks that share this host's memory; tensors of other devices go over ``base``.
+
+    Made by :func:`stretto.transport.choose`, since all ranks have to open each other's memory first.
+
+    Args:
+        host: the ranks, which are all ranks of ``base``.
+        base: a transport of the same ranks, for objects and for tensors that are not in this host's memory.
+    """
+
+    def __init__(self, host: Host, base: Transport) -> None:
+        self.name = "shared_memory"
+        self.rank = base.rank
+        self.world_size = base.world_size
+        self.bucket_cap_bytes = MIB // 2
+        self.last_bucket_cap_bytes = MIB // 4
+        self.store = getattr(base, "store", None)
+        self.patience = host.patience
+        self._host = host
+        self._base = base
+        self._staging = Staging(host)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """On the host, in memory that all its ranks map."""
+        if device.type != "cpu":
+            return self._base.allocate(numel, dtype, device)
+        return self._host.page.arena.allocate(numel * dtype.itemsize).view(dtype)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum in place, in rank order."""
+        if tensor.device.type != "cpu":
+            return self._base.all_reduce(tensor)
+        flat = torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+        if flat.nbytes <= SMALL_BYTES:
+            return self._host.post(SumForAll(self._host, flat, self._staging))
+        if self._host.page.arena.locate(flat) is not None:
+            return self._host.post(SumOfSlices(self._host, flat))
+        pieces = [
+            StagedSum(self._host, piece, self._staging) for piece in torch.split(flat, PIECE_BYTES // flat.itemsize)
+        ]
+        return [self._host.post(piece) for piece in pieces][-1]  # they end in order
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """Copied by each receiver from the root's memory."""
+        if tensor.device.type != "cpu":
+            return self._base.broadcast(tensor, root)
+        pieces = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
+        return [self._host.post(Copy(self._host, piece, self._staging, root)) for piece in pieces][-1]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Over the process group."""
+        return self._base.all_gather_object(value)
+
+    @property
+    def process_group(self) -> Any:
+        """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
+        return getattr(self._base, "process_group", None)
+
+    def advance(self) -> None:
+        """Do what can be done for messages under way, without waiting."""
+        self._host.advance()
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with the last tensor in it, everything else with the transport."""
+        self._base.close()
+
+
+class Staging:
+    """Shared memory for tensors that lie elsewhere, kept by size."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._kept = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes, as uint8; rounded up to a power of two."""
+        size = max(64, 1 << (nbytes - 1).bit_length())
+        if not self._free.get(size):
+            return self._host.page.arena.allocate(size)
+        self._kept -= size
+        return self._free[size].pop()
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Nobody uses it any more."""
+        if self._kept + memory.numel() <= KEPT_BYTES:
+            self._kept += memory.numel()
+            self._free.setdefault(memory.numel(), []).append(memory)
+
+
+class SumForAll:
+    """Each rank sums all of a small message: from everybody's staging memory into the tensor."""
+
+    root = None
+    by_all = False
+
+    def __init__(self, host: Host, result: torch.Tensor, staging: Staging) -> None:
+        self.action = _action("sum", result.dtype)
+        self.numel = result.numel()
+        self.tensor: torch.Tensor = staging.take(result.nbytes)
+        self._host, self._result, self._staging = host, result, staging
+        self.tensor[: result.nbytes].view(result.dtype).copy_(result)
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Sum."""
+        parts = views(self._host, entries, self._result.dtype, 0, self.numel)
+        if len(parts) == 1:
+            self._result.copy_(parts[0])
+        elif (wide := _WIDER.get(self._result.dtype)) is None:
+            torch.add(parts[0], parts[1], out=self._result)
+            for part in parts[2:]:
+                self._result.add_(part)
+        else:
+            self._result.copy_(_widened(parts, wide))
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """The staging memory is free."""
+        self._staging.give(self.tensor)
+
+
+class SumOfSlices:
+    """Each rank sums its slice in the first rank's memory and copies it to the others'."""
+
+    root = None
+    by_all = True
+
+    def __init__(self, host: Host, tensor: torch.Tensor) -> None:
+        self.action = _action("sum", tensor.dtype)
+        self.numel = tensor.numel()
+        self.dtype = tensor.dtype
+        self.tensor: torch.Tensor = tensor
+        self._host = host
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Sum and write, block by block."""
+        for parts in self.blocks(entries):
+            total = add_up(parts)
+            for part in parts[1:]:
+                part.copy_(total)
+
+    def blocks(self, entries: Sequence[bytes]) -> list[list[torch.Tensor]]:
+        """This rank's slice of every rank's tensor, cut into blocks."""
+        key = (self.dtype, self.numel, *entries)
+        found: list[list[torch.Tensor]] | None = self._host.routes.get(key)
+        if found is None:
+            low, high = slice_of(self.numel, self._host.place, len(self._host.peers))
+            step = BLOCK_BYTES // self.dtype.itemsize
+            found = [
+                views(self._host, entries, self.dtype, start, min(start + step, high))
+                for start in range(low, high, step)
+            ]
+            self._host.routes[key] = found
+        return found
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """The result is in place."""
+
+
+class StagedSum(SumOfSlices):
+    """The same for a tensor that lies elsewhere."""
+
+    def __init__(self, host: Host, result: torch.Tensor, staging: Staging) -> None:
+        self._memory = staging.take(result.nbytes)
+        super().__init__(host, self._memory[: result.nbytes].view(result.dtype))
+        self._result, self._staging = result, staging
+        self.tensor.copy_(result)
+
+    def release(self) -> None:
+        """The result goes where it was asked for."""
+        self._result.copy_(self.tensor)
+        self._staging.give(self._memory)
+
+
+class Copy:
+    """One rank's tensor for all."""
+
+    by_all = False
+
+    def __init__(self, host: Host, tensor: torch.Tensor, staging: Staging, root: int) -> None:
+        self.action = b"broadcast from" + root.to_bytes(2, "little")
+        self.numel = tensor.numel()
+        self.root = root
+        self._host, self._result, self._staging = host, tensor, staging
+        self.tensor: torch.Tensor | None = None
+        if root == host.place:
+            self.tensor = staging.take(tensor.nbytes)
+            self.tensor[: self.numel].copy_(tensor)
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Receive."""
+        if self.root != self._host.place:
+            memory = self._host.peers[self.root].memory
+            self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self.numel))
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """The staging memory is free."""
+        if self.tensor is not None:
+            self._staging.give(self.tensor)
+
+
+def views(host: Host, entries: Sequence[bytes], dtype: torch.dtype, low: int, high: int) -> list[torch.Tensor]:
+    """Elements ``low`` to ``high`` of every rank's tensor."""
+    size = dtype.itemsize
+    return [
+        peer.memory.bytes_at(Entry.unpack(entry).location.plus(low * size), (high - low) * size).view(dtype)
+        for peer, entry in zip(host.peers, entries, strict=True)
+    ]
+
+
+def slice_of(numel: int, place: int, places: int) -> tuple[int, int]:
+    """First and last (excluded) element of one rank's share; shares begin at multiples of 64 elements."""
+    share = -(-numel // (64 * places)) * 64
+    return min(place * share, numel), min((place + 1) * share, numel)
+
+
+def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in rank order, in the memory of the first."""
+    total = parts[0]
+    if (wide := _WIDER.get(total.dtype)) is None:
+        for part in parts[1:]:
+            total.add_(part)
+    else:
+        total.copy_(_widened(parts, wide))
+    return total
+
+
+def _widened(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+@functools.cache
+def _action(what: str, dtype: torch.dtype) -> bytes:
+    return f"{what} {dtype_name(dtype)}".encode()

@@ -148,6 +148,7 @@ class RecordingTransport:
         self.last_bucket_cap_bytes = inner.last_bucket_cap_bytes
         self.store = getattr(inner, "store", None)
         self.patience = getattr(inner, "patience", None)
+        self.own_channel = getattr(inner, "own_channel", False)
         self.calls: list[tuple[str, int]] = []
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

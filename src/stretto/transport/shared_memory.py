@@ -49,6 +49,7 @@ class SharedMemoryTransport:
         self.world_size = base.world_size
         self.bucket_cap_bytes = MIB // 2
         self.last_bucket_cap_bytes = MIB // 4
+        self.own_channel = True
         self.store = getattr(base, "store", None)
         self.patience = host.patience
         self._host = host

@@ -29,8 +29,9 @@ class Transport(Protocol):
     ``torch.distributed.Store`` that all ranks see, and ``patience``, the seconds that a collective may take. Where
     there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
     again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
-    ``own_channel`` is true if nobody else's collectives can come between this transport's. ``process_group`` is the
-    group beneath, for comm hooks.
+    ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
+    world size, for less than it costs to divide before. ``own_channel`` is true if nobody else's collectives can come
+    between this transport's. ``process_group`` is the group beneath, for comm hooks.
     """
 
     name: str

@@ -31,6 +31,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"ddp"},
     {"__init__"},
     {"testing"},
+    {"testing_network"},
 ]
 
 

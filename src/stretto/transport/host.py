@@ -32,6 +32,8 @@ _SPINS = 12
 """Looks, with a yield of the core after each, before a rank sleeps: some 10 us."""
 _LOOK_SECONDS = 0.2
 """How long a rank sleeps before it looks whether the one it waits for still lives."""
+_OUTSIDE_SECONDS = 0.002
+"""The same for what goes on outside, while messages wait for peers: one cannot sleep on both."""
 
 
 class Message(Protocol):
@@ -239,8 +241,9 @@ class Host:
     def _sleep(self, posted: Posted, seconds: float) -> None:
         """Until a word has changed without which nothing goes on."""
         if self._outside and (work := self._outside[0].outside) is not None:
+            limit = min(seconds, _OUTSIDE_SECONDS) if self._waiting else seconds
             with contextlib.suppress(RuntimeError):  # raised again where its end is looked for
-                work.wait(timedelta(seconds=seconds))
+                work.wait(timedelta(seconds=limit))
             return
         first = self._waiting[0] if self._waiting else None
         if first is not None and first.number <= posted.number:

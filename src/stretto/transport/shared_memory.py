@@ -51,6 +51,7 @@ class SharedMemoryTransport:
         self.last_bucket_cap_bytes = MIB // 4
         self.store = getattr(base, "store", None)
         self.patience = host.patience
+        self.host = host
         self._host = host
         self._base = base
         self._staging = Staging(host)

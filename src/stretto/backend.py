@@ -106,7 +106,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
 
     def __init__(self, options: _DistributedBackendOptions) -> None:
         store, rank, size = options.store, options.group_rank, options.group_size
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the one for classes of Python is not in the stub
         self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout=options.timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -211,11 +211,13 @@ class StrettoProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def barrier(self, opts: Any = None, **more: Any) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """``dist.barrier``."""
-        options = _options(BarrierOptions, opts, more)
-        if options is None or (shared := self._shared([])) is None:
-            return self._gloo.barrier(*_if_given(opts), **more)
+        options = BarrierOptions() if opts is None else opts
+        if timeout is not None:
+            options.timeout = timeout
+        if (shared := self._shared([])) is None:
+            return self._gloo.barrier(options)
         with self._named("barrier"):
             shared.barrier(_timeout(options))
         return Done([])
@@ -239,9 +241,9 @@ class StrettoProcessGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """One thread at a time, and errors that say whose they are."""
+        """One thread at a time, hidden from autograd as torch's backends are, and errors that say whose they are."""
         try:
-            with self._turn:
+            with self._turn, torch.inference_mode():  # tensors made in that mode can be written in no other
                 yield
         except RuntimeError as error:
             within = f" in the group of ranks {self._ranks}" if self._ranks else ""
@@ -269,7 +271,7 @@ class _Flat:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """In one row, if need be a copy. What is written there is hidden from autograd, as with torch's backends."""
+    """In one row, if need be a copy."""
     return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
 
 

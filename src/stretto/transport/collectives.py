@@ -18,11 +18,11 @@ import torch
 
 from ..specs import dtype_name
 from .host import Host, Message, Posted
-from .page import Entry
+from .page import ENTRIES, Entry
 from .shared_memory import Copy, Staging
 
 KIB = 1024
-PIECE_BYTES = 512 * KIB
+PIECE_BYTES = 1024 * KIB
 WINDOW_BYTES = 4 * PIECE_BYTES
 """So much staging memory may be in use before a rank waits until all have read the oldest."""
 STRIPS_FROM_RANKS = 4
@@ -67,8 +67,7 @@ class Collectives:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._staging = Staging(host)
-        self._staged: collections.deque[tuple[Posted, int]] = collections.deque()
-        self._staged_bytes = 0
+        self._posted: collections.deque[Posted] = collections.deque(maxlen=ENTRIES)  # the host waits for older ones
 
     def all_reduce(self, tensor: torch.Tensor, operation: str, timeout: timedelta | None = None) -> None:
         """Replace the tensor by its reduction over the ranks."""
@@ -96,7 +95,7 @@ class Collectives:
         return self._post(Gathering(self._host, self._staging, strips[self._host.place], strips), timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
-        """Replace the tensor by that of rank ``root``, who does not wait for the others."""
+        """Replace the tensor by that of rank ``root``, who waits for the others only where the window is full."""
         pieces = _pieces(tensor.view(torch.uint8), PIECE_BYTES)
         self._run((Copy(self._host, piece, self._staging, root) for piece in pieces), timeout)
 
@@ -142,13 +141,9 @@ class Collectives:
     def _post(self, message: Message, timeout: timedelta | None) -> Posted:
         """Post; wait until others have read what was staged before, where that has become too much."""
         posted = self._host.post(message)
-        nbytes = 0 if message.tensor is None else message.tensor.nbytes
-        self._staged.append((posted, nbytes))
-        self._staged_bytes += nbytes
-        while self._staged_bytes > WINDOW_BYTES and len(self._staged) > 1:
-            oldest, nbytes = self._staged.popleft()
-            self._staged_bytes -= nbytes
-            self._host.wait(oldest, timeout, by_all=True)
+        self._posted.append(posted)
+        while self._staging.in_use > WINDOW_BYTES and len(self._posted) > 1:
+            self._host.wait(self._posted.popleft(), timeout, by_all=True)
         return posted
 
 
@@ -173,9 +168,6 @@ class Staged:
         """What the rank at ``place`` has laid there, from element ``low`` on, as many as ``like`` has."""
         location = Entry.unpack(entries[place]).location.plus(low * like.itemsize)
         return self._host.peers[place].memory.bytes_at(location, like.nbytes).view(like.dtype)
-
-    def end(self) -> None:
-        """Nothing is left."""
 
     def release(self) -> None:
         """All have read it."""
@@ -204,6 +196,10 @@ class Reduction(Staged):
         parts = [self.seen(entries, place, self._low, self._result) for place in range(len(entries))]
         reduce_into(self._result, parts, self._operation)
 
+    def end(self) -> None:
+        """Whoever called may let go of the tensor."""
+        del self._result
+
 
 class Gathering(Staged):
     """Copy what each rank laid there into the one of ``results`` that is for it."""
@@ -216,6 +212,10 @@ class Gathering(Staged):
         """Copy."""
         for place, result in enumerate(self._results):
             result.copy_(self.seen(entries, place, 0, result))
+
+    def end(self) -> None:
+        """Whoever called may let go of the tensors."""
+        del self._results
 
 
 class Meeting:

@@ -120,6 +120,11 @@ class StrettoProcessGroup(dist.ProcessGroup):
         """As torch's C++ asks for it."""
         return "stretto"
 
+    @property
+    def in_shared_memory(self) -> bool | None:
+        """Whether the ranks share memory; None before the first collective, at which they find out."""
+        return self._collectives is not None if self._asked else None
+
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
         """``dist.all_reduce``."""
         options = _options(AllreduceOptions, opts, more)

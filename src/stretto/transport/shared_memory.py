@@ -57,6 +57,11 @@ class SharedMemoryTransport:
         self._base = base
         self._staging = Staging(host)
 
+    @property
+    def host(self) -> Host:
+        """The ranks, for whoever has messages of other kinds for them."""
+        return self._host
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
@@ -114,6 +119,8 @@ class Staging:
     """Shared memory for tensors that lie elsewhere, kept by size."""
 
     def __init__(self, host: Host) -> None:
+        self.in_use = 0
+        """Bytes."""
         self._host = host
         self._free: dict[int, list[torch.Tensor]] = {}
         self._kept = 0
@@ -121,6 +128,7 @@ class Staging:
     def take(self, nbytes: int) -> torch.Tensor:
         """At least so many bytes, as uint8; rounded up to a power of two."""
         size = max(64, 1 << (nbytes - 1).bit_length())
+        self.in_use += size
         if not self._free.get(size):
             return self._host.page.arena.allocate(size)
         self._kept -= size
@@ -128,6 +136,7 @@ class Staging:
 
     def give(self, memory: torch.Tensor) -> None:
         """Nobody uses it any more."""
+        self.in_use -= memory.numel()
         if self._kept + memory.numel() <= KEPT_BYTES:
             self._kept += memory.numel()
             self._free.setdefault(memory.numel(), []).append(memory)
@@ -254,7 +263,8 @@ class Copy:
             self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self.numel))
 
     def end(self) -> None:
-        """Nothing is left."""
+        """Whoever called may let go of the tensor."""
+        del self._result
 
     def release(self) -> None:
         """The staging memory is free."""

@@ -156,16 +156,20 @@ class Peers:
         lines += [f"rank {rank} {told.get(rank, 'does not answer')}" for rank in self._board.whereabouts.others()]
         return "; ".join(lines)
 
-    def _raise_if_gone(self, number: int) -> None:
-        """Raise if a rank has left without taking part in this pass."""
-        self._look()
-        self._raise_for([note for note in self._notes if note.leaves and note.passes < number], number)
-        if self._board is not None and (dead := self._board.whereabouts.dead()):
-            self._look()  # its last words were written before it died
-            self._raise_for([note for note in self._notes if note.leaves and note.passes < number], number)
-            left = {note.rank for note in self._notes if note.leaves}
-            if dead := [(rank, pid) for rank, pid in dead if rank not in left]:
-                raise self._killed(dead, number)
+    def _raise_if_gone(self, number: int, *, broken: bool = False) -> None:
+        """Raise if a rank has left without taking part in this pass; or at all, where something is ``broken``.
+
+        Whoever failed first is named, not those who left because of it.
+        """
+        dead = self._board.whereabouts.dead() if self._board is not None else []
+        self._look()  # last words were written before the death
+        left = [note for note in self._notes if note.leaves]
+        silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
+        gone = [note for note in left if broken or note.passes < number]
+        if not silent or any(note.failed and not note.error.startswith("PeerError") for note in gone):
+            self._raise_for(gone, number)
+        if silent:
+            raise self._killed(silent, number)
 
     # Explaining
 
@@ -184,9 +188,7 @@ class Peers:
         """Raise what is to blame, if it can be found soon."""
         until = time.monotonic() + (0.0 if self._board is None or self._board.in_one_process else GONE_SECONDS)
         while True:
-            self._look()
-            self._raise_for([note for note in self._notes if note.leaves], number)
-            self._raise_if_gone(number)
+            self._raise_if_gone(number, broken=True)
             if time.monotonic() >= until:
                 break
             time.sleep(0.05)

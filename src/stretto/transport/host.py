@@ -192,13 +192,17 @@ class Host:
             self._say(FINISHED, posted.number)
 
     def _entries(self, posted: Posted) -> list[bytes]:
-        """Where everybody's tensor lies. Raises ``RuntimeError`` if they called something else."""
+        """Where everybody's tensor lies. Raises ``RuntimeError`` if they called something else.
+
+        Of a message that needs only its root, those who have not come yet are given as this rank.
+        """
+        number, by_root = posted.number, posted.message.root is not None
+        missing = {peer.rank for peer in self._others if by_root and _behind((peer,), PUBLISHED, number)}
         self._futex.fence()
-        number, root = posted.number, posted.message.root
         own = self._me.packed_entry(number)
         entries = []
-        for place, peer in enumerate(self.peers):
-            entry = peer.packed_entry(number) if root in (None, place) else own
+        for peer in self.peers:
+            entry = own if peer.rank in missing else peer.packed_entry(number)
             if entry[Entry.SAME] != own[Entry.SAME]:
                 theirs, ours = Entry.unpack(entry), Entry.unpack(own)
                 raise RuntimeError(f"rank {peer.rank} called {theirs}, rank {self._me.rank} {ours}")

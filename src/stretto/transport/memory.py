@@ -36,7 +36,7 @@ from ..errors import CommunicationError
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 4 * MIB
-"""Segments are at least so large; the second and later ones double, up to the following."""
+"""Segments are at least so large; later ones as large as all that are in use, up to the following."""
 LARGEST_CHUNK_BYTES = 64 * MIB
 _ALIGNMENT = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
@@ -211,11 +211,11 @@ class Arena:
         self._changed = changed
         self._rank = rank
         self._lines: dict[int, tuple[int, int]] = {}  # base address: line, number of the segment
+        self._in_use = 0  # bytes
         self._free_lines = list(range(SEGMENTS))
         self._made = 0
         self._space: weakref.ref[mmap.mmap] | None = None
         self._used = self._size = 0
-        self._next_bytes = CHUNK_BYTES
         self._private = False
         self.turns: int | None = None
         """Descriptor of a file whose lock the ranks of the host share."""
@@ -242,8 +242,8 @@ class Arena:
         return None if found is None else Location(*found, tensor.data_ptr() - base)
 
     def _new_segment(self, needed: int) -> mmap.mmap:
-        nbytes = -(-max(needed, self._next_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._next_bytes = min(2 * self._next_bytes, LARGEST_CHUNK_BYTES)
+        chunk = min(max(CHUNK_BYTES, self._in_use), LARGEST_CHUNK_BYTES)
+        nbytes = -(-max(needed, chunk) // mmap.PAGESIZE) * mmap.PAGESIZE
         if not self._free_lines:
             raise CommunicationError(
                 f"rank {self._rank}: more than {SEGMENTS} pieces of shared memory are in use.\n"
@@ -260,6 +260,7 @@ class Arena:
         self._made += 1
         line, base = self._free_lines.pop(0), torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self._lines[base] = (line, self._made)
+        self._in_use += nbytes
         _LINE.pack_into(self._table, line * _LINE.size, self._made, fd, nbytes)
         weakref.finalize(mapping, _retire, weakref.ref(self), os.getpid(), base, line, fd).atexit = False
         self._space, self._used, self._size = weakref.ref(mapping), 0, nbytes
@@ -268,6 +269,7 @@ class Arena:
     def retire(self, base: int, line: int) -> None:
         """The last tensor of a segment is gone."""
         del self._lines[base]
+        self._in_use -= _LINE.unpack_from(self._table, line * _LINE.size)[2]
         _LINE.pack_into(self._table, line * _LINE.size, 0, 0, 0)
         self._free_lines.append(line)
         if (changed := self._changed()) is not None:

@@ -245,7 +245,7 @@ class Copy:
     by_all = False
 
     def __init__(self, host: Host, tensor: torch.Tensor, staging: Staging, root: int) -> None:
-        self.action = b"broadcast from" + root.to_bytes(2, "little")
+        self.action = f"broadcast by {root}".encode()
         self.numel = tensor.numel()
         self.root = root
         self._host, self._result, self._staging = host, tensor, staging

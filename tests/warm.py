@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -50,6 +51,7 @@ def in_warm_process(scenario: Callable[..., Any], *args: Any, timeout: float = 1
 
 def _warm(pipe: Connection, scenario: Callable[..., Any], args: tuple[Any, ...]) -> None:
     _die_with_parent()
+    gc.freeze()  # else each rank's collector touches, and so copies, all of torch's modules
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

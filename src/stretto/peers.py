@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -57,7 +57,8 @@ class Peers:
         self.progress = Progress()
         self._rank = transport.rank
         self._pid = os.getpid()
-        self._flush: Callable[[float], None] = getattr(transport, "flush", _nothing_to_flush)
+        self._flush: Callable[[float], object] = getattr(transport, "flush", _nothing)
+        self._dead: Callable[[], Sequence[tuple[int, int]]] = getattr(transport, "dead", tuple)
         self._patience: float | None = getattr(transport, "patience", None)
         self._board: Board | None = None
         store: Store | None = getattr(transport, "store", None)
@@ -161,10 +162,10 @@ class Peers:
 
         Whoever failed first is named, not those who left because of it.
         """
-        dead = self._board.whereabouts.dead() if self._board is not None else []
+        dead = {*self._dead(), *(self._board.whereabouts.dead() if self._board is not None else [])}
         self._look()  # last words were written before the death
         left = [note for note in self._notes if note.leaves]
-        silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
+        silent = [(rank, pid) for rank, pid in sorted(dead) if rank not in {note.rank for note in left}]
         gone = [note for note in left if broken or note.passes < number]
         if not silent or any(note.failed and not note.error.startswith("PeerError") for note in gone):
             self._raise_for(gone, number)
@@ -257,5 +258,5 @@ def _takes_time(kind: type) -> bool:
     return True
 
 
-def _nothing_to_flush(seconds: float) -> None:
-    """Transports whose messages go on by themselves have none."""
+def _nothing(seconds: float) -> None:
+    """Transports whose messages go on by themselves have nothing to flush."""

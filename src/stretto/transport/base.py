@@ -25,10 +25,12 @@ class Transport(Protocol):
 
     Every method except ``allocate`` and ``close`` is collective: all ranks must call it, in the same order.
 
-    Two attributes may be there besides, by which ranks learn why another does not come (peers.py): ``store``, a
+    Four attributes may be there besides, by which ranks learn why another does not come (peers.py): ``store``, a
     ``torch.distributed.Store`` that all ranks see, and ``patience``, the seconds that a collective may take. Where
     there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
     again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
+    ``dead()`` gives rank and pid of those whose process is known to have ended. Where collectives go on only while
+    this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank any more.
     """
 
     name: str

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..errors import SetupError
+from ..errors import PeerError, SetupError
 from . import futex
 from .base import Transport
 from .host import Host
-from .page import Address, Page, Peer
+from .page import Address, Page, Peer, is_dead
 from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
@@ -52,7 +52,14 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
     if offers[0].asked == "process_group":
         return base
     peers, problem = _open(base.rank, offers)
-    found: list[tuple[tuple[int, ...], str]] = base.all_gather_object((tuple(peers), problem))
+    try:
+        found: list[tuple[tuple[int, ...], str]] = base.all_gather_object((tuple(peers), problem))
+    except RuntimeError as error:
+        for rank, offer in enumerate(offers):
+            if offer.address is not None and is_dead(offer.address.pid):
+                told = f"rank {base.rank}: rank {rank} (pid {offer.address.pid}) died without a word"
+                raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
+        raise
     if all(len(seen) == base.world_size for seen, _ in found):
         assert page is not None, "this rank's page was opened by all"
         host = Host(page, [peers[rank] for rank in range(base.world_size)], base.rank, _patience(base))

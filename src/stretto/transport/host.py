@@ -286,13 +286,24 @@ class Host:
                 self._futex.wake(self._me.base + word)
 
     def _stopped_by(self, error: BaseException) -> None:
-        dead = [peer for peer in self._others if isinstance(error, OSError) and peer.is_dead()]
-        if dead:  # its memory could not be opened any more
-            self.break_off(_died(dead[0]), error, by_peer=True)
+        dead = self._dying() if isinstance(error, OSError) else None
+        if dead is not None:
+            self.break_off(_died(dead), error, by_peer=True)
         elif isinstance(error, (OSError, RuntimeError)):
             self.break_off(f"{error}", error)
         else:
             self.break_off(f"stopped by {type(error).__name__}", error)
+
+    def _dying(self) -> Peer | None:
+        """Who has died, if somebody's memory could not be opened; files go a moment before their process."""
+        until = time.monotonic() + _LOOK_SECONDS
+        while not (dead := self.dead()) and time.monotonic() < until:
+            time.sleep(0.001)
+        return dead[0] if dead else None
+
+    def dead(self) -> list[Peer]:
+        """Those whose process has ended."""
+        return [peer for peer in self._others if peer.is_dead()]
 
     def _look_at_peers(self, posted: Posted, word: int) -> None:
         """Whether one that is behind with the message will never come."""

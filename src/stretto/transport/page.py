@@ -162,6 +162,11 @@ class Peer:
         return self._life.is_over()
 
 
+def is_dead(pid: int) -> bool:
+    """Whether there is no such process any more, or it has ended and was not reaped."""
+    return _Life(pid).is_over()
+
+
 class _Life:
     """Of one process."""
 

@@ -116,6 +116,10 @@ class SharedMemoryTransport:
         """
         self._host.flush(seconds)
 
+    def dead(self) -> list[tuple[int, int]]:
+        """Rank and pid of those whose process has ended."""
+        return [(peer.rank, peer.pid) for peer in self._host.dead()]
+
     def close(self) -> None:
         """Memory goes with the last tensor in it, everything else with the transport; but peers may still read."""
         self._host.flush(CLOSE_SECONDS)

@@ -53,6 +53,8 @@ class Family:
         channels: list[object] = []
         for member in self.members():
             member.family = self
+            if len(self._members) == 1:
+                continue  # also when its group is gone: whoever detaches comes here
             channel = getattr(member.transport, "process_group", None)
             member.delay |= bool(channels) and (None in channels or channel is None or channel in channels)
             channels.append(channel)

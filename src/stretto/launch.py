@@ -310,6 +310,8 @@ class LaunchQueue:
                 self.peers.wait(bucket.work, self.pass_number)
             else:
                 bucket.work.wait()
+        except PeerError:  # raised here: in a frame that holds it, it would keep the model alive
+            raise
         except RuntimeError as error:
             names = name_list(self.names[index] for index in bucket.indices)
             self._explain(f"bucket {bucket.index} ({names})", error)
@@ -320,13 +322,13 @@ class LaunchQueue:
         """Wait for a collective that is not a bucket's. Raises as ``wait`` does."""
         try:
             self.peers.wait(work, self.pass_number)
+        except PeerError:
+            raise
         except RuntimeError as error:
             self._explain(what, error)
 
     def _explain(self, what: str, error: RuntimeError) -> NoReturn:
         """Raise in place of the transport's error what says who did not come."""
-        if isinstance(error, PeerError):
-            raise error
         try:
             places = self.peers.explain(self.pass_number)
         except PeerError as blame:

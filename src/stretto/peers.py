@@ -14,16 +14,18 @@ import datetime
 import functools
 import inspect
 import logging
+import os
 import sys
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from .agreement import describe_ranks
-from .errors import PeerError
+from .errors import CommunicationError, PeerError
 from .notes import WAYS_TO_LEAVE, Board, Note
 from .transport.base import Transport
 from .whereabouts import Progress, count, place_of_frame
@@ -32,6 +34,8 @@ NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
 GONE_SECONDS = 1.0
 """How long, when a collective failed, for a note or for a process to be seen dead."""
+FLUSH_SECONDS = 5.0
+"""How long a rank that gave up a pass stays with it, where the others need its part."""
 ASK_SECONDS = 5.0
 """How long a rank waits before it asks the others where they are."""
 FIRST_SLICE = datetime.timedelta(seconds=0.5)
@@ -52,6 +56,9 @@ class Peers:
     def __init__(self, transport: Transport) -> None:
         self.progress = Progress()
         self._rank = transport.rank
+        self._pid = os.getpid()
+        self._flush: Callable[[float], object] = getattr(transport, "flush", _nothing)
+        self._dead: Callable[[], Sequence[tuple[int, int]]] = getattr(transport, "dead", tuple)
         self._patience: float | None = getattr(transport, "patience", None)
         self._board: Board | None = None
         store: Store | None = getattr(transport, "store", None)
@@ -76,6 +83,18 @@ class Peers:
         if self._board is not None and self._leave.detach():
             self._board.leave("detached")
 
+    def refuse_fork(self) -> None:
+        """Raise in a forked child, before anything of its parent is touched."""
+        if self._pid != os.getpid():
+            raise CommunicationError(
+                f"rank {self._rank}: this process was forked from process {self._pid}, which alone can reduce.\n"
+                "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
+            )
+
+    def flush(self) -> None:
+        """This rank has given up a pass, and may not come back for a while: let the others have their part of it."""
+        self._flush(FLUSH_SECONDS)
+
     # Waiting
 
     def wait(self, work: Any, number: int) -> None:
@@ -87,7 +106,7 @@ class Peers:
         """
         if self._patience is None or not _takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
-        elif not _done_within(work, FIRST_SLICE):
+        elif not self._done_within(work, FIRST_SLICE, number):
             self._wait_on(work, number, self._patience)
 
     def _wait_on(self, work: Any, number: int, patience: float) -> None:
@@ -101,8 +120,21 @@ class Peers:
                 raise RuntimeError(f"not done within {patience:.0f} s")
             if self._board is not None and waited > ASK_SECONDS and not warned:
                 asked, warned = self._inquire(self._board, number, waited, asked)
-            if _done_within(work, SLICE):
+            if self._done_within(work, SLICE, number):
                 return
+
+    def _done_within(self, work: Any, time_: datetime.timedelta, number: int) -> bool:
+        """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
+        try:
+            work.wait(time_)
+        except PeerError:  # the transport has seen a rank die, and knows nothing of its last words
+            self._blame(number)
+            raise
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it may have become complete just after the time was over
+        return True
 
     def _inquire(
         self, board: Board, number: int, waited: float, asked: dict[int, str] | None
@@ -125,16 +157,20 @@ class Peers:
         lines += [f"rank {rank} {told.get(rank, 'does not answer')}" for rank in self._board.whereabouts.others()]
         return "; ".join(lines)
 
-    def _raise_if_gone(self, number: int) -> None:
-        """Raise if a rank has left without taking part in this pass."""
-        self._look()
-        self._raise_for([note for note in self._notes if note.leaves and note.passes < number], number)
-        if self._board is not None and (dead := self._board.whereabouts.dead()):
-            self._look()  # its last words were written before it died
-            self._raise_for([note for note in self._notes if note.leaves and note.passes < number], number)
-            left = {note.rank for note in self._notes if note.leaves}
-            if dead := [(rank, pid) for rank, pid in dead if rank not in left]:
-                raise self._killed(dead, number)
+    def _raise_if_gone(self, number: int, *, broken: bool = False) -> None:
+        """Raise if a rank has left without taking part in this pass; or at all, where something is ``broken``.
+
+        Whoever failed first is named, not those who left because of it.
+        """
+        dead = {*self._dead(), *(self._board.whereabouts.dead() if self._board is not None else [])}
+        self._look()  # last words were written before the death
+        left = [note for note in self._notes if note.leaves]
+        silent = [(rank, pid) for rank, pid in sorted(dead) if rank not in {note.rank for note in left}]
+        gone = [note for note in left if broken or note.passes < number]
+        if not silent or any(note.failed and not note.error.startswith("PeerError") for note in gone):
+            self._raise_for(gone, number)
+        if silent:
+            raise self._killed(silent, number)
 
     # Explaining
 
@@ -144,18 +180,19 @@ class Peers:
         Raises:
             PeerError: a rank has left, or died.
         """
-        board = self._board
-        if board is None:
+        if self._board is None:
             return ""
-        until = time.monotonic() + (0.0 if board.in_one_process else GONE_SECONDS)
+        self._blame(number)
+        return self._places(self._board.whereabouts.gather(2.5)) + ".\n"
+
+    def _blame(self, number: int) -> None:
+        """Raise what is to blame, if it can be found soon."""
+        until = time.monotonic() + (0.0 if self._board is None or self._board.in_one_process else GONE_SECONDS)
         while True:
-            self._look()
-            self._raise_for([note for note in self._notes if note.leaves], number)
-            self._raise_if_gone(number)
+            self._raise_if_gone(number, broken=True)
             if time.monotonic() >= until:
                 break
             time.sleep(0.05)
-        return self._places(board.whereabouts.gather(2.5)) + ".\n"
 
     def failures(self, number: int, ranks: int) -> list[Note]:
         """What so many ranks that gave up a pass told of it, as far as it comes soon enough."""
@@ -221,12 +258,5 @@ def _takes_time(kind: type) -> bool:
     return True
 
 
-def _done_within(work: Any, time_: datetime.timedelta) -> bool:
-    """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
-    try:
-        work.wait(time_)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # it may have become complete just after the time was over
-    return True
+def _nothing(seconds: float) -> None:
+    """Transports whose messages go on by themselves have nothing to flush."""

@@ -206,6 +206,7 @@ class Reducer:
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
+        self._queue.peers.refuse_fork()
         self._drain()
         self._consensus.catch_up()
         self._queue.pass_number += 1
@@ -311,12 +312,11 @@ class Reducer:
 
     def _dropped(self) -> None:
         self.family.give_up()
-        tell = functools.partial(self._queue.peers.tell_failed, "backward")
-        if not when_raised(tell):
+        if not when_raised(tell := functools.partial(self._queue.peers.tell_failed, "backward")):
             tell(None)
 
     def give_up(self) -> None:
-        """Launch the rest of the pass as spoiled, and wait for nothing."""
+        """Launch the rest of the pass as spoiled, and stay a little where others need this rank for it."""
         with self._queue.lock, torch.no_grad():
             self.running = False
             self._tracker.stop()
@@ -328,8 +328,8 @@ class Reducer:
                 self.sparse.exchange_spoiled()
             self._buffers_of_given_up = self._send_buffers()
             if not self._queue.tells and self._queue.pass_number == 1:
-                # Peers do not know of the failure and wait for the order.
-                self._consensus.send_order()
+                self._consensus.send_order()  # peers do not know of the failure and wait for it
+            self._queue.peers.flush()
 
     def _drain(self) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""

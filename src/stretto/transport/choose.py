@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..errors import SetupError
+from ..errors import PeerError, SetupError
 from . import futex
 from .base import Transport
 from .hierarchical import HierarchicalTransport, why_not
 from .host import Host
-from .page import Address, Page, Peer
+from .page import Address, Page, Peer, is_dead
 from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
@@ -69,7 +69,7 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
     if offers[0].asked == "process_group":
         return base
     peers, problem = _open(base.rank, offers)
-    seen: list[Seen] = base.all_gather_object(Seen(tuple(peers), problem, secrets.token_hex(8)))
+    seen = _exchange_seen(base, offers, Seen(tuple(peers), problem, secrets.token_hex(8)))
     hosts = hosts_among([one.ranks for one in seen])
     why = next((f"rank {rank}: {one.problem}" for rank, one in enumerate(seen) if one.problem), "")
     if asked == "shared_memory" and len(hosts) != 1:
@@ -91,6 +91,19 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
     if base.rank == 0:
         log.info("gradients are summed in the memory of each of %d hosts, then over hosts: %s", len(hosts), why)
     return HierarchicalTransport(host, hosts, base, seen[0].name)
+
+
+def _exchange_seen(base: Transport, offers: Sequence[Offer], mine: Seen) -> list[Seen]:
+    """Raises ``PeerError`` naming a rank that has died meanwhile."""
+    try:
+        seen: list[Seen] = base.all_gather_object(mine)
+    except RuntimeError as error:
+        for rank, offer in enumerate(offers):
+            if offer.address is not None and is_dead(offer.address.pid):
+                told = f"rank {base.rank}: rank {rank} (pid {offer.address.pid}) died without a word"
+                raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
+        raise
+    return seen
 
 
 def hosts_among(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -17,7 +17,8 @@ from datetime import timedelta
 import torch
 
 from ..specs import dtype_name
-from .host import Host, Message, Posted
+from .host import Host, Posted
+from .message import Message
 from .page import ENTRIES, Entry
 from .shared_memory import Copy, Staging
 

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..specs import dtype_name
 from .base import Transport, Work
 from .host import Host
-from .shared_memory import BLOCK_BYTES, MIB, PIECE_BYTES, SMALL_BYTES, Block, Staging, slice_of, views
+from .shared_memory import BLOCK_BYTES, CLOSE_SECONDS, MIB, PIECE_BYTES, SMALL_BYTES, Block, Staging, slice_of, views
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host in order; hosts in the order of their first ranks."""
@@ -71,7 +71,7 @@ class HierarchicalTransport:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
-        return self._team.host.page.arena.allocate(numel * dtype.itemsize).view(dtype)
+        return self._team.host.allocate(numel * dtype.itemsize).view(dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place: in rank order inside each host, then over hosts."""
@@ -111,8 +111,13 @@ class HierarchicalTransport:
         """Do what can be done for messages under way, without waiting."""
         self._team.host.advance()
 
+    def flush(self, seconds: float) -> None:
+        """Let the others have what they need of this rank, as far as they come within so many seconds."""
+        self._team.host.flush(seconds)
+
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""
+        self._team.host.flush(CLOSE_SECONDS)
         self._team.counterparts.close()
         self._base.close()
 

@@ -10,7 +10,10 @@ Half types are summed in float32 and rounded once. See host.py for how ranks mee
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import pickle
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +34,8 @@ PIECE_BYTES = 4 * MIB
 """What does not lie in shared memory passes through it in pieces of this size."""
 KEPT_BYTES = 16 * MIB
 """So much memory for that is kept for the next message."""
+CLOSE_SECONDS = 5.0
+"""How long a rank that leaves stays for others that have not yet read what it has sent."""
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -56,6 +61,7 @@ class SharedMemoryTransport:
         self._host = host
         self._base = base
         self._staging = Staging(host)
+        weakref.finalize(self, _flush_at_exit, weakref.ref(host))
 
     @property
     def host(self) -> Host:
@@ -66,7 +72,7 @@ class SharedMemoryTransport:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
-        return self._host.page.arena.allocate(numel * dtype.itemsize).view(dtype)
+        return self._host.allocate(numel * dtype.itemsize).view(dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place, in rank order."""
@@ -98,8 +104,16 @@ class SharedMemoryTransport:
         return [self._host.post(Copy(self._host, piece, self._staging, root)) for piece in pieces][-1]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Over the process group."""
-        return self._base.all_gather_object(value)
+        """Pickled; sizes first, then each rank's bytes."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(own)
+        self.all_reduce(sizes).wait()
+        everyone = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+        everyone[self.rank] = own
+        for work in [self.broadcast(one, rank) for rank, one in enumerate(everyone)]:
+            work.wait()
+        return [pickle.loads(ctypes.string_at(one.data_ptr(), len(one))) for one in everyone]
 
     @property
     def process_group(self) -> Any:
@@ -110,9 +124,26 @@ class SharedMemoryTransport:
         """Do what can be done for messages under way, without waiting."""
         self._host.advance()
 
+    def flush(self, seconds: float) -> None:
+        """Let the others have what they need of this rank, as far as they come within so many seconds.
+
+        For a rank that leaves, or will not come back for a while: what it has begun goes on only while it waits.
+        """
+        self._host.flush(seconds)
+
+    def dead(self) -> list[tuple[int, int]]:
+        """Rank and pid of those whose process has ended."""
+        return [(peer.rank, peer.pid) for peer in self._host.dead()]
+
     def close(self) -> None:
-        """Nothing to do: memory goes with the last tensor in it, everything else with the transport."""
+        """Memory goes with the last tensor in it, everything else with the transport; but peers may still read."""
+        self._host.flush(CLOSE_SECONDS)
         self._base.close()
+
+
+def _flush_at_exit(host: weakref.ref[Host]) -> None:
+    if (alive := host()) is not None:
+        alive.flush(CLOSE_SECONDS)
 
 
 class Staging:
@@ -130,7 +161,7 @@ class Staging:
         size = max(64, 1 << (nbytes - 1).bit_length())
         self.in_use += size
         if not self._free.get(size):
-            return self._host.page.arena.allocate(size)
+            return self._host.allocate(size)
         self._kept -= size
         return self._free[size].pop()
 
@@ -247,7 +278,7 @@ class Copy:
     by_all = False
 
     def __init__(self, host: Host, tensor: torch.Tensor, staging: Staging, root: int) -> None:
-        self.action = b"broadcast from" + root.to_bytes(2, "little")
+        self.action = f"broadcast by {root}".encode()
         self.numel = tensor.numel()
         self.root = root
         self._host, self._result, self._staging = host, tensor, staging

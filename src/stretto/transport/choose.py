@@ -79,7 +79,7 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
         )
     if len(hosts) > 1 and (problem := why_not(base) or ""):
         why, hosts = f"{why}; and {problem}", []
-    if all(len(ranks) == 1 for ranks in hosts):
+    if len(hosts) != 1 and all(len(ranks) == 1 for ranks in hosts):
         if base.rank == 0:
             log.info("gradients go over %s, not through shared memory: %s", base.name, why)
         return base

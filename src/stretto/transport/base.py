@@ -29,8 +29,9 @@ class Transport(Protocol):
     ``torch.distributed.Store`` that all ranks see, and ``patience``, the seconds that a collective may take. Where
     there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
     again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
-    ``dead()`` gives rank and pid of those whose process is known to have ended. Where collectives go on only while
-    this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank any more.
+    ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
+    go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
+    any more.
     """
 
     name: str

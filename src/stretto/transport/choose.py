@@ -18,7 +18,7 @@ from ..errors import PeerError, SetupError
 from . import futex
 from .base import Transport
 from .host import Host
-from .page import Address, Page, Peer, is_dead
+from .page import Address, Page, Peer, first_dead
 from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
@@ -55,10 +55,10 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
     try:
         found: list[tuple[tuple[int, ...], str]] = base.all_gather_object((tuple(peers), problem))
     except RuntimeError as error:
-        for rank, offer in enumerate(offers):
-            if offer.address is not None and is_dead(offer.address.pid):
-                told = f"rank {base.rank}: rank {rank} (pid {offer.address.pid}) died without a word"
-                raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
+        if dead := first_dead([offer.address for offer in offers if offer.address is not None]):
+            rank = next(rank for rank, offer in enumerate(offers) if offer.address == dead)
+            told = f"rank {base.rank}: rank {rank} (pid {dead.pid}) died without a word"
+            raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
         raise
     if all(len(seen) == base.world_size for seen, _ in found):
         assert page is not None, "this rank's page was opened by all"

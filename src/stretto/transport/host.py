@@ -319,7 +319,7 @@ class Host:
 
 
 def _died(peer: Peer) -> str:
-    return f"rank {peer.rank} (pid {peer.pid}) died without a word"
+    return peer.reason() or f"rank {peer.rank} (pid {peer.pid}) died without a word"
 
 
 def _forked(host: weakref.ref[Host], pid: int) -> None:

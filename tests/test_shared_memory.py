@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import random
 import threading
@@ -18,10 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from warm import fork_ranks, in_warm_process
 
 import stretto
 from stretto.testing import run_ranks
-from stretto.transport import LocalTransport, SharedMemoryTransport, choose
+from stretto.transport import LocalTransport, ProcessGroupTransport, SharedMemoryTransport, choose
 from stretto.transport.memory import CHUNK_BYTES, SEGMENTS
 from stretto.transport.page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE
 from stretto.transport.shared_memory import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES
@@ -375,6 +377,69 @@ def test_a_message_that_nobody_answers_runs_out_of_time() -> None:
         work.wait()  # and it can still be had
 
     shared(worker, 2)
+
+
+# In processes
+
+
+def gradients_of(rank: int, tell: Any, caps: Sequence[float | None], torchs: bool) -> list[bytes]:
+    """The bits of those of three steps, with each bucket cap, and with torch's DDP over Gloo."""
+    found = []
+    for cap in [*caps, *["torch"] * torchs]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(70, 130), torch.nn.Tanh(), torch.nn.Linear(130, 90))
+        forward, sync = model, None
+        if cap == "torch":
+            forward = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            sync = stretto.attach(model, bucket_cap_mb=cap, last_bucket_cap_mb=cap)
+            assert "over shared_memory\n" in sync.describe()
+        bits = hashlib.sha256()
+        for turn in range(3):
+            model.zero_grad()
+            forward(values(rank, 5 * 70, torch.float32, turn).view(5, 70)).square().sum().backward()
+            for parameter in model.parameters():
+                bits.update(bytes(parameter.grad.view(-1).view(torch.uint8).tolist()))
+        found.append(bits.digest())
+        del sync
+    return found
+
+
+def in_processes(folder: str, world: int, caps: Sequence[float | None], torchs: bool) -> list[Any]:
+    ranks = fork_ranks(gradients_of, world, folder, caps, torchs)
+    return [(rank.hear(), rank.end(), rank.complaints.read_text()) for rank in ranks]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "torchs"), [(2, True), (3, False)])
+def test_gradients_have_the_same_bits_for_every_plan_and_as_torchs_at_two_ranks(
+    tmp_path: Path, world: int, torchs: bool
+) -> None:
+    caps = [None, 1e-5, 0.01, 100.0]
+    ranks = in_warm_process(in_processes, str(tmp_path), world, caps, torchs)
+    assert ranks == [([ranks[0][0][0]] * (len(caps) + torchs), 0, "")] * world
+
+
+def play_in_process(rank: int, tell: Any, calls: Sequence[Call]) -> bool:
+    transport = choose(ProcessGroupTransport(), "shared_memory")
+    world = transport.world_size
+    found = play(transport, calls, 3)
+    return all(same(one, expected) for one, expected in zip(found, wanted(calls, world), strict=True))
+
+
+def play_in_processes(folder: str, world: int, calls: Sequence[Call]) -> list[Any]:
+    ranks = fork_ranks(play_in_process, world, folder, calls)
+    return [(rank.hear(60), rank.end(), rank.complaints.read_text()) for rank in ranks]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 4, pytest.param(64, marks=pytest.mark.slow)])
+def test_processes(tmp_path: Path, world: int) -> None:
+    edges = [SMALL_BYTES // 4 + 1, *[BLOCK_BYTES, PIECE_BYTES // 4 + 1] * (world < 64)]
+    calls = [Call("all_reduce", n, torch.float32, inside, 0) for n in (1, *edges) for inside in (True, False)]
+    calls += [Call("broadcast", n, torch.int64, False, world - 1) for n in (1, 70_000)]
+    found = in_warm_process(play_in_processes, str(tmp_path), world, calls)
+    assert found == [(True, 0, "")] * world
 
 
 # Never a wait but in wait

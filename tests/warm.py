@@ -97,12 +97,21 @@ class Rank:
             time.sleep(0.002)
 
 
-def fork_ranks(worker: Callable[..., Any], world: int, folder: str, *args: Any) -> list[Rank]:
+def fork_ranks(
+    worker: Callable[..., Any],
+    world: int,
+    folder: str,
+    *args: Any,
+    before: Callable[[int], None] = lambda rank: None,
+) -> list[Rank]:
     """Ranks with a process group over Gloo, each running ``worker(rank, tell, *args)``; ``tell`` is heard here.
 
-    What the worker returns is told too. A rank ends without running any handler.
+    What the worker returns is told too. A rank ends without running any handler. ``before(rank)`` is called in each
+    before it has a process group.
     """
     meeting = f"{folder}/{uuid.uuid4().hex}"
+    Path(meeting).touch()
+    os.chmod(meeting, 0o666)  # for ranks that become another user
     ranks = []
     for rank in range(world):
         here, there = mp.Pipe(duplex=False)
@@ -112,16 +121,23 @@ def fork_ranks(worker: Callable[..., Any], world: int, folder: str, *args: Any) 
             _die_with_parent()
             here.close()
             os.dup2(os.open(complaints, os.O_WRONLY | os.O_CREAT), 2)
-            os._exit(_rank(worker, rank, world, meeting, there, args))
+            os._exit(_rank(worker, rank, world, meeting, there, args, before))
         there.close()
         ranks.append(Rank(pid, here, complaints))
     return ranks
 
 
 def _rank(
-    worker: Callable[..., Any], rank: int, world: int, meeting: str, pipe: Connection, args: tuple[Any, ...]
+    worker: Callable[..., Any],
+    rank: int,
+    world: int,
+    meeting: str,
+    pipe: Connection,
+    args: tuple[Any, ...],
+    before: Callable[[int], None],
 ) -> int:
     try:
+        before(rank)
         store = dist.FileStore(meeting, world)
         patience = datetime.timedelta(seconds=60)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)

@@ -58,18 +58,20 @@ class Peers:
         self._rank = transport.rank
         self._pid = os.getpid()
         self._flush: Callable[[float], object] = getattr(transport, "flush", _nothing)
-        self._dead: Callable[[], Sequence[tuple[int, int]]] = getattr(transport, "dead", tuple)
         self._patience: float | None = getattr(transport, "patience", None)
         self._board: Board | None = None
+        self._dead: Callable[[], Sequence[tuple[int, int]]] = tuple
         store: Store | None = getattr(transport, "store", None)
         if store is not None:
             handle = store.add(f"stretto/{self._rank}", 1)
             own = PrefixStore(f"stretto/{handle}", store)
             self._board = Board(own, transport, self.progress, in_one_process=isinstance(store, HashStore))
+            self._dead = self._board.whereabouts.dead
             self._leave = weakref.finalize(self, self._board.leave, "dropped")
             self._leave.atexit = False
             # Then the interpreter is whole, and has set sys.last_value if an exception ends the program.
             atexit.register(self._board.leave, "ended")
+        self._dead = getattr(transport, "dead", self._dead)
 
     # Telling
 
@@ -162,10 +164,10 @@ class Peers:
 
         Whoever failed first is named, not those who left because of it.
         """
-        dead = {*self._dead(), *(self._board.whereabouts.dead() if self._board is not None else [])}
+        dead = self._dead()
         self._look()  # last words were written before the death
         left = [note for note in self._notes if note.leaves]
-        silent = [(rank, pid) for rank, pid in sorted(dead) if rank not in {note.rank for note in left}]
+        silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
         gone = [note for note in left if broken or note.passes < number]
         if not silent or any(note.failed and not note.error.startswith("PeerError") for note in gone):
             self._raise_for(gone, number)

@@ -169,8 +169,9 @@ class RecordingTransport:
         self.store = getattr(inner, "store", None)
         self.patience = getattr(inner, "patience", None)
         self.own_channel = getattr(inner, "own_channel", False)
-        self.dead = getattr(inner, "dead", tuple)
-        self.flush = getattr(inner, "flush", lambda seconds: None)
+        for name in ("dead", "flush"):
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
         self.calls: list[tuple[str, int]] = []
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

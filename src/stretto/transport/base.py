@@ -32,8 +32,9 @@ class Transport(Protocol):
     ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
     world size, for less than it costs to divide before. ``own_channel`` is true if nobody else's collectives can come
     between this transport's. ``process_group`` is the group beneath, for comm hooks.
-    ``dead()`` gives rank and pid of those whose process is known to have ended. Where collectives go on only while
-    this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank any more.
+    ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
+    go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
+    any more.
     """
 
     name: str

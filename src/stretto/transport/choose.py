@@ -21,7 +21,7 @@ from . import futex
 from .base import Transport
 from .hierarchical import HierarchicalTransport, why_not
 from .host import Host
-from .page import Address, Page, Peer, is_dead
+from .page import Address, Page, Peer, first_dead
 from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
@@ -98,10 +98,10 @@ def _exchange_seen(base: Transport, offers: Sequence[Offer], mine: Seen) -> list
     try:
         seen: list[Seen] = base.all_gather_object(mine)
     except RuntimeError as error:
-        for rank, offer in enumerate(offers):
-            if offer.address is not None and is_dead(offer.address.pid):
-                told = f"rank {base.rank}: rank {rank} (pid {offer.address.pid}) died without a word"
-                raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
+        if dead := first_dead([offer.address for offer in offers if offer.address is not None]):
+            rank = next(rank for rank, offer in enumerate(offers) if offer.address == dead)
+            told = f"rank {base.rank}: rank {rank} (pid {dead.pid}) died without a word"
+            raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
         raise
     return seen
 

@@ -35,7 +35,7 @@ from . import memory
 from .futex import Futex
 from .memory import Location
 from .message import Message
-from .page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Entry, Page, Peer
+from .page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Entry, Page, Peer, first_dead
 
 _SPINS = 12
 """Looks, with a yield of the core after each, before a rank sleeps: some 10 us."""
@@ -102,8 +102,8 @@ class Host:
         self.routes: dict[Any, Any] = {}
         """What kinds of messages keep from one time to the next, as long as memory stays where it is."""
         first = self.peers[0].address
-        self.page.arena.turns = memory.open_file(first.pid, first.fd)
-        memory.close_with(self.page.arena, self.page.arena.turns)
+        with contextlib.suppress(OSError):  # that rank has left already
+            self.page.arena.take_turns_at(memory.open_file(first.pid, first.fd))
         os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self), os.getpid()))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -284,39 +284,36 @@ class Host:
         """Nothing will ever be done again. Those who wait for this rank are told why."""
         if self.broken is None:
             self.broken, self._cause, self._by_peer = reason, cause, by_peer
-            self.page.say_broken(reason.splitlines()[0].rstrip("."))
+            if not by_peer:
+                reason = reason.splitlines()[0].rstrip(".").removeprefix(f"rank {self._me.rank}: ")
+                reason = f"rank {self._me.rank} cannot go on: {reason}"
+            self.page.say_broken(reason)
             for word in (PUBLISHED, FINISHED):
                 self._futex.wake(self._me.base + word)
 
     def _stopped_by(self, error: BaseException) -> None:
-        dead = self._dying() if isinstance(error, OSError) else None
+        opening = isinstance(error, OSError)  # somebody's memory
+        dead = first_dead([peer.address for peer in self._others]) if opening else None
         if dead is not None:
-            self.break_off(_died(dead), error, by_peer=True)
+            self.break_off(_died(next(peer for peer in self._others if peer.address == dead)), error, by_peer=True)
         elif isinstance(error, (OSError, RuntimeError)):
             self.break_off(f"{error}", error)
         else:
             self.break_off(f"stopped by {type(error).__name__}", error)
 
-    def _dying(self) -> Peer | None:
-        """Who has died, if somebody's memory could not be opened; files go a moment before their process."""
-        until = time.monotonic() + _LOOK_SECONDS
-        while not (dead := self.dead()) and time.monotonic() < until:
-            time.sleep(0.001)
-        return dead[0] if dead else None
-
     def dead(self) -> list[Peer]:
-        """Those whose process has ended."""
-        return [peer for peer in self._others if peer.is_dead()]
+        """Those whose process has ended without a word."""
+        return [peer for peer in self._others if peer.is_dead() and not peer.reason()]
 
     def _look_at_peers(self, posted: Posted, word: int) -> None:
         """Whether one that is behind with the message will never come."""
         behind = [peer for peer in self._others if _behind((peer,), word, posted.number)]
         for peer in behind:
+            if reason := peer.reason():  # also of one that has ended since
+                return self.break_off(reason, by_peer=True)
+        for peer in behind:
             if peer.is_dead() and _behind((peer,), word, posted.number):  # it may have come, and ended then
                 return self.break_off(_died(peer), by_peer=True)
-        for peer in behind:
-            if reason := peer.reason():
-                return self.break_off(f"rank {peer.rank} cannot go on: {reason}", by_peer=True)
 
     def _error(self) -> CommunicationError:
         if not self._by_peer:
@@ -325,7 +322,7 @@ class Host:
 
 
 def _died(peer: Peer) -> str:
-    return f"rank {peer.rank} (pid {peer.pid}) died without a word"
+    return peer.reason() or f"rank {peer.rank} (pid {peer.pid}) died without a word"
 
 
 def _forked(host: weakref.ref[Host], pid: int) -> None:

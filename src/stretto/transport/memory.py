@@ -217,9 +217,13 @@ class Arena:
         self._space: weakref.ref[mmap.mmap] | None = None
         self._used = self._size = 0
         self._private = False
-        self.turns: int | None = None
-        """Descriptor of a file whose lock the ranks of the host share."""
+        self._turns: int | None = None
         self._map_again = _bind_mmap()
+
+    def take_turns_at(self, fd: int) -> None:
+        """See [Note: reserved]: a file whose lock the ranks of the host share. It is closed with the arena."""
+        self._turns = fd
+        close_with(self, fd)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` zeros, as uint8, aligned for every dtype.
@@ -250,7 +254,7 @@ class Arena:
                 'Detach handles that are not needed any more, or attach with transport="process_group".'
             )
         try:
-            with _turn(self.turns):
+            with _turn(self._turns):
                 fd, mapping = create(nbytes)
         except OSError as error:
             raise CommunicationError(

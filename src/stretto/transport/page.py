@@ -15,7 +15,9 @@ import os
 import secrets
 import select
 import struct
+import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,8 @@ ENTRIES = 1024
 _REASON_BYTES = 8 * _LINE_BYTES
 _TABLE = _BROKEN + _REASON_BYTES
 _RING = -(-(_TABLE + memory.TABLE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+DYING_SECONDS = 0.5
+"""How long a process that is being killed may still be seen."""
 _ENTRY_BYTES = 64
 _PAGE_BYTES = _RING + ENTRIES * _ENTRY_BYTES
 
@@ -162,9 +166,16 @@ class Peer:
         return self._life.is_over()
 
 
-def is_dead(pid: int) -> bool:
-    """Whether there is no such process any more, or it has ended and was not reaped."""
-    return _Life(pid).is_over()
+def first_dead(addresses: Sequence[Address]) -> Address | None:
+    """One whose process has ended. Its files and sockets go a moment before it, so a moment is waited for."""
+    until = time.monotonic() + DYING_SECONDS
+    while True:
+        for address in addresses:
+            if _Life(address.pid).is_over():
+                return address
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.001)
 
 
 class _Life:

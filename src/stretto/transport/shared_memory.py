@@ -132,7 +132,7 @@ class SharedMemoryTransport:
         self._host.flush(seconds)
 
     def dead(self) -> list[tuple[int, int]]:
-        """Rank and pid of those whose process has ended."""
+        """Rank and pid of those whose process has ended without a word."""
         return [(peer.rank, peer.pid) for peer in self._host.dead()]
 
     def close(self) -> None:

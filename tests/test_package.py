@@ -16,7 +16,7 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling", "words"},
-    {"bucket", "agreement", "broadcast", "options", "whereabouts", "notes", "watch"},
+    {"bucket", "agreement", "broadcast", "options", "whereabouts", "notes", "watch", "backend"},
     {"comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "family"},
     {"tracker", "usage"},
@@ -31,6 +31,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"ddp"},
     {"__init__"},
     {"testing"},
+    {"testing_network"},
 ]
 
 

@@ -44,6 +44,7 @@ class Bucket:
 
     __slots__ = (
         "_complete",
+        "_mean",
         "_scaling",
         "arrived",
         "control",
@@ -101,6 +102,7 @@ class Bucket:
             for spec, offset in zip(specs, self.offsets, strict=False)
         ]
         self._scaling = scaling
+        self._mean = getattr(transport, "all_reduce_mean", None) if scaling.is_plain_mean else None
         self.loose: set[int] = set()
         """Places of parameters that have left their slot (another dtype, other storage): sent as nothing, and
         ``.grad`` left alone. See rejoin.py."""
@@ -182,11 +184,15 @@ class Bucket:
                 self.views[place].add_(gradient)
                 parameters[place].grad = None
 
-    def pack(self, weight: float) -> None:
-        """Make the slots ready for the sum: cast, divided, weighted."""
+    def send(self, transport: Transport, weight: float) -> None:
+        """Hand it to the transport: cast, weighted, and divided before the sum unless the transport does that."""
         if self.slots is not self.payload:
             self.payload.copy_(self.slots)
-        self._scaling.before(self.payload, weight)
+        if self._mean is not None:
+            self.work = self._mean(self.flat, len(self.payload))
+        else:
+            self._scaling.before(self.payload, weight)
+            self.work = transport.all_reduce(self.flat)
 
     def write_footer(self, weight: float, says: Collection[Control]) -> None:
         """Whose gradients are in it, and what this rank has to say."""

@@ -11,7 +11,9 @@ or ask ``_has_rebuilt_buckets``.
 [Note: one at a time]  PowerSGD and others communicate again in callbacks of their future, which Gloo runs on threads of
 its own. With two buckets under way these collectives come in another order on each rank, and torch's DDP aborts. So a
 bucket is handed to the hook when the future of the one before is done, and the last is waited for, before buffers or
-anything else are sent. NCCL's futures are done as soon as the work is in its stream, so there nothing waits.
+anything else are sent. Waited for, not looked at: what another model or the user sends in the same backward must stand
+between the same buckets on every rank, whoever is faster. torch's own hooks that communicate once, when they are
+called, need none of this. NCCL's futures are done as soon as the work is in its stream, so there nothing waits.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 
 from .bucket import Bucket
 from .transport.base import Transport, Work
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+_COMMUNICATE_ONCE = (noop_hook, allreduce_hook, bf16_compress_hook, fp16_compress_hook)
 
 
 class GradBucket:
@@ -75,57 +82,37 @@ class CommHook:
         self.hook = hook
         self.silent = hook is noop_hook
         """Whether nothing at all is to be communicated."""
-        self._waiting: deque[HookWork] = deque()
         self._current: HookWork | None = None
 
     def launch(self, bucket: Bucket) -> HookWork:
-        """Hand the bucket to the hook, at once or when those before it are through."""
-        work = HookWork(self, bucket)
-        self._waiting.append(work)
-        while self._waiting and (self._current is None or self._current.done()):
-            self._call_next()
+        """Hand the bucket to the hook when the one before is through."""
+        if self._current is not None and self.hook not in _COMMUNICATE_ONCE:
+            self._current.settle()
+        self._current = None  # should the hook raise, the pass has failed
+        work = self._current = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
         if bucket.is_last:
-            self.call(work)
-            if not work.done():
-                with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
-                    work.future.wait()
-        return work
-
-    def call(self, work: HookWork) -> None:
-        """Hand over the work's bucket and all before it."""
-        while work.future is None:
-            if self._current is not None and self._current.future is not None:
-                self._current.future.wait()
-            self._call_next()
-
-    def _call_next(self) -> None:
-        self._current = self._waiting.popleft()
-        try:
-            self._current.future = self.hook(self.state, GradBucket(self._current.bucket))
-        except BaseException:
-            self._waiting.clear()  # of a pass that has failed
+            work.settle()
             self._current = None
-            raise
+        return work
 
 
 class HookWork:
     """The future that a hook returns, waited for like any other work."""
 
-    __slots__ = ("bucket", "future", "owner")
+    __slots__ = ("bucket", "future")
 
-    def __init__(self, owner: CommHook, bucket: Bucket) -> None:
-        self.owner = owner
+    def __init__(self, bucket: Bucket, future: Any) -> None:
         self.bucket = bucket
-        self.future: Any = None
+        self.future = future
 
-    def done(self) -> bool:
-        """Whether the hook will not communicate any more for this bucket."""
-        return self.future is not None and bool(self.future.done())
+    def settle(self) -> None:
+        """Wait until the hook will not communicate any more for this bucket. ``wait`` raises what it raised."""
+        if not self.future.done():
+            with contextlib.suppress(Exception):
+                self.future.wait()
 
     def wait(self) -> None:
         """Put the hook's result into the bucket, unless it is there already."""
-        if self.future is None:
-            self.owner.call(self)
         result = self.future.wait()
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]

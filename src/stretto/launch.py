@@ -286,12 +286,11 @@ class LaunchQueue:
         if self.tells:
             bucket.write_footer(weight, says)
         if self.comm_hook is None:
-            bucket.pack(weight)
             if bucket.is_last and self.presence.unused(bucket.index, self.wait_for):
                 nbytes = 0
                 bucket.work = self.transport.all_reduce(bucket.footer)
             else:
-                bucket.work = self.transport.all_reduce(bucket.flat)
+                bucket.send(self.transport, weight)
         else:
             if bucket.slots is not bucket.payload:
                 bucket.payload.copy_(bucket.slots)

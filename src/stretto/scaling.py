@@ -50,6 +50,11 @@ class Scaling:
             return self.predivide_factor
         return self.world_size if self.reduce == "mean" else 1
 
+    @property
+    def is_plain_mean(self) -> bool:
+        """Whether all there is to do is to divide by the world size, so that whoever sums may do it after the sum."""
+        return self.reduce == "mean" and self.predivide_factor is None and not self.weighted
+
     def before(self, payload: torch.Tensor, weight: float) -> None:
         """Scale this rank's contribution in place."""
         if self.weighted and weight != 1:

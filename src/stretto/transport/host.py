@@ -41,6 +41,8 @@ _SPINS = 12
 """Looks, with a yield of the core after each, before a rank sleeps: some 10 us."""
 _LOOK_SECONDS = 0.2
 """How long a rank sleeps before it looks whether the others still live."""
+_OUTSIDE_SECONDS = 0.002
+"""How long it waits for what goes on outside, while messages wait for peers: one cannot sleep on both."""
 
 
 class Posted:
@@ -261,8 +263,9 @@ class Host:
     def _sleep(self, posted: Posted, seconds: float) -> bool:
         """Until a word has changed without which nothing goes on. False if time went by instead."""
         if self._outside and (work := self._outside[0].outside) is not None:
+            limit = min(seconds, _OUTSIDE_SECONDS) if self._waiting else seconds
             with contextlib.suppress(RuntimeError):  # raised again where its end is looked for
-                work.wait(timedelta(seconds=seconds))
+                work.wait(timedelta(seconds=limit))
             return bool(work.is_completed())
         first = self._waiting[0] if self._waiting else None
         if first is not None and first.number <= posted.number:

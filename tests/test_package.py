@@ -16,8 +16,8 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling", "words"},
-    {"bucket", "agreement", "broadcast", "options", "whereabouts", "notes", "watch"},
-    {"comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
+    {"slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "whereabouts", "notes", "watch"},
+    {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "family"},
     {"tracker", "usage"},
     {"rejoin"},

@@ -189,7 +189,7 @@ class Reducer:
     def _enter(self) -> bool:
         """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
         if self.running:
-            self._tracker.nested = True
+            self._tracker.meet_nested()
             self._end.watch()
             self._arrivals.open()
         elif not self.synchronize:
@@ -214,6 +214,7 @@ class Reducer:
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""
         self._next_pass()
+        self._queue.begin()
         self.running = True
         self._tracker.begin()
         self._arrivals.open()
@@ -224,7 +225,7 @@ class Reducer:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 
     def _progressed(self) -> None:
-        if not self.delay:
+        if not (self.delay or self._tracker.holds_back()):
             self._queue.launch_full()
 
     # The end of a pass
@@ -316,13 +317,13 @@ class Reducer:
             tell(None)
 
     def give_up(self) -> None:
-        """Launch the rest of the pass as spoiled, and wait for nothing."""
+        """Launch the rest of the pass, marked, and wait for nothing."""
         with self._queue.lock, torch.no_grad():
             self.running = False
             self._tracker.stop()
             self._unsynchronized.clear()
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
-            self._queue.launch_spoiled()
+            self._queue.launch_given_up()
             if self.sparse is not None:
                 self.sparse.forget()
                 self.sparse.exchange_spoiled()

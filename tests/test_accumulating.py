@@ -118,3 +118,14 @@ def test_what_ranks_have_preset_differently_becomes_its_mean(how: str) -> None:
     wanted = 2 / 3 if how == "weighted mean" else 0.5
     for found in run_ranks(worker, 2):
         assert all(torch.allclose(gradient, torch.full_like(gradient, wanted)) for gradient in found)
+
+
+def test_detaching_takes_all_hooks_off() -> None:
+    def worker(transport):
+        model = Two()
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        model(batch(transport.rank), True).backward()
+        sync.detach()
+        return [len(parameter._backward_hooks or ()) for parameter in model.parameters()]
+
+    assert run_ranks(worker, 2) == [[0] * 4] * 2

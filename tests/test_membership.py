@@ -476,7 +476,7 @@ def test_with_a_comm_hook_a_change_is_named() -> None:
 
     assert run_ranks(worker, 2)[1] == (
         "rank 1, pass 3: the module has changed since it was attached (3 parameters added (a.gain, d.weight, d.bias), "
-        "1 frozen (b.bias)), and a comm hook moves gradients alone, so the other ranks cannot be told.\n"
+        "1 frozen (b.bias) on ranks 0, 1), and a comm hook keeps what it knows by bucket, so the plan cannot follow.\n"
         "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
     )
 

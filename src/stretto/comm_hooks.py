@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -75,6 +77,10 @@ class CommHook:
         self.hook = hook
         self.silent = hook is noop_hook
         """Whether nothing at all is to be communicated."""
+        self.wait: Callable[[HookWork], object] = HookWork.wait
+        """How to wait for a future; whoever uses the hook may put a way here that looks at the other ranks."""
+        self.wait_for: Callable[[HookWork], object] = HookWork.wait
+        """The same, with errors that say who did not come."""
         self._waiting: deque[HookWork] = deque()
         self._current: HookWork | None = None
 
@@ -82,30 +88,32 @@ class CommHook:
         """Hand the bucket to the hook, at once or when those before it are through."""
         work = HookWork(self, bucket)
         self._waiting.append(work)
-        while self._waiting and (self._current is None or self._current.done()):
-            self._call_next()
+        try:
+            while self._waiting and (self._current is None or self._current.done()):
+                self._call_next()
+            if bucket.is_last:
+                self.call(work)
+        except BaseException:
+            if work in self._waiting:  # it has not left, and will be launched again
+                self._waiting.remove(work)
+            raise
         if bucket.is_last:
-            self.call(work)
-            if not work.done():
-                with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
-                    work.future.wait()
+            with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
+                self.wait(work)
         return work
 
     def call(self, work: HookWork) -> None:
         """Hand over the work's bucket and all before it."""
         while work.future is None:
-            if self._current is not None and self._current.future is not None:
-                self._current.future.wait()
+            if self._current is not None and not self._current.done():
+                self.wait_for(self._current)
             self._call_next()
 
     def _call_next(self) -> None:
+        work = self._waiting[0]
+        self._current = None
+        work.future = self.hook(self.state, GradBucket(work.bucket))  # if it raises, the bucket has not left
         self._current = self._waiting.popleft()
-        try:
-            self._current.future = self.hook(self.state, GradBucket(self._current.bucket))
-        except BaseException:
-            self._waiting.clear()  # of a pass that has failed
-            self._current = None
-            raise
 
 
 class HookWork:
@@ -122,15 +130,33 @@ class HookWork:
         """Whether the hook will not communicate any more for this bucket."""
         return self.future is not None and bool(self.future.done())
 
-    def wait(self) -> None:
-        """Put the hook's result into the bucket, unless it is there already."""
+    def is_completed(self) -> bool:
+        """As ``done``, for those who wait in slices."""
+        return self.done()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Put the hook's result into the bucket, unless it is there already.
+
+        Raises:
+            RuntimeError: that lasts longer than ``timeout``; wait again.
+        """
         if self.future is None:
             self.owner.call(self)
+        if timeout is not None and not self._comes_within(timeout.total_seconds()):
+            raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
         result = self.future.wait()
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]
         if result.data_ptr() != self.bucket.payload.data_ptr():
             self.bucket.payload.copy_(result.view(-1))
+
+    def _comes_within(self, seconds: float) -> bool:
+        """A hook may return what knows no callbacks; then it is waited for plainly."""
+        if self.done() or not hasattr(self.future, "add_done_callback"):
+            return True
+        came = threading.Event()
+        self.future.add_done_callback(lambda _: came.set())
+        return came.wait(seconds)
 
 
 class Footers:
@@ -213,6 +239,7 @@ class _StepOnce:
 
     def __init__(self, future: torch.futures.Future[Any], bucket: Any, world_size: int) -> None:
         self.done = future.done
+        self.add_done_callback = future.add_done_callback
         self._future = future
         self._bucket = bucket
         self._world_size = world_size

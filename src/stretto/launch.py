@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from .bucket import Bucket
 from .comm_hooks import CommHook, Footers
-from .errors import CommunicationError, PeerError, name_list
+from .errors import name_list
 from .events import Events
 from .late import second_round
 from .parts import is_slot, refuse_sparse
@@ -43,6 +43,7 @@ class LaunchQueue:
         transport: carries the buckets, unless a comm hook does.
         events: told what happens.
         scaling: what is done to gradients besides summing them.
+        peers: the other ranks, by which one waits.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class LaunchQueue:
         transport: Transport,
         events: Events,
         scaling: Scaling,
+        peers: Peers,
     ) -> None:
         self.transport = transport
-        self.peers = Peers(transport)
+        self.peers = peers
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling = scaling
@@ -299,36 +301,32 @@ class LaunchQueue:
 
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.work is not None, "every bucket is launched before any is waited for"
-        try:
-            if self.comm_hook is None:
-                self.peers.wait(bucket.work, self.pass_number)
-            else:
-                bucket.work.wait()
-        except RuntimeError as error:
-            names = name_list(self.names[index] for index in bucket.indices)
-            self._explain(f"bucket {bucket.index} ({names})", error)
+        self._wait_for_work(bucket.work, bucket)
         if self.events.bucket_reduced:
             self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
 
+    def _wait_for_work(self, work: Work, bucket: Bucket) -> None:
+        try:
+            self.peers.wait(work)
+        except RuntimeError as error:
+            names = name_list(self.names[index] for index in bucket.indices)
+            self.peers.fail(f"bucket {bucket.index} ({names}) could not be reduced", error)
+
+    def use(self, hook: CommHook) -> None:
+        """Have buckets carried by a comm hook from here on."""
+        hook.wait = self.peers.wait
+        hook.wait_for = lambda work: self._wait_for_work(work, work.bucket)
+        self.comm_hook = hook
+
     def wait_for(self, work: Work, what: str) -> None:
         """Wait for a collective that is not a bucket's. Raises as ``wait`` does."""
-        try:
-            self.peers.wait(work, self.pass_number)
-        except RuntimeError as error:
-            self._explain(what, error)
+        self.peers.wait_for(work, what)
 
-    def _explain(self, what: str, error: RuntimeError) -> NoReturn:
-        """Raise in place of the transport's error what says who did not come."""
-        if isinstance(error, PeerError):
-            raise error
-        try:
-            places = self.peers.explain(self.pass_number)
-        except PeerError as blame:
-            raise blame from error
-        raise CommunicationError(
-            f"{self.where}: {what} could not be reduced over {self.transport.name}: {error}\n{places}"
-            "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
-        ) from error
+    def close(self) -> None:
+        """Nothing follows any more."""
+        self.peers.close()
+        if self.preset is not None:
+            self.preset.remove()
 
     @property
     def where(self) -> str:

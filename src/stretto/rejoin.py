@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .agreement import Statement, agree, state_model
+from .agreement import Statement, agree, describe_ranks, state_model
 from .arrivals import owner_of
 from .broadcast import broadcast_coalesced
 from .buffers import BufferPlaces
@@ -71,21 +71,33 @@ class Rejoin:
         if not (members.suspect or queue.loose or self._places.changed):
             return False
         self._arrived = unsynchronized.union(self._tracker.arrival_order())
-        return self._differs()
+        return self._differs() and (queue.comm_hook is None or self._loses())
+
+    def _loses(self) -> bool:
+        """Whether something of this rank stays out of the old buckets; freezing is harmless to them."""
+        return bool(self._outside(self._members.wanted()) or self._queue.loose or self._places.changed)
 
     def refuse(self) -> None:
-        """A comm hook moves no words, so nothing but harmless changes can be followed.
+        """Beside a comm hook, which knows buckets by their index, nothing but harmless changes can be followed.
+
+        Collective, unless the hook is one beside which nothing is communicated.
 
         Raises:
-            SetupError: gradients of this pass have stayed on this rank.
+            SetupError: gradients of this pass have stayed on some rank. On all ranks.
         """
-        wanted = self._members.wanted()
-        if self._outside(wanted) or self._queue.loose or self._places.changed:
-            raise SetupError(
-                f"{self._queue.where}: the module has changed since it was attached ({self._changes(wanted)}), and a "
-                "comm hook moves gradients alone, so the other ranks cannot be told.\n"
-                "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
-            )
+        queue = self._queue
+        mine = self._changes(self._members.wanted()) if self._loses() else ""
+        everyone = queue.peers.gather(mine) if queue.tells else [mine] * queue.transport.world_size
+        changed: dict[str, list[int]] = {}
+        for rank, change in enumerate(everyone):
+            if change:
+                changed.setdefault(change, []).append(rank)
+        told = "; ".join(f"{change} on {describe_ranks(ranks)}" for change, ranks in changed.items())
+        raise SetupError(
+            f"{queue.where}: the module has changed since it was attached ({told}), and a comm hook keeps what it "
+            "knows by bucket, so the plan cannot follow.\n"
+            "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
+        )
 
     def _some_are_frozen(self) -> bool:
         queue = self._queue
@@ -126,9 +138,10 @@ class Rejoin:
         queue, members, transport = self._queue, self._members, self._queue.transport
         module, wanted = members.module(), members.wanted()
         plan = plan_for(wanted, members.options, transport, [queue.names[index] for index in queue.plan.order])
-        agree(self._statement(module, wanted, plan.hash), transport, f"pass {queue.pass_number}", ADVICE)
+        gather = queue.peers.gather
+        agree(self._statement(module, wanted, plan.hash), transport.rank, gather, f"pass {queue.pass_number}", ADVICE)
         assert module is not None
-        everyone: list[dict[str, bool]] = transport.all_gather_object(self._loose(wanted))
+        everyone: list[dict[str, bool]] = gather(self._loose(wanted))
         names = [name for name in wanted if any(name in one for one in everyone)]
         changes = self._changes(wanted)
         mine = everyone[transport.rank]
@@ -139,7 +152,7 @@ class Rejoin:
         values = [parameter.detach() for parameter in news]
         if self._places.policy != "none":
             values += named(module, members.options, "buffers").values()
-        broadcast_coalesced(values, transport)
+        broadcast_coalesced(values, transport, queue.wait_for)
         queue.rebuild(wanted, plan)
         self._tracker.rebuild(list(wanted.values()))
         members.follow(wanted)

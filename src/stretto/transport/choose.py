@@ -10,9 +10,9 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ..errors import SetupError
 from . import futex
@@ -23,7 +23,7 @@ from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
 DEFAULT_PATIENCE = 1800.0
-log = logging.getLogger("stretto.transport")
+log = logging.getLogger("stretto")
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,27 @@ class Offer:
     """Why it has nothing to offer."""
 
 
-def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
+def choose(
+    base: Transport, asked: str, *, on_host: bool = True, gather: Callable[[Any], list[Any]] | None = None
+) -> Transport:
     """Shared memory where all ranks of ``base`` can see each other's, else ``base``. Collective.
 
     Args:
         base: carries the questions, and whatever shared memory cannot.
         asked: ``"auto"``, ``"shared_memory"`` or ``"process_group"``, the same on all ranks.
         on_host: whether this rank has tensors in the host's memory at all.
+        gather: takes the part of ``base.all_gather_object``, which waits without a look at the other ranks.
 
     Raises:
         SetupError: ``"shared_memory"`` was asked for and cannot be had, or ranks ask differently; on all ranks.
     """
-    offers, page = _exchange_offers(base, asked, on_host)
+    gather = gather or base.all_gather_object
+    offers, page = _exchange_offers(gather, base.rank, asked, on_host)
     _refuse(base.rank, offers)
     if offers[0].asked == "process_group":
         return base
     peers, problem = _open(base.rank, offers)
-    found: list[tuple[tuple[int, ...], str]] = base.all_gather_object((tuple(peers), problem))
+    found: list[tuple[tuple[int, ...], str]] = gather((tuple(peers), problem))
     if all(len(seen) == base.world_size for seen, _ in found):
         assert page is not None, "this rank's page was opened by all"
         host = Host(page, [peers[rank] for rank in range(base.world_size)], base.rank, _patience(base))
@@ -68,17 +72,19 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
     return base
 
 
-def _exchange_offers(base: Transport, asked: str, on_host: bool) -> tuple[list[Offer], Page | None]:
+def _exchange_offers(
+    gather: Callable[[Any], list[Any]], rank: int, asked: str, on_host: bool
+) -> tuple[list[Offer], Page | None]:
     page: Page | None = None
     reason = ""
     if asked != "process_group":
         reason = _why_not() or ("" if on_host else "its parameters and buffers are all on an accelerator")
         if not reason:
             try:
-                page = Page(base.rank)
+                page = Page(rank)
             except OSError as error:
                 reason = f"memfd_create: {error.strerror or error}"
-    offers: list[Offer] = base.all_gather_object(Offer(asked, page.address if page else None, reason))
+    offers: list[Offer] = gather(Offer(asked, page.address if page else None, reason))
     return offers, page
 
 

@@ -209,8 +209,8 @@ class Bucket:
         """What ``.grad`` of these places held before, where a sum must not count it more than once."""
         self._before = {place: value for place, value in before.items() if value is not None} | self._standing
 
-    def pack(self, weight: float) -> None:
-        """Make the slots ready for the sum: cast, divided, weighted."""
+    def send(self, transport: Transport, weight: float) -> None:
+        """Hand it to the transport: cast, divided, weighted."""
         for place, value in self._before.items():
             self.views[place].sub_(value)
         if self.slots is not self.payload:
@@ -220,6 +220,7 @@ class Bucket:
             payload = self.views_of(self.payload)
             for place, value in self._before.items():
                 payload[place].add_(value, alpha=self._scaling.share)
+        self.work = transport.all_reduce(self.flat)
 
     def write_footer(self, weight: float, says: Collection[Control]) -> None:
         """Whose gradients are in it, and what this rank has to say."""

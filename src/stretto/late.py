@@ -23,7 +23,7 @@ def second_round(
     *,
     weight: float,
     says: Collection[Control],
-    pack: Callable[[Bucket], None],
+    send: Callable[[Bucket], None],
 ) -> None:
     """Sum what came late on any rank, and add it. One message a bucket, in plan order. Collective.
 
@@ -34,19 +34,20 @@ def second_round(
         wait: waits for a collective, whose description it is given.
         weight: with which this rank took part in the pass.
         says: what its last bucket has told.
-        pack: makes a bucket ready for the sum.
+        send: hands a bucket to the transport.
     """
     factor = scaling.after(buckets[-1].weight.clone())
-    works = []
+    works: list[tuple[Bucket, torch.Tensor, Work]] = []
     for bucket in buckets:
-        flat = bucket.flat
         if bucket.skipped:
             bucket.add_late(bucket.late())
             bucket.write_footer(weight, says if bucket.is_last else ())
-            pack(bucket)
+            send(bucket)
+            assert bucket.work is not None
+            works.append((bucket, bucket.flat, bucket.work))
         else:
             flat = _late_of(bucket, scaling, weight)
-        works.append((bucket, flat, transport.all_reduce(flat)))
+            works.append((bucket, flat, transport.all_reduce(flat)))
     for bucket, flat, work in works:
         wait(work, "what came late")
         if bucket.skipped:

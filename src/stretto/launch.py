@@ -253,7 +253,7 @@ class LaunchQueue:
             self.wait_for,
             weight=self._weight,
             says=self._says,
-            pack=self._pack,
+            send=self._send,
         )
 
     def reset(self) -> None:
@@ -280,8 +280,7 @@ class LaunchQueue:
             nbytes = 0
             bucket.work = self.transport.all_reduce(bucket.footer)
         elif self.comm_hook is None:
-            self._pack(bucket)
-            bucket.work = self.transport.all_reduce(bucket.flat)
+            self._send(bucket)
         else:
             if bucket.slots is not bucket.payload:
                 bucket.payload.copy_(bucket.slots)
@@ -294,10 +293,10 @@ class LaunchQueue:
         if self.events.bucket_launched:
             self.events.emit(self.events.bucket_launched, self.pass_number, bucket.index, nbytes)
 
-    def _pack(self, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         if self.preset is not None:
             bucket.remember({place: self.preset.before(one) for place, one in enumerate(bucket.parameters)})
-        bucket.pack(self._weight)
+        bucket.send(self.transport, self._weight)
 
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.work is not None, "every bucket is launched before any is waited for"

@@ -79,7 +79,7 @@ def test_a_problem_of_one_rank_is_told_to_the_others() -> None:
     messages = refusals(lambda rank: linear().requires_grad_(rank != 1))
     assert messages[1].startswith("attach: the module has no parameter that requires a gradient")
     assert messages[0] == (
-        "attach, rank 0: other ranks cannot attach, so this one cannot:\n"
+        "attach, rank 0: other ranks cannot take part, so this one cannot:\n"
         "  rank 1: attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
         "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
     )
@@ -136,7 +136,7 @@ def test_a_bad_value_on_one_rank_is_told_to_the_others() -> None:
 
     first, second = run_ranks(worker, 2, timeout=5)
     assert second.startswith("rank 1: bucket caps must be positive")
-    assert first == f"attach, rank 0: other ranks cannot attach, so this one cannot:\n  {second}"
+    assert first == f"attach, rank 0: other ranks cannot take part, so this one cannot:\n  {second}"
 
 
 def test_another_memory_format_is_a_difference() -> None:
@@ -234,7 +234,12 @@ def test_only_rank_0_values_count_and_messages_are_few() -> None:
 
     (first, calls), (second, _) = run_ranks(worker, 2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert calls == ["all_gather_object", "broadcast", "broadcast"]  # float32 and the int64 of num_batches_tracked
+    assert calls == [
+        "all_reduce",
+        "all_reduce",
+        "broadcast",
+        "broadcast",
+    ]  # what ranks hold, then float32 and the int64 of num_batches_tracked
 
 
 class TestDropIn:

@@ -321,10 +321,10 @@ def test_a_pass_that_goes_well_does_not_touch_the_store(tmp_path: Path) -> None:
             raise AssertionError("the store was used")
 
         step()
-        board = sync._reducer._queue.peers._board
+        channel = sync._peers._channel
+        channel._lookout.stop()
         for name in ("add", "set", "get", "check", "wait"):
-            setattr(type(board._store), name, refuse)
-        board.whereabouts.stop()
+            setattr(type(channel._store), name, refuse)
         for _ in range(5):
             step()
         right()

@@ -7,14 +7,14 @@ differ are the tables exchanged, and then every rank raises the same readable di
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .errors import ModelMismatchError, SetupError
 from .specs import slot_strides
-from .transport.base import Transport
 
 ADVICE = "Build the model from the same code and options on every rank, and attach before what only some ranks do."
 
@@ -51,32 +51,49 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')} {tensor.device.type}{layout}{trained}"
 
 
-def agree(statement: Statement, transport: Transport, occasion: str = "attach", advice: str = ADVICE) -> None:
+def agree(
+    statement: Statement,
+    rank: int,
+    gather: Callable[[Any], list[Any]],
+    occasion: str = "attach",
+    advice: str = ADVICE,
+    wanted: str = "hold the same model",
+) -> None:
     """Collective. Returns if all ranks state the same and none has a problem.
 
-    Messages begin with ``occasion`` and end with ``advice``.
+    Args:
+        statement: of this rank.
+        rank: this one.
+        gather: returns what all ranks bring, in rank order.
+        occasion: how messages begin.
+        advice: how they end.
+        wanted: what they say that the ranks do not.
 
     Raises:
         SetupError: this rank's own problem.
         ModelMismatchError: on every other rank, with the difference by name.
     """
-    fingerprints = transport.all_gather_object((statement.fingerprint, statement.problem))
+    fingerprints = gather((statement.fingerprint, statement.problem))
     problems = {rank: problem for rank, (_, problem) in enumerate(fingerprints) if problem}
     if statement.problem:
         raise SetupError(statement.problem)
     if problems:
         told = "\n".join(f"  rank {rank}: {problem}" for rank, problem in problems.items())
-        raise ModelMismatchError(
-            f"{occasion}, rank {transport.rank}: other ranks cannot attach, so this one cannot:\n{told}"
-        )
+        raise ModelMismatchError(f"{occasion}, rank {rank}: other ranks cannot take part, so this one cannot:\n{told}")
     if len({fingerprint for fingerprint, _ in fingerprints}) == 1:
         return
-    tables: list[Statement] = transport.all_gather_object(statement)
-    raise ModelMismatchError(difference([table.facts for table in tables], occasion=occasion, advice=advice))
+    tables: list[Statement] = gather(statement)
+    facts = [table.facts for table in tables]
+    raise ModelMismatchError(difference(facts, occasion=occasion, advice=advice, wanted=wanted))
 
 
 def difference(
-    tables: list[tuple[tuple[str, str], ...]], most: int = 12, *, occasion: str = "attach", advice: str = ADVICE
+    tables: list[tuple[tuple[str, str], ...]],
+    most: int = 12,
+    *,
+    occasion: str = "attach",
+    advice: str = ADVICE,
+    wanted: str = "hold the same model",
 ) -> str:
     """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
     by_rank = [dict(table) for table in tables]
@@ -91,7 +108,7 @@ def difference(
             lines = [_holders("option plan", by_rank)]
     if len(lines) > most:
         lines[most:] = [f"  (+{len(lines) - most} more)"]
-    return f"{occasion}: the {len(tables)} ranks do not hold the same model.\n" + "\n".join(lines) + "\n" + advice
+    return f"{occasion}: the {len(tables)} ranks do not {wanted}.\n" + "\n".join(lines) + "\n" + advice
 
 
 def _holders(name: str, by_rank: list[dict[str, str]]) -> str:

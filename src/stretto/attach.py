@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
 from .membership import named, plan_for, trained
 from .options import Buffers, Options, dtype_patterns, names_of
+from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
 from .sparse import names_of_sparse, stand_in
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport, TransportName, choose
 
-log = logging.getLogger("stretto.attach")
+log = logging.getLogger("stretto")
 
 
 def attach(
@@ -71,7 +73,8 @@ def attach(
         last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap.
         buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
             ``"mean"``, floating ones become their mean and others follow rank 0's; ``"none"``, each keeps its own.
-        init_sync: False if the ranks are known to hold the same values: nothing is compared or sent.
+        init_sync: False if the ranks are known to hold the same values: nothing is compared or sent, but for what
+            ``transport`` asks unless it is ``"process_group"``.
         ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone.
         reduce: ``"mean"`` or ``"sum"`` over ranks.
         weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
@@ -99,6 +102,8 @@ def attach(
         AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
         UnsupportedError: an option has a value that is not known.
+        CommunicationError: a rank does not come, with the places where all are; ``PeerError`` if it has failed, ended
+            or died. The handle's ``backward`` raises the same.
 
     Example::
 
@@ -108,62 +113,90 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
+    asked = functools.partial(
+        Options,
+        bucket_cap_mb=bucket_cap_mb,
+        last_bucket_cap_mb=last_bucket_cap_mb,
+        buffers=buffers,
+        reduce=reduce,
+        weighted=weighted,
+        predivide_factor=predivide_factor,
+        ignore=tuple(sorted(ignore)),
+        delay=delay,
+        check_every=check_every,
+        sparse=tuple(sorted(sparse)),
+    )
+
+    def options() -> Options:
+        return asked(reduce_dtype=dtype_patterns(reduce_dtype), launch_after=names_of(module, launch_after))
+
     others = [*beside]
-    carrier = _carrier(module, transport, process_group, process_groups)
-    alone = carrier is None or carrier.world_size == 1
+    base = default_transport(process_group, process_groups) if isinstance(transport, str) else transport
+    if base is None or base.world_size == 1:
+        return _attach_alone(module, base, options(), others)
+    peers = Peers(base)
     try:
-        options = Options(
-            bucket_cap_mb=bucket_cap_mb,
-            last_bucket_cap_mb=last_bucket_cap_mb,
-            buffers=buffers,
-            reduce=reduce,
-            weighted=weighted,
-            predivide_factor=predivide_factor,
-            reduce_dtype=dtype_patterns(reduce_dtype),
-            ignore=tuple(sorted(ignore)),
-            delay=delay,
-            launch_after=names_of(module, launch_after),
-            check_every=check_every,
-            sparse=tuple(sorted(sparse)),
-        )
-        Scaling(1 if carrier is None else carrier.world_size, reduce, predivide_factor, weighted)
-        _refuse(module, options)
-        plan = plan_for(_split(module, options)[0], options, carrier)
-    except StrettoError as problem:
-        if carrier is not None and not alone:
-            with contextlib.suppress(SetupError):  # take part all the same, so that the other ranks learn of it
-                agree(Statement((), str(problem)), carrier)
-            problem.args = (f"rank {carrier.rank}: {problem}",)
+        settled = (process_groups and transport == "auto") or (transport == "process_group" and not init_sync)
+        if isinstance(transport, str) and not settled:
+            base = _choose(module, base, transport, peers)
+        return _attach(module, base, peers, options, others, init_sync=init_sync)
+    except BaseException:
+        peers.close()
         raise
-    if carrier is not None and not alone and init_sync:
-        parameters, tensors = named(module, options, "parameters"), named(module, options, "buffers")
-        facts = vars(options) | {
-            "number of handles beside": len(others),
-            "attached already": [name for name, p in trained(module, options).items() if reducer_of(p)],
-            "sparse parameters": [*_split(module, options)[1]],
-            "plan": plan.hash,
-        }
-        agree(state_model(parameters, tensors, facts), carrier)
-        broadcast_coalesced([tensor.detach() for tensor in (*parameters.values(), *tensors.values())], carrier)
+
+
+def _choose(module: torch.nn.Module, base: Transport, asked: TransportName, peers: Peers) -> Transport:
+    """What carries the buckets. Collective, before anything that could fail on one rank alone."""
+    on_host = any(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers()))
+    chosen = choose(base, asked, on_host=on_host, gather=peers.gather)
+    peers.use(chosen)
+    return chosen
+
+
+def _attach_alone(
+    module: torch.nn.Module, base: Transport | None, options: Options, beside: Sequence[Synchronizer]
+) -> Synchronizer:
+    """One rank, or none of a group: only what would fail with several fails here."""
+    Scaling(1, options.reduce, options.predivide_factor, options.weighted)
+    _refuse(module, options)
     dense, rows = _split(module, options)
     inside = _inside(module, options)
-    return Synchronizer(module, dense, plan, carrier, options, rows, inside, others)
+    return Synchronizer(module, dense, plan_for(dense, options, base), base, options, rows, None, inside, beside)
 
 
-def _carrier(
+def _attach(
     module: torch.nn.Module,
-    asked: Transport | TransportName,
-    process_group: dist.ProcessGroup | None,
-    process_groups: Sequence[dist.ProcessGroup],
-) -> Transport | None:
-    """What carries the buckets. Collective, before anything that could fail on one rank alone."""
-    if not isinstance(asked, str):
-        return asked
-    base = default_transport(process_group, process_groups)
-    if base is None or base.world_size == 1 or (process_groups and asked == "auto"):
-        return base
-    on_host = any(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers()))
-    return choose(base, asked, on_host=on_host)
+    carrier: Transport,
+    peers: Peers,
+    ask: Callable[[], Options],
+    beside: Sequence[Synchronizer],
+    *,
+    init_sync: bool,
+) -> Synchronizer:
+    """Collective. A rank that cannot attach takes part all the same, so that the others learn of it."""
+    try:
+        options = ask()
+        Scaling(carrier.world_size, options.reduce, options.predivide_factor, options.weighted)
+        _refuse(module, options)
+        dense, rows = _split(module, options)
+        plan = plan_for(dense, options, carrier)
+    except StrettoError as problem:
+        with contextlib.suppress(StrettoError):
+            agree(Statement((), str(problem)), carrier.rank, peers.gather)
+        problem.args = (f"rank {carrier.rank}: {problem}",)
+        raise
+    if init_sync:
+        parameters, tensors = named(module, options, "parameters"), named(module, options, "buffers")
+        facts = vars(options) | {
+            "number of handles beside": len(beside),
+            "attached already": [name for name, p in trained(module, options).items() if reducer_of(p)],
+            "sparse parameters": [*rows],
+            "plan": plan.hash,
+        }
+        agree(state_model(parameters, tensors, facts), carrier.rank, peers.gather)
+        values = [tensor.detach() for tensor in (*parameters.values(), *tensors.values())]
+        broadcast_coalesced(values, carrier, peers.wait_for)
+    return Synchronizer(module, dense, plan, carrier, options, rows, peers, _inside(module, options), beside)
 
 
 def default_transport(

@@ -40,20 +40,18 @@ class CoalescedMessages:
         """Finish those together with these."""
         self.messages += others.messages
 
-    def finish(self, wait: Callable[[Work, str], None] | None = None) -> None:
+    def finish(self, wait: Callable[[Work, str], object], what: str) -> None:
         """Wait, and copy what came into the tensors. Their version counters do not move.
 
         Args:
-            wait: called with each message and what to call it, instead of waiting plainly.
+            wait: called with each message and ``what``.
+            what: what messages of errors call the tensors.
 
         A buffer may be written while an autograd graph of another forward still needs it; autograd would call that
         "modified by an inplace operation", although torch's DDP has always done the same.
         """
         for message in self.messages:
-            if wait is None:
-                message.work.wait()
-            else:
-                wait(message.work, "the buffers")
+            wait(message.work, what)
             if message.replaces:
                 tensors = tuple(message.tensors)
                 with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors):
@@ -94,16 +92,22 @@ def start_reduce(
 
 
 def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], transport: Transport, *, root: int = 0, message_bytes: int = MESSAGE_BYTES
+    tensors: Sequence[torch.Tensor],
+    transport: Transport,
+    wait: Callable[[Work, str], object],
+    *,
+    root: int = 0,
+    message_bytes: int = MESSAGE_BYTES,
 ) -> None:
     """Collective. Replace every tensor by ``root``'s, holding no more than two messages in memory at a time."""
+    what = f"the values of rank {root}"
     under_way: list[CoalescedMessages] = []
     for group in _groups(tensors, message_bytes):
         under_way.append(start_broadcast(group, transport, root=root, message_bytes=message_bytes))
         if len(under_way) == 2:
-            under_way.pop(0).finish()
+            under_way.pop(0).finish(wait, what)
     for broadcast in under_way:
-        broadcast.finish()
+        broadcast.finish(wait, what)
 
 
 def _groups(tensors: Sequence[torch.Tensor], message_bytes: int) -> list[list[torch.Tensor]]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .options import Buffers, Options
+from .transport.base import Transport
 
 
 class BufferPlaces:
@@ -70,7 +72,16 @@ class BufferPlaces:
             if agreed is not None
         ]
 
-    def to_send(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def send(self, transport: Transport) -> CoalescedMessages:
+        """Put under way what is to be equal on all ranks when the pass has settled. Collective."""
+        (follow, average), sent = self._to_send_now(), CoalescedMessages()
+        if follow:
+            sent.add(start_broadcast(follow, transport))
+        if average:
+            sent.add(start_reduce(average, transport, transport.world_size))
+        return sent
+
+    def _to_send_now(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those that are to follow rank 0's now, and those that are to become the mean over ranks."""
         self.look()
         if self.policy != "mean":

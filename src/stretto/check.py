@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from .agreement import describe_ranks
 from .errors import ReplicaError, name_list
-from .transport.base import Transport
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
@@ -24,25 +24,28 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     return int(torch.hash_tensor(words).item()), int(words.sum(dtype=torch.int64).item())
 
 
-def check_replicas(tensors: Mapping[str, torch.Tensor], transport: Transport, where: str) -> None:
+def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[[Any], list[Any]], where: str) -> None:
     """Compare tensors over all ranks. Collective; waits for the device.
 
     Args:
-        tensors: by name, the same names on every rank.
-        transport: carries the fingerprints, some tens of bytes a tensor.
+        tensors: by name, the same names on every rank. None: this rank has none that could be compared, and takes part
+            all the same.
+        gather: returns the fingerprints of all ranks in rank order, some tens of bytes a tensor.
         where: how the message begins.
 
     Raises:
         ReplicaError: on every rank, naming each tensor that differs and the ranks that agree on it.
     """
-    mine = {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    everyone: list[dict[str, tuple[int, int]]] = transport.all_gather_object(mine)
-    if all(other == everyone[0] for other in everyone):
+    mine = None if tensors is None else {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    brought: list[dict[str, tuple[int, int]] | None] = gather(mine)
+    everyone = {rank: other for rank, other in enumerate(brought) if other is not None}
+    first = next(iter(everyone.values()), {})
+    if all(other == first for other in everyone.values()):
         return
-    lines, names = [], [name for name in mine if len({other.get(name) for other in everyone}) > 1]
+    lines, names = [], [name for name in first if len({other.get(name) for other in everyone.values()}) > 1]
     for name in names[:6]:
         camps: dict[object, list[int]] = {}
-        for rank, other in enumerate(everyone):
+        for rank, other in everyone.items():
             camps.setdefault(other.get(name), []).append(rank)
         lines.append(f"  {name}: " + " differs from ".join(describe_ranks(ranks) for ranks in camps.values()))
     raise ReplicaError(
@@ -50,3 +53,28 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], transport: Transport, wh
         "Something changed them on some ranks only: a step that was skipped, or a random number.\n"
         "To go on with rank 0's: sync.detach(); sync = stretto.attach(model)"
     )
+
+
+class Inspection:
+    """``check_replicas`` at the end of every n-th pass, on all ranks, those without batches included.
+
+    Args:
+        every: n.
+        tensors: what is to be equal on all ranks, by name; None if the module was freed.
+        gather: as for ``check_replicas``.
+    """
+
+    def __init__(
+        self, every: int, tensors: Callable[[], Mapping[str, torch.Tensor] | None], gather: Callable[[Any], list[Any]]
+    ) -> None:
+        self._every = every
+        self._tensors = tensors
+        self._gather = gather
+
+    def due(self, number: int) -> bool:
+        """Whether this pass ends with one."""
+        return number % self._every == 0
+
+    def run(self, number: int, *, idle: bool = False) -> None:
+        """Collective. ``idle``: this rank does not step any more, so its values are not those of the others."""
+        check_replicas(None if idle else self._tensors(), self._gather, f"pass {number}")

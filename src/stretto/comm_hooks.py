@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -82,16 +84,21 @@ class CommHook:
         self.hook = hook
         self.silent = hook is noop_hook
         """Whether nothing at all is to be communicated."""
+        self.wait: Callable[[HookWork], object] = HookWork.wait
+        """How to wait for a future; whoever uses the hook may put a way here that looks at the other ranks."""
+        self.wait_for: Callable[[HookWork], object] = HookWork.wait
+        """The same, with errors that say who did not come."""
         self._current: HookWork | None = None
 
     def launch(self, bucket: Bucket) -> HookWork:
         """Hand the bucket to the hook when the one before is through."""
-        if self._current is not None and self.hook not in _COMMUNICATE_ONCE:
-            self._current.settle()
+        if self._current is not None and self.hook not in _COMMUNICATE_ONCE and not self._current.done():
+            self.wait_for(self._current)
         self._current = None  # should the hook raise, the pass has failed
         work = self._current = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
         if bucket.is_last:
-            work.settle()
+            with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
+                self.wait(work)
             self._current = None
         return work
 
@@ -105,19 +112,35 @@ class HookWork:
         self.bucket = bucket
         self.future = future
 
-    def settle(self) -> None:
-        """Wait until the hook will not communicate any more for this bucket. ``wait`` raises what it raised."""
-        if not self.future.done():
-            with contextlib.suppress(Exception):
-                self.future.wait()
+    def done(self) -> bool:
+        """Whether the hook will not communicate any more for this bucket."""
+        return bool(self.future.done())
 
-    def wait(self) -> None:
-        """Put the hook's result into the bucket, unless it is there already."""
+    def is_completed(self) -> bool:
+        """As ``done``, for those who wait in slices."""
+        return self.done()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Put the hook's result into the bucket, unless it is there already.
+
+        Raises:
+            RuntimeError: that lasts longer than ``timeout``; wait again.
+        """
+        if timeout is not None and not self._comes_within(timeout.total_seconds()):
+            raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
         result = self.future.wait()
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]
         if result.data_ptr() != self.bucket.payload.data_ptr():
             self.bucket.payload.copy_(result.view(-1))
+
+    def _comes_within(self, seconds: float) -> bool:
+        """A hook may return what knows no callbacks; then it is waited for plainly."""
+        if self.done() or not hasattr(self.future, "add_done_callback"):
+            return True
+        came = threading.Event()
+        self.future.add_done_callback(lambda _: came.set())
+        return came.wait(seconds)
 
 
 class Footers:
@@ -200,6 +223,7 @@ class _StepOnce:
 
     def __init__(self, future: torch.futures.Future[Any], bucket: Any, world_size: int) -> None:
         self.done = future.done
+        self.add_done_callback = future.add_done_callback
         self._future = future
         self._bucket = bucket
         self._world_size = world_size

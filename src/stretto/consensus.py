@@ -10,6 +10,7 @@ import torch
 from .agreement import describe_ranks
 from .errors import PeerError, UnsupportedError, name_list
 from .events import Events
+from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .plan import BucketPlan
 from .rejoin import Rejoin
@@ -28,15 +29,19 @@ class Consensus:
         tracker: knows what has arrived in which order.
         events: told of new plans.
         rejoin: follows changes of the module.
+        forward: knows how forward went.
     """
 
-    def __init__(self, queue: LaunchQueue, tracker: ArrivalTracker, events: Events, rejoin: Rejoin) -> None:
+    def __init__(
+        self, queue: LaunchQueue, tracker: ArrivalTracker, events: Events, rejoin: Rejoin, forward: ForwardWatch
+    ) -> None:
         self.plans = 1
         """Plans used, the first one included."""
         self._queue = queue
         self._tracker = tracker
         self._events = events
         self._rejoin = rejoin
+        self._forward = forward
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
@@ -44,13 +49,13 @@ class Consensus:
 
     def says(self) -> list[Control]:
         """What the last bucket is to tell the other ranks."""
-        said: list[Control] = []
+        said: list[Control] = self._forward.says(self._queue.pass_number)
         scheduled = self._tracker.as_scheduled()
         if scheduled and not self._replan_policy.deferred:
             return said
         if not scheduled:
             self._refuse_late()
-            if self._queue.has_late():
+            if self._tracker.unforeseen() or self._queue.has_late():
                 said.append(Control.LATE)
         if self._queue.transport.rank == 0 and self._queue.comm_hook is None:
             order, number = self._tracker.arrival_order(), self._queue.pass_number
@@ -61,16 +66,8 @@ class Consensus:
     def _refuse_late(self) -> None:
         """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
         queue = self._queue
-        unforeseen = [queue.names[index] for index in self._tracker.unforeseen()]
-        if unforeseen:
-            raise UnsupportedError(
-                f"{queue.where}: {name_list(unforeseen)} got a gradient, although not part of the graph when backward "
-                "began: used in a reentrant checkpoint for the first time.\n"
-                "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
-                "torch.utils.checkpoint(..., use_reentrant=False)."
-            )
         on_host = all(device.type == "cpu" for device in queue.devices)
-        late = self._tracker.spoilt()
+        late = self._tracker.overtaken()
         if not late and (queue.comm_hook is not None or not (on_host or queue.pass_number == 1)):
             left = queue.buckets[: queue.launched]  # in the others gradients may just wait for what never comes
             late = [queue.names[bucket.indices[i]] for bucket in left for i in bucket.late()]
@@ -116,7 +113,7 @@ class Consensus:
             release: whether this rank had a part in the pass.
 
         Raises:
-            PeerError: another rank gave up the pass.
+            PeerError: another rank gave up the pass, or forward failed before it on some ranks only.
         """
         if words is NOTHING_SAID and self._queue.pass_number > 1:
             return
@@ -125,7 +122,13 @@ class Consensus:
             if words.own_failure:
                 return
             raise self.failure(round(said[Control.GAVE_UP]))
+        if self._on_some(said[Control.FORWARD_FAILED]):
+            raise self._forward_failure(round(said[Control.FORWARD_FAILED]))
+        if self._on_some(said[Control.MORE_FORWARDS]):
+            self._forward.warn(self._queue.where, self._queue.transport.rank, self._queue.peers)
         if said[Control.CHANGED]:
+            if self._queue.comm_hook is not None:
+                self._rejoin.refuse()
             self._rejoin.all_together(release=release)
             self._replan_policy = ReplanPolicy()
             self.plans += 1
@@ -139,13 +142,30 @@ class Consensus:
 
     def failure(self, ranks: int) -> PeerError:
         """The error for a pass that so many others gave up, with what they told of it."""
-        notes = self._queue.peers.failures(self._queue.pass_number, ranks)
-        on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"
-        told = "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
+        on, told = self._told_of("backward", ranks)
         return PeerError(
             f"{self._queue.where}: backward failed on {on}, so the mean of this pass lacks gradients.\n{told}"
             "Do not step with these gradients: zero_grad() and go on, on all ranks."
         )
+
+    def _forward_failure(self, ranks: int) -> PeerError:
+        """The same on all ranks, those that failed included: none of them shall step."""
+        on, told = self._told_of("forward", ranks)
+        return PeerError(
+            f"{self._queue.where}: forward failed on {on} before this pass and was caught, so this pass may mix "
+            f"batches.\n{told}"
+            "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again "
+            "on one rank belongs into no_sync(), backward outside."
+        )
+
+    def _told_of(self, phase: str, ranks: int) -> tuple[str, str]:
+        notes = self._queue.peers.failures(phase, ranks)
+        on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"
+        return on, "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
+
+    def _on_some(self, said: float) -> bool:
+        """Whether some ranks said so and others did not. bfloat16 counts no further than 256."""
+        return 0 < round(said) < min(self._queue.transport.world_size, 256)
 
     def send_order(self) -> None:
         """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""

@@ -243,7 +243,8 @@ class DistributedDataParallel(TorchSurface):
         self.logger = Logger(self)
         self.reducer = ReducerFace(self)
         self._comm_hooks = []
-        self._attach(init_sync=False)
+        # One rank alone may make a copy, to keep an average of the weights: nothing is asked of the others.
+        self._attach(init_sync=False, transport="process_group")
 
 
 def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:

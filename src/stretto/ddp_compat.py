@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .attach import attach
 from .comm_hooks import Hook, StepInBackward
 from .errors import AlreadyAttachedError, UnsupportedError, name_list
+from .family import group_of, is_destroyed
 from .handle import Synchronizer
 from .options import Buffers
 from .reducer import Reducer, reducer_of
@@ -236,7 +237,8 @@ def hand_over(ddp: TorchSurface) -> None:
     """A module is wrapped again, or one that holds a wrapped one: the earlier reducer ends, the new one takes over.
 
     As in torch, where both would reduce, one after the other, for the same result. Hooks sit on parameters, so the
-    earlier wrapper goes on to work through the new reducer. Not where another group's mean would be lost.
+    earlier wrapper goes on to work through the new reducer. Not where another group's mean would be lost, unless that
+    group is destroyed.
     """
     earlier: dict[Reducer, None] = {}
     mine = {id(parameter) for parameter in ddp._module_parameters}
@@ -244,8 +246,11 @@ def hand_over(ddp: TorchSurface) -> None:
         if (reducer := reducer_of(parameter)) is not None:
             earlier[reducer] = None
     for reducer in earlier:
-        group = getattr(reducer.transport, "process_group", None)
-        if group is not ddp.process_group or any(id(parameter) not in mine for parameter in reducer.parameters):
+        if is_destroyed(reducer.transport):
+            continue
+        if group_of(reducer.transport) is not ddp.process_group or any(
+            id(parameter) not in mine for parameter in reducer.parameters
+        ):
             held = [n for n, p in ddp.module.named_parameters() if reducer_of(p) is reducer]
             raise AlreadyAttachedError(
                 f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-log = logging.getLogger("stretto.events")
+log = logging.getLogger("stretto")
 
 
 class Observer(Protocol):

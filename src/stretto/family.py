@@ -14,7 +14,9 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from .errors import SetupError
+import torch.distributed as dist
+
+from .errors import CommunicationError, SetupError
 from .transport.base import Transport
 
 
@@ -53,9 +55,7 @@ class Family:
         channels: list[object] = []
         for member in self.members():
             member.family = self
-            if len(self._members) == 1:
-                continue  # also when its group is gone: whoever detaches comes here
-            channel = getattr(member.transport, "process_group", None)
+            channel = group_of(member.transport)
             member.delay |= bool(channels) and (None in channels or channel is None or channel in channels)
             channels.append(channel)
 
@@ -105,6 +105,20 @@ class Family:
         with contextlib.ExitStack() as stack:
             for member in reversed(self.members()):
                 stack.callback(member.shadow)
+
+
+def group_of(transport: Transport) -> object | None:
+    """The process group beneath a transport; None if there is none, or if it was destroyed."""
+    return None if is_destroyed(transport) else getattr(transport, "process_group", None)
+
+
+def is_destroyed(transport: Transport) -> bool:
+    """Whether there was a process group beneath it, which is no more. Somebody may hold the object all the same."""
+    try:
+        group = getattr(transport, "process_group", None)
+    except CommunicationError:
+        return True
+    return group is not None and group not in dist.distributed_c10d._world.pg_map
 
 
 def unite(inside: Sequence[Member], beside: Sequence[Member], newcomer: Member) -> None:

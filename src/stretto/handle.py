@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .buffers import BufferPlaces
-from .check import check_replicas
+from .check import Inspection, check_replicas
 from .comm_hooks import CommHook, Hook
 from .errors import SetupError, name_list
 from .events import Events
 from .family import unite
 from .membership import Membership
 from .options import Buffers, Options
+from .peers import Peers
 from .plan import BucketPlan
 from .reducer import Reducer
 from .scaling import WEIGHT_BITS, Scaling
@@ -37,6 +38,7 @@ class Synchronizer:
         transport: Transport | None,
         options: Options,
         sparse: Mapping[str, torch.nn.Parameter],
+        peers: Peers | None = None,
         inside: Sequence[Reducer] = (),
         beside: Sequence[Synchronizer] = (),
     ) -> None:
@@ -47,10 +49,11 @@ class Synchronizer:
         self._idle_plan = plan
         self._last_statistics = Statistics()
         self._transport = transport
+        self._peers = peers
         self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
-        if transport is not None and transport.world_size > 1:
+        if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
             rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None
             self._reducer = Reducer(
@@ -61,8 +64,9 @@ class Synchronizer:
                 self._buffer_places,
                 Membership(module, options, functools.partial(_apart, [one.members for one in inside], rows)),
                 scaling,
+                peers,
                 delay=options.delay,
-                inspect=_inspection(module, transport, options),
+                inspection=_inspection(module, options, peers),
                 sparse=rows,
             )
             unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
@@ -182,7 +186,11 @@ class Synchronizer:
         return self._reducer is not None and self._reducer.graph_changed
 
     def shadow_pass(self) -> None:
-        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
+        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.
+
+        Raises:
+            CommunicationError: as ``backward`` does.
+        """
         if self._reducer is not None:
             self._reducer.shadow_pass()
 
@@ -230,9 +238,9 @@ class Synchronizer:
 
             sync.check()
         """
-        if self._reducer is not None and self._transport is not None:
+        if self._reducer is not None and self._peers is not None:
             where = f"pass {self.statistics.passes}"
-            check_replicas(_replicated(self.module, self._options), self._transport, where)
+            check_replicas(_replicated(self.module, self._options), self._peers.gather, where)
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
@@ -297,17 +305,15 @@ def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Te
     return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
 
 
-def _inspection(module: torch.nn.Module, transport: Transport, options: Options) -> Callable[[int], None] | None:
+def _inspection(module: torch.nn.Module, options: Options, peers: Peers) -> Inspection | None:
     """What is looked at when a pass has settled, without keeping the module alive."""
-    if not options.check_every:
-        return None
     alive = weakref.ref(module)
 
-    def inspect(number: int) -> None:
-        if options.check_every and number % options.check_every == 0 and (found := alive()) is not None:
-            check_replicas(_replicated(found, options), transport, f"pass {number}")
+    def tensors() -> dict[str, torch.Tensor] | None:
+        found = alive()
+        return None if found is None else _replicated(found, options)
 
-    return inspect
+    return Inspection(options.check_every, tensors, peers.gather) if options.check_every else None
 
 
 _BUFFERS_IN_WORDS = {

@@ -1,29 +1,20 @@
-"""What a rank tells all others when it fails or leaves, in a store that every rank can read.
+"""What a rank tells all others when it fails or leaves.
 
-[Note: who leaves]  A backward that fails is told in two ways. The control words keep all ranks in step and end the
-pass (reducer.py, [Note: a pass given up]); its note is only quoted. A note that *leaves* says that its rank will not
-come any more, and ends the waiting of others, whose buckets would never be complete.
+[Note: who leaves]  A pass that fails on a rank which goes on is told in two ways. The control words keep all ranks in
+step and end the pass (reducer.py, [Note: a pass given up]); its note is only quoted. A note that *leaves* says that its
+rank will not come any more, and ends the waiting of others, whose buckets would never be complete. It is about one
+handle, or about the whole process.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import json
 import os
 import sys
-import threading
-import time
-from dataclasses import asdict, dataclass
-from types import TracebackType
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
-from torch._C._distributed_c10d import Store
+from .whereabouts import place_of_traceback
 
-from .transport.base import Transport
-from .whereabouts import Progress, Whereabouts, place_of_traceback
-
-LINGER_SECONDS = 2.0
-"""How long the rank that has the store stays for the others to read its last note."""
 WAYS_TO_LEAVE = {
     "detached": "it was detached",
     "dropped": "its model was dropped",
@@ -38,105 +29,85 @@ class Note:
     """What one rank tells all others."""
 
     rank: int
-    passes: int
-    """How many it had begun."""
-    number: int
-    """The pass that it was about."""
     phase: str
+    """Where it failed, or a key of ``WAYS_TO_LEAVE``."""
+    handle: str = ""
+    """What it is about; empty: the process."""
+    passes: int | None = None
+    """How many passes of the handle had begun; None if it never had that handle."""
+    number: int | None = None
+    """The pass that it was about."""
     error: str = ""
     """``ValueError: text``; empty if it ended, or failed with an exception that could not be seen."""
     place: str = ""
     leaves: bool = False
     """See [Note: who leaves]."""
+    process: str = ""
+    """Who wrote it: a rank may be another process by now."""
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    """Of a process: ``passes`` and ``number`` of each of its handles."""
 
     @property
     def failed(self) -> bool:
         """Whether there is more to tell than that the rank has done its passes."""
         return self.phase not in WAYS_TO_LEAVE
 
+    @property
+    def first_hand(self) -> bool:
+        """Whether it did not fail for want of another rank."""
+        return not self.error.startswith(("PeerError", "CommunicationError"))
+
+    def about(self, handle: str) -> Note:
+        """The same for one handle."""
+        if self.handle or handle not in self.counts:
+            return self
+        passes, number = self.counts[handle]
+        return replace(self, passes=passes, number=number)
+
     def __str__(self) -> str:
         place = f" ({self.place})" if self.place else ""
+        number = "" if self.number is None else f", pass {self.number}"
         what = self.error or "failed; its own log has the error"
-        return f"rank {self.rank}, pass {self.number}, {self.phase}: {what}{place}"
+        return f"rank {self.rank}{number}, {self.phase}: {what}{place}"
 
 
-class Board:
-    """Where notes are posted. It does not know its ``Peers``, so that it can tell when those are gone."""
-
-    def __init__(self, store: Store, transport: Transport, progress: Progress, *, in_one_process: bool) -> None:
-        self.in_one_process = in_one_process
-        self.notes: list[Note] = []
-        self._lock = threading.Lock()  # the thread of whereabouts.py reads notes too, while the store is there
-        self._left = False
-        self._told: tuple[int, str] | None = None
-        self._store = store
-        self._rank = transport.rank
-        self._progress = progress
-        self.whereabouts = Whereabouts(
-            store, transport.rank, transport.world_size, progress, self.read, answers=not in_one_process
-        )
-        self._pid = os.getpid()
-
-    def post(self, note: Note) -> None:
-        """For all others to read. Never raises: the store may be gone."""
-        if os.getpid() != self._pid or self.whereabouts.store_is_gone():  # a fork has inherited our connection
-            return
-        with contextlib.suppress(RuntimeError):
-            number = self._store.add("notes", 1)
-            self._store.set(f"note/{number}", json.dumps(asdict(note)))
-
-    def tell_failed(self, phase: str, error: BaseException | None, trace: TracebackType | None) -> None:
-        """A failure of the pass under way, after which this rank stays in step."""
-        passes = self._progress.passes
-        self._told = passes, _text(error)
-        self.post(Note(self._rank, passes, passes, phase, _text(error), place_of_traceback(trace)))
-
-    def read(self, store: Store | None = None) -> None:
-        """What is new."""
-        if self.whereabouts.store_is_gone():
-            return
-        store = store or self._store
-        with self._lock, contextlib.suppress(RuntimeError):
-            while store.check([key := f"note/{len(self.notes) + 1}"]):
-                self.notes.append(Note(**json.loads(store.get(key))))
-
-    def leave(self, how: str) -> None:
-        """The last note of this rank: how it ended, unless an exception ends the program. Harmless twice."""
-        if self._left or os.getpid() != self._pid:
-            return
-        self._left = True
-        atexit.unregister(self.leave)
-        error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
-        if how == "ended" and error is not None and not hasattr(sys, "ps1"):
-            note = self._last_words(error)
-        else:
-            note = Note(self._rank, self._progress.passes, self._progress.passes, how, leaves=True)
-        self.whereabouts.stop()
-        self.post(note)
-        if how == "ended" and self._rank == 0 and self.whereabouts.rank_0_has_store():
-            self._linger()
-
-    def _last_words(self, error: BaseException) -> Note:
-        """About the pass that was under way, or else about the next."""
-        files = _files_of(error)
-        begun = self._told == (self._progress.passes, _text(error)) or _REDUCER in files
-        number = self._progress.passes + (not begun)
-        place = place_of_traceback(error.__traceback__)
-        return Note(self._rank, self._progress.passes, number, _phase_of(files), _text(error), place, leaves=True)
-
-    def _linger(self) -> None:
-        """The store ends with this process: let the others read, and write their own last note."""
-        until = time.monotonic() + LINGER_SECONDS
-        while time.monotonic() < until:
-            self.read()
-            left = {note.rank for note in self.notes if note.leaves} | {rank for rank, _ in self.whereabouts.dead()}
-            if left.issuperset(self.whereabouts.others()):
-                break
-            time.sleep(0.02)
-
-
-def _text(error: BaseException | None) -> str:
+def text_of(error: BaseException | None) -> str:
+    """``ValueError: text``."""
     return "" if error is None else f"{type(error).__name__}: {error}"[:2000]
+
+
+def what_ends_this_process() -> BaseException | None:
+    """The exception by which it ends, as far as Python says; call it while the process ends.
+
+    A program's is in ``sys.last_value``. In a child of multiprocessing it is being handled: its finalizers run in a
+    ``finally``, and torch's launcher raises ``SystemExit`` in place of what it has written down.
+    """
+    if hasattr(sys, "ps1"):  # in an interactive session the last exception ended nothing
+        return None
+    error = sys.exc_info()[1] or getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    if isinstance(error, SystemExit):
+        return (error.__context__ or error) if error.code else None
+    return error
+
+
+def last_words(rank: int, begun: Mapping[str, int], told: Collection[tuple[str, int, str]]) -> Note:
+    """The note of a process that ends now.
+
+    Args:
+        rank: this one.
+        begun: how many passes of each handle.
+        told: what was told before: handle, pass and text of the error.
+    """
+    error = what_ends_this_process()
+    if error is None:
+        return Note(rank, "ended", leaves=True, counts={handle: [n, n] for handle, n in begun.items()})
+    files, text = _files_of(error), text_of(error)
+    # About the pass that was under way, or else about the next.
+    numbers = {
+        handle: [n, n + (_REDUCER not in files and (handle, n, text) not in told)] for handle, n in begun.items()
+    }
+    place = place_of_traceback(error.__traceback__)
+    return Note(rank, _phase_of(files), error=text, place=place, leaves=True, counts=numbers)
 
 
 def _files_of(error: BaseException) -> set[str]:

@@ -3,32 +3,34 @@
 a rank fails or ends ──> Note in the store          a rank waits ──> in slices; between them it reads the notes
                                                                  └─> PeerError that quotes them
 
-The channel is the process group's store, so that it works when collectives do not. Passes that go well never touch it.
+All waiting for other ranks goes through here. The channel is the process group's store, so that it works when
+collectives do not. Passes that go well never touch it.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import datetime
-import functools
-import inspect
+import dataclasses
 import logging
 import os
+import secrets
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+import torch
 
-from .agreement import describe_ranks
+from .blame import EXPECTED, killed, left_early
+from .channel import Channel, Seat, channel_of
 from .errors import CommunicationError, PeerError
-from .notes import WAYS_TO_LEAVE, Board, Note
-from .transport.base import Transport
-from .whereabouts import Progress, count, place_of_frame
+from .notes import Note, text_of
+from .transport.base import Transport, Work
+from .waiting import FIRST_SLICE, SLICE, done_within, gather_by_sums, takes_time
+from .whereabouts import place_of_failure, place_of_frame, place_of_traceback
 
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
@@ -38,227 +40,305 @@ FLUSH_SECONDS = 5.0
 """How long a rank that gave up a pass stays with it, where the others need its part."""
 ASK_SECONDS = 5.0
 """How long a rank waits before it asks the others where they are."""
-FIRST_SLICE = datetime.timedelta(seconds=0.5)
-SLICE = datetime.timedelta(seconds=1.0)
-
-_log = logging.getLogger(__name__)
+log = logging.getLogger("stretto")
 
 
 class Peers:
     """The other ranks of one attached handle, as far as they tell of themselves.
 
-    Creating one is not collective, but all ranks attach in the same order, so they agree on where in the store to meet.
+    Creating one is not collective. The first ``gather`` agrees on a name for the handle, that which rank 0 brings:
+    what ranks tell of it goes by that name, however many handles each of them has made.
 
     Args:
         transport: has the ``store``, and in ``patience`` how long a collective may take; see :class:`Transport`.
+        occasion: what messages call the time before the first pass: ``"attach"`` or ``"reduce"``.
+        at_once: tell the others who this is; False to do so only when something lasts long.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.progress = Progress()
-        self._rank = transport.rank
-        self._pid = os.getpid()
-        self._flush: Callable[[float], object] = getattr(transport, "flush", _nothing)
+    def __init__(self, transport: Transport, occasion: str = "attach", *, at_once: bool = True) -> None:
+        self.seat = Seat()
+        self._transport = transport
+        self._occasion = occasion
+        self._offer = secrets.token_hex(8)
         self._patience: float | None = getattr(transport, "patience", None)
-        self._board: Board | None = None
-        self._dead: Callable[[], Sequence[tuple[int, int]]] = tuple
-        store: Store | None = getattr(transport, "store", None)
-        if store is not None:
-            handle = store.add(f"stretto/{self._rank}", 1)
-            own = PrefixStore(f"stretto/{handle}", store)
-            self._board = Board(own, transport, self.progress, in_one_process=isinstance(store, HashStore))
-            self._dead = self._board.whereabouts.dead
-            self._leave = weakref.finalize(self, self._board.leave, "dropped")
-            self._leave.atexit = False
-            # Then the interpreter is whole, and has set sys.last_value if an exception ends the program.
-            atexit.register(self._board.leave, "ended")
-        self._dead = getattr(transport, "dead", self._dead)
+        self._pid = os.getpid()
+        self._channel: Channel | None = None
+        if at_once:
+            self._open()
+
+    def _open(self) -> None:
+        store = getattr(self._transport, "store", None)
+        if self._channel is None and store is not None and self._transport.world_size > 1:
+            self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
+            self._channel.open(self.seat)
+            self._leave = weakref.finalize(self, self._channel.close, self.seat, "dropped")
+            self._leave.atexit = False  # the channel knows when the process ends
+
+    def use(self, transport: Transport) -> None:
+        """Another transport of the same ranks from here on, with the same store."""
+        self._transport = transport
+        self._patience = getattr(transport, "patience", None)
+
+    @property
+    def where(self) -> str:
+        """How messages begin."""
+        return f"rank {self._transport.rank}, " + (f"pass {self.seat.passes}" if self.seat.passes else self._occasion)
+
+    @property
+    def _kind(self) -> str:
+        return "pass" if self.seat.passes else self._occasion
 
     # Telling
 
-    def tell_failed(self, phase: str, error: BaseException | None, trace: TracebackType | None = None) -> None:
-        """Others will quote it. Never raises: an exception is on its way already."""
-        if self._board is not None:
-            self._board.tell_failed(phase, error, trace)
+    def tell_failed(
+        self,
+        phase: str,
+        error: BaseException | None,
+        trace: TracebackType | None = None,
+        *,
+        before: bool = False,
+        leaves: bool = False,
+    ) -> None:
+        """Others will quote it. Never raises: an exception is on its way already.
+
+        Args:
+            phase: in which part of a step.
+            error: if it could be seen.
+            trace: says where.
+            before: the failure is of the next pass, which has not begun.
+            leaves: this rank cannot take part in passes any more.
+        """
+        if self._channel is None:
+            return
+        begun = self.seat.passes
+        number = begun + before
+        if not before:
+            self.seat.told = self.seat.handle, begun, text_of(error)
+        place = place_of_failure(trace, sys._getframe()) if before else place_of_traceback(trace)
+        note = Note(self._transport.rank, phase, self.seat.handle, begun, number, text_of(error), place, leaves=leaves)
+        if self.seat.handle:
+            self._channel.post(note)
+        else:
+            self.seat.unsent.append(note)
 
     def close(self) -> None:
         """Tell that this rank has done its passes. Harmless twice."""
-        if self._board is not None and self._leave.detach():
-            self._board.leave("detached")
+        if self._channel is not None and self._leave.detach():
+            self._channel.close(self.seat, "detached")
+
+    # Meeting
+
+    def meet(self) -> None:
+        """Agree on the handle's name, if that has not been done. Collective."""
+        if self._channel is not None and not self.seat.handle:
+            self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable values of all ranks, in rank order. Collective. For set-up and rare decisions.
+
+        Raises:
+            CommunicationError: it will never be done.
+        """
+        brought, transport, what = (self._offer, value), self._transport, "what ranks hold could not be gathered"
+        try:
+            if self._patience is None:
+                everyone: list[Any] = transport.all_gather_object(brought)
+            else:
+                everyone = gather_by_sums(brought, transport, self.wait)
+        except RuntimeError as error:
+            self.fail(what, error)
+        if not self.seat.handle:
+            self._name(everyone[0][0])
+        return [other for _, other in everyone]
+
+    def all_equal(self, fingerprint: str) -> bool:
+        """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
+        transport = self._transport
+        if self._patience is None:
+            return len(set(self.gather(fingerprint))) == 1
+        brought = torch.zeros(transport.world_size, dtype=torch.int64)
+        brought[transport.rank] = int(fingerprint[:15], 16)
+        try:
+            self.wait(transport.all_reduce(brought))
+        except RuntimeError as error:
+            self.fail("what ranks hold could not be gathered", error)
+        return bool((brought == brought[0]).all())
+
+    def _name(self, handle: str) -> None:
+        self.seat.handle = handle
+        notes, self.seat.unsent = self.seat.unsent, []
+        for note in notes if self._channel is not None else ():
+            self._channel.post(dataclasses.replace(note, handle=handle))  # type: ignore[union-attr]
 
     def refuse_fork(self) -> None:
         """Raise in a forked child, before anything of its parent is touched."""
         if self._pid != os.getpid():
             raise CommunicationError(
-                f"rank {self._rank}: this process was forked from process {self._pid}, which alone can reduce.\n"
+                f"rank {self._transport.rank}: this process was forked from process {self._pid}, "
+                "which alone can reduce.\n"
                 "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
             )
 
     def flush(self) -> None:
         """This rank has given up a pass, and may not come back for a while: let the others have their part of it."""
-        self._flush(FLUSH_SECONDS)
+        if (flush := getattr(self._transport, "flush", None)) is not None:
+            flush(FLUSH_SECONDS)
 
     # Waiting
 
-    def wait(self, work: Any, number: int) -> None:
-        """Wait for a collective of a pass, and look for news meanwhile. Work that is done costs one call.
+    def wait(self, work: Any) -> None:
+        """Wait for a collective, and look for news meanwhile. Work that is done costs one call.
 
         Raises:
             PeerError: it will never be done.
-            RuntimeError: as the transport's.
+            RuntimeError: as the transport's; hand it to ``fail``.
         """
-        if self._patience is None or not _takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
+        if self._patience is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
-        elif not self._done_within(work, FIRST_SLICE, number):
-            self._wait_on(work, number, self._patience)
+        elif not self._done_within(work, FIRST_SLICE):
+            self._wait_on(work)
 
-    def _wait_on(self, work: Any, number: int, patience: float) -> None:
+    def wait_for(self, work: Work, what: str) -> None:
+        """The same for ``what``, a noun, with an error that says who did not come.
+
+        Raises:
+            CommunicationError: it will never be done.
+        """
+        try:
+            self.wait(work)
+        except RuntimeError as error:
+            self.fail(f"{what} could not be reduced", error)
+
+    def _wait_on(self, work: Any) -> None:
+        assert self._patience is not None
         began = time.monotonic() - FIRST_SLICE.total_seconds()
+        self._open()
         asked: dict[int, str] | None = None
-        warned = False
+        warned = suspected = False
+        quoted: set[str] = set()
         while True:
-            self._raise_if_gone(number)
+            blame, sure = self._blame()
+            if blame is not None and (sure or suspected):
+                raise blame
+            suspected = blame is not None  # it may have done all that was to be done before it left
+            self._quote(quoted)
             waited = time.monotonic() - began
-            if waited > patience:
-                raise RuntimeError(f"not done within {patience:.0f} s")
-            if self._board is not None and waited > ASK_SECONDS and not warned:
-                asked, warned = self._inquire(self._board, number, waited, asked)
-            if self._done_within(work, SLICE, number):
+            if waited > self._patience:
+                raise RuntimeError(f"not done within {self._patience:.0f} s")
+            if self._channel is not None and waited > ASK_SECONDS and not warned:
+                asked, warned = self._inquire(self._channel, waited, asked)
+            if self._done_within(work, SLICE):
                 return
 
-    def _done_within(self, work: Any, time_: datetime.timedelta, number: int) -> bool:
-        """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
+    def _done_within(self, work: Any, seconds: timedelta) -> bool:
         try:
-            work.wait(time_)
+            return done_within(work, seconds)
         except PeerError:  # the transport has seen a rank die, and knows nothing of its last words
-            self._blame(number)
+            self._look_for_blame()
             raise
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # it may have become complete just after the time was over
-        return True
 
     def _inquire(
-        self, board: Board, number: int, waited: float, asked: dict[int, str] | None
+        self, channel: Channel, waited: float, asked: dict[int, str] | None
     ) -> tuple[dict[int, str] | None, bool]:
         """Ask where the others are; when they have answered, or should have, say so once. Does not block."""
         with contextlib.suppress(RuntimeError):
             if asked is None:
-                return board.whereabouts.ask(), False
-            told = board.whereabouts.heard(asked)
+                return channel.ask(self.seat.handle), False
+            told = channel.heard(asked)
             if len(told) == len(asked) or waited > ASK_SECONDS + 4:
-                _log.warning("rank %d, pass %d: %s.", self._rank, number, self._places(told, waited))
+                log.warning("%s: %s.", self.where, self._places(told, waited))
                 return asked, True
             return asked, False
         return asked, True
 
+    def _quote(self, quoted: set[str]) -> None:
+        """Log what ranks that are awaited tell of a forward that failed there: they may go on, or end."""
+        for note in self._notes():
+            if note.phase == "forward" and not note.leaves and note.number == self.seat.passes:
+                if str(note) not in quoted:
+                    log.warning("%s: this rank waits, since forward has failed on another.\n  %s", self.where, note)
+                quoted.add(str(note))
+
     def _places(self, told: dict[int, str], waited: float | None = None) -> str:
-        assert self._board is not None
+        assert self._channel is not None
         since = "" if waited is None else f" since {waited:.0f} s"
-        lines = [f"rank {self._rank} waits{since} at {place_of_frame(sys._getframe())}"]
-        lines += [f"rank {rank} {told.get(rank, 'does not answer')}" for rank in self._board.whereabouts.others()]
+        lines = [f"rank {self._transport.rank} waits{since} at {place_of_frame(sys._getframe())}"]
+        for rank in self._channel.others():
+            silent = "does not answer" if self._channel.person(rank) else "has not come here so far"
+            lines.append(f"rank {rank} {told.get(rank, silent)}")
         return "; ".join(lines)
-
-    def _raise_if_gone(self, number: int, *, broken: bool = False) -> None:
-        """Raise if a rank has left without taking part in this pass; or at all, where something is ``broken``.
-
-        Whoever failed first is named, not those who left because of it.
-        """
-        dead = self._dead()
-        self._look()  # last words were written before the death
-        left = [note for note in self._notes if note.leaves]
-        silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
-        gone = [note for note in left if broken or note.passes < number]
-        if not silent or any(note.failed and not note.error.startswith("PeerError") for note in gone):
-            self._raise_for(gone, number)
-        if silent:
-            raise self._killed(silent, number)
 
     # Explaining
 
-    def explain(self, number: int) -> str:
-        """A collective failed. Raise what is to blame if it can be found; else say where the others are.
+    def fail(self, what: str, error: RuntimeError) -> NoReturn:
+        """Raise in place of a transport's error what is to blame, or else where the others are.
 
         Raises:
             PeerError: a rank has left, or died.
+            CommunicationError: anything else.
         """
-        if self._board is None:
-            return ""
-        self._blame(number)
-        return self._places(self._board.whereabouts.gather(2.5)) + ".\n"
+        if isinstance(error, CommunicationError):
+            raise error
+        try:
+            places = self._explain()
+        except PeerError as blame:
+            raise blame from error
+        raise CommunicationError(
+            f"{self.where}: {what} over {self._transport.name}: {error}\n{places}"
+            f"Expected every rank to call {EXPECTED[self._kind]}. Look at the first error in the other ranks' logs."
+        ) from error
 
-    def _blame(self, number: int) -> None:
+    def _explain(self) -> str:
+        """Where the others are. Raises ``PeerError`` if one has left or died."""
+        self._open()
+        if self._channel is None:
+            return ""
+        self._look_for_blame()
+        return self._places(self._channel.gather(self.seat.handle, 2.5)) + ".\n"
+
+    def _look_for_blame(self) -> None:
         """Raise what is to blame, if it can be found soon."""
-        until = time.monotonic() + (0.0 if self._board is None or self._board.in_one_process else GONE_SECONDS)
+        until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
         while True:
-            self._raise_if_gone(number, broken=True)
+            blame, _ = self._blame()
+            if blame is not None:
+                raise blame
             if time.monotonic() >= until:
-                break
+                return
             time.sleep(0.05)
 
-    def failures(self, number: int, ranks: int) -> list[Note]:
-        """What so many ranks that gave up a pass told of it, as far as it comes soon enough."""
+    def failures(self, phase: str, ranks: int) -> list[Note]:
+        """What so many ranks that failed in this pass told of it, as far as it comes soon enough."""
         until = time.monotonic() + NOTE_SECONDS
         while True:
-            self._look()
-            found = [note for note in self._notes if note.phase == "backward" and note.passes == number]
-            found = list({note.rank: note for note in found}.values())
-            if len(found) >= ranks or self._board is None or time.monotonic() >= until:
-                return sorted(found, key=lambda note: note.rank)
+            if self._channel is not None:
+                self._channel.read()
+                told = self._channel.told(self.seat.handle)
+            else:
+                told = []
+            found = {note.rank: note for note in told if note.phase == phase and note.number == self.seat.passes}
+            if len(found) >= ranks or self._channel is None or time.monotonic() >= until:
+                return [found[rank] for rank in sorted(found)]
             time.sleep(0.01)
 
-    def _look(self) -> None:
-        """Read what is new."""
-        if self._board is not None:
-            self._board.read()
-
-    @property
     def _notes(self) -> list[Note]:
         """Those of the other ranks, as read so far."""
-        return [] if self._board is None else [note for note in self._board.notes if note.rank != self._rank]
+        if self._channel is None:
+            return []
+        return [note for note in self._channel.told(self.seat.handle) if note.rank != self._transport.rank]
 
-    def _raise_for(self, notes: list[Note], number: int) -> None:
-        if not notes:
-            return
-        where = f"rank {self._rank}, pass {number}"
-        failed = [note for note in notes if note.failed]
-        if not failed:
-            note = notes[0]
-            how = WAYS_TO_LEAVE[note.phase]
-            raise PeerError(
-                f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
-                "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
-            )
-        first_hand = [note for note in failed if not note.error.startswith("PeerError")] or failed[:1]
-        told = "".join(f"  {note}\n" for note in first_hand)
-        ranks = describe_ranks(sorted({note.rank for note in first_hand}))
-        raise PeerError(
-            f"{where}: {ranks} failed and left, so nobody can complete this pass.\n{told}"
-            "Remove the cause and start again, on all ranks."
-        )
-
-    def _killed(self, dead: list[tuple[int, int]], number: int) -> PeerError:
-        told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
-        return PeerError(
-            f"rank {self._rank}, pass {number}: {told} died without a word, so nobody can complete this pass.\n"
-            "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
-            "Start again, on all ranks."
-        )
-
-
-@functools.cache
-def _takes_time(kind: type) -> bool:
-    """Whether works of this kind can be waited for in slices: a user's own may know nothing but ``wait()``."""
-    if not (hasattr(kind, "wait") and hasattr(kind, "is_completed")):
-        return False
-    try:
-        inspect.signature(kind.wait).bind(None, SLICE)
-    except ValueError:  # torch's, of C++, which takes one
-        return True
-    except TypeError:
-        return False
-    return True
-
-
-def _nothing(seconds: float) -> None:
-    """Transports whose messages go on by themselves have nothing to flush."""
+    def _blame(self) -> tuple[PeerError | None, bool]:
+        """An error for ranks that have left or died, and whether they surely have no part in what is awaited."""
+        channel = self._channel
+        if channel is None:
+            return None, False
+        dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
+        channel.read()  # last words were written before the death
+        if any(note.leaves for note in self._notes()):
+            channel.look_again(note.rank for note in self._notes() if note.leaves)
+        left = [note for note in self._notes() if note.leaves]
+        silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
+        if left and (not silent or any(note.failed and note.first_hand for note in left)):
+            missing = [note for note in left if note.passes is not None and note.passes < self.seat.passes]
+            return left_early(self.where, self._kind, missing or left, self.seat.passes), bool(missing)
+        return (killed(self.where, self._kind, silent), True) if silent else (None, False)

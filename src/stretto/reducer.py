@@ -19,21 +19,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from .arrivals import owner_of
-from .broadcast import CoalescedMessages, start_broadcast, start_reduce
+from .beside import Beside
+from .broadcast import CoalescedMessages
 from .buffers import BufferPlaces
+from .check import Inspection
 from .comm_hooks import CommHook
 from .consensus import Consensus
-from .engine import OutermostEnd, when_raised, without_graph
+from .engine import OutermostEnd, without_graph
 from .events import Events
+from .failing import Failing
 from .family import Family, Member
+from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
+from .peers import Peers
 from .plan import BucketPlan
 from .rejoin import Rejoin
 from .scaling import Scaling, encode_weight
@@ -55,8 +60,9 @@ class Reducer:
         places: the buffers that are made equal at the end of every pass.
         members: which parameters the module has.
         scaling: what is done to gradients besides summing them.
+        peers: the other ranks.
         delay: launch nothing before backward ends.
-        inspect: called with the pass number when a pass has settled.
+        inspection: looks whether the ranks are still equal.
         sparse: parameters beside the plan, whose gradients are sparse.
     """
 
@@ -69,35 +75,37 @@ class Reducer:
         places: BufferPlaces,
         members: Membership,
         scaling: Scaling,
+        peers: Peers,
         *,
         delay: bool = False,
-        inspect: Callable[[int], None] | None = None,
+        inspection: Inspection | None = None,
         sparse: SparseGradients | None = None,
     ) -> None:
         self.synchronize = True
-        self._queue = LaunchQueue(parameters, plan, transport, events, scaling)
+        self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         self._events = events
-        self._places = places
         self.members = members
         self.delay = delay
-        self._inspect = inspect
-        self.sparse = sparse
+        self._inspection = inspection
+        self._beside = Beside(self._queue, places, sparse, events)
         self.running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
+        self._failing = Failing(self._queue)
         self._passes = 0
         hooked = list(parameters.values())
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self._queue, self._tracker, events)
-        self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin)
+        self._forward = ForwardWatch(members.module(), self._is_between, self._failing.in_forward)
+        self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward)
         self._never_used = NeverUsed(self._queue)
         self.family: Family = Family([self])
         """Reducers of models inside this one and around it: see family.py."""
         self.inside: list[weakref.ref[Member]] = []
-        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, self._dropped)
-        if sparse is not None:
-            sparse.hook(self, self._sparse_arrival)
+        dropped = functools.partial(self._failing.in_engine, lambda: self.family.give_up())
+        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
+        self._beside.hook(self, self._sparse_arrival)
         members.follow(parameters)
         members.watch(self._outsider_arrived)
 
@@ -114,14 +122,19 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        queue, rows = self._queue, self.sparse.total_bytes if self.sparse is not None else 0
-        return Statistics(self._passes, queue.total_launched, queue.total_bytes + rows, self._consensus.plans)
+        nbytes = self._queue.total_bytes + self._beside.total_bytes
+        return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
-        dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
-        return dense + ([*self.sparse.named_parameters().values()] if self.sparse is not None else [])
+        references = self._queue.parameters
+        return [alive for reference in references if (alive := reference()) is not None] + self._beside.parameters
+
+    @property
+    def sparse(self) -> SparseGradients | None:
+        """The parameters that lie in no bucket, if any."""
+        return self._beside.sparse
 
     @property
     def used_by(self) -> dict[str, int]:
@@ -150,7 +163,7 @@ class Reducer:
 
     @comm_hook.setter
     def comm_hook(self, hook: CommHook) -> None:
-        self._queue.comm_hook = hook
+        self._queue.use(hook)
 
     def detach(self) -> None:
         """Remove the hooks. ``.grad`` stays as it is.
@@ -160,9 +173,9 @@ class Reducer:
         """
         self.family.leave(self)
         self._arrivals.remove()
-        if self.sparse is not None:
-            self.sparse.remove()
-        self._queue.peers.close()
+        self._beside.remove()
+        self._forward.remove()
+        self._queue.close()
         self.members.stop()
 
     def observers_changed(self) -> None:
@@ -189,7 +202,7 @@ class Reducer:
     def _enter(self) -> bool:
         """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
         if self.running:
-            self._tracker.nested = True
+            self._tracker.meet_nested()
             self._end.watch()
             self._arrivals.open()
         elif not self.synchronize:
@@ -204,17 +217,25 @@ class Reducer:
             if not self._arrivals.is_open:
                 self._enter()
 
+    def _is_between(self) -> bool:
+        """Whether a forward that begins now is one of the next pass."""
+        return self.synchronize and not self.running
+
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
         self._queue.peers.refuse_fork()
+        self._failing.refuse_if_lost()
+        if not self._queue.pass_number:
+            self._queue.peers.meet()
         self._drain()
         self._consensus.catch_up()
         self._queue.pass_number += 1
-        self._queue.peers.progress.passes = self._queue.pass_number
+        self._queue.peers.seat.passes = self._queue.pass_number
 
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""
         self._next_pass()
+        self._queue.begin()
         self.running = True
         self._tracker.begin()
         self._arrivals.open()
@@ -225,7 +246,7 @@ class Reducer:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 
     def _progressed(self) -> None:
-        if not self.delay:
+        if not (self.delay or self._tracker.holds_back()):
             self._queue.launch_full()
 
     # The end of a pass
@@ -233,66 +254,53 @@ class Reducer:
     def settle(self) -> None:
         """Every gradient of the pass has arrived. Collective."""
         with self._queue.lock, without_graph():
-            sparse = self.sparse
             try:
-                shares = sparse.prepare(self.weight, self._queue.where) if sparse is not None else None
+                shares = self._beside.prepare()
                 contributed = self._tracker.contributed(self._unsynchronized)
                 changed = self._rejoin.noticed(self._unsynchronized)
-                says = self._consensus.says() + [Control.CHANGED] * (changed and self.comm_hook is None)
+                says = self._consensus.says() + [Control.CHANGED] * changed
                 self._queue.launch_rest(contributed - self._queue.loose, says)
             except BaseException as error:
-                self.give_up()
-                self._queue.peers.tell_failed("backward", error, error.__traceback__)
+                self._failing.at_the_end(error, self.give_up)
                 raise
             try:
-                if sparse is not None:
-                    sparse.exchange(shares, self._queue.where)
-                words = self._wait(self._send_buffers(), release=True)
+                words = self._wait(self._beside.send(shares), release=True)
                 if self._never_used.looking:
                     self._never_used.look()
             finally:
                 self._unsynchronized.clear()
-                if sparse is not None:
-                    sparse.forget()
+                self._beside.forget()
                 self._reset()
             self._passes += 1
             if self._events.pass_settled:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
-            if changed and self.comm_hook is not None:
+            if changed and not self._queue.tells:
                 self._rejoin.refuse()
-            self._consensus.hear(words, at_once=changed)
-            if sparse is not None and sparse.given_up:  # no words said so beside noop_hook, the counts did
-                raise self._consensus.failure(sparse.given_up)
-            if self._inspect is not None:
-                self._inspect(self._queue.pass_number)
+            self._consensus.hear(words, at_once=changed or self._inspects())
+            if self._beside.given_up:
+                raise self._consensus.failure(self._beside.given_up)
+            self._inspect()
 
-    def _send_buffers(self) -> CoalescedMessages:
-        (follow, average), sent = self._places.to_send(), CoalescedMessages()
-        if follow:
-            sent.add(start_broadcast(follow, self.transport))
-        if average:
-            sent.add(start_reduce(average, self.transport, self.transport.world_size))
-        if sent.messages and self._events.buffers_sent:
-            self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
-        return sent
+    def _inspects(self) -> bool:
+        return self._inspection is not None and self._inspection.due(self._queue.pass_number)
+
+    def _inspect(self, *, idle: bool = False) -> None:
+        if self._inspection is not None and self._inspects() and not self._beside.given_up:
+            self._inspection.run(self._queue.pass_number, idle=idle)
 
     def _wait(self, buffers: CoalescedMessages, *, release: bool) -> ControlWords:
         words = self._queue.wait(release=release, handed_out=release and self._tracker.handed_out())
-        if self.sparse is not None:
-            factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
-            self.sparse.finish(factor, self._queue.where, release=release)
-        buffers.finish(self._queue.wait_for)
+        self._beside.finish(buffers, release=release)
         return words
 
     def _reset(self) -> None:
         self.running = False
         self._tracker.end()
         self._queue.reset()
-        if self.sparse is not None:
-            self.sparse.reset()
+        self._beside.reset()
 
     def shadow_pass(self) -> None:
-        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective."""
+        """Take part in one pass of the other ranks with nothing to give. Collective; see the handle's."""
         self.family.shadow()
 
     def shadow(self) -> None:
@@ -301,34 +309,26 @@ class Reducer:
             self._next_pass()
             try:
                 self._queue.launch_idle()
-                if self.sparse is not None:
-                    self.sparse.exchange(None, self._queue.where)
-                words = self._wait(self._send_buffers(), release=False)
+                words = self._wait(self._beside.send(None), release=False)
             finally:
                 self._reset()
             self._consensus.act_on(words, release=False)
+            self._inspect(idle=True)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
-    def _dropped(self) -> None:
-        self.family.give_up()
-        if not when_raised(tell := functools.partial(self._queue.peers.tell_failed, "backward")):
-            tell(None)
-
     def give_up(self) -> None:
-        """Launch the rest of the pass as spoiled, and stay a little where others need this rank for it."""
+        """Launch the rest of the pass, marked, and stay a little where others need this rank for it."""
         with self._queue.lock, torch.no_grad():
             self.running = False
             self._tracker.stop()
             self._unsynchronized.clear()
+            self._forward.says(self._queue.pass_number)  # to nobody: giving up says all
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
-            self._queue.launch_spoiled()
-            if self.sparse is not None:
-                self.sparse.forget()
-                self.sparse.exchange_spoiled()
-            self._buffers_of_given_up = self._send_buffers()
+            self._queue.launch_given_up()
+            self._buffers_of_given_up = self._beside.send_spoiled()
             if not self._queue.tells and self._queue.pass_number == 1:
-                self._consensus.send_order()  # peers do not know of the failure and wait for it
+                self._consensus.send_order()  # peers do not know of the failure
             self._queue.peers.flush()
 
     def _drain(self) -> None:

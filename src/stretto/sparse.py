@@ -28,7 +28,7 @@ import torch
 
 from .arrivals import hook_for
 from .broadcast import CoalescedMessages, start_broadcast
-from .errors import CommunicationError, SetupError, name_list
+from .errors import SetupError, name_list
 from .scaling import Scaling
 from .specs import dtype_name
 from .transport.base import Transport, Work
@@ -193,16 +193,16 @@ class SparseGradients:
         self._scaling.before(dense, weight)
         return replace(share, dense=dense)
 
-    def exchange(self, shares: list[Share] | None, where: str) -> None:
+    def exchange(self, shares: list[Share] | None, wait: Callable[[Work, str], object]) -> None:
         """Put rows and values under way, or what is dense. Collective; waits for the counts.
 
         Args:
             shares: from ``prepare``; None if this rank has nothing to give.
-            where: how messages begin.
+            wait: called with each message and what to call it.
         """
         mine = [member.nothing() for member in self._members] if shares is None else shares
         self._send_counts(mine)
-        counts = self._receive_counts(where)
+        counts = self._receive_counts(wait)
         self.given_up = sum(row[0] for row in counts)
         if self.given_up:
             return
@@ -238,36 +238,37 @@ class SparseGradients:
         flat = table.reshape(-1).to(self._members[0].device)
         self._counts = flat, self._transport.all_reduce(flat)
 
-    def _receive_counts(self, where: str) -> list[list[int]]:
+    def _receive_counts(self, wait: Callable[[Work, str], object]) -> list[list[int]]:
         assert self._counts is not None
         (flat, work), self._counts = self._counts, None
-        with self._named(where):
-            work.wait()
+        wait(work, self._what)
         table: list[list[int]] = flat.view(self._transport.world_size, -1).tolist()
         return table
 
-    def finish(self, factor: torch.Tensor | float | None, where: str, *, release: bool = True) -> None:
+    def finish(
+        self, factor: torch.Tensor | float | None, wait: Callable[[Work, str], object], *, release: bool = True
+    ) -> None:
         """Wait, and put the results in ``.grad``.
 
         Args:
             factor: for the sum, as the buckets have it; None for 1.
-            where: how messages begin.
+            wait: called with each message and what to call it.
             release: False if ``.grad`` is to be left alone.
         """
-        with self._named(where):
-            if self._counts is not None:  # of a pass that this rank gave up
-                self._counts[1].wait()
-            self._messages.finish()
-            for _, _, work in self._dense:
-                work.wait()
+        if self._counts is not None:  # of a pass that this rank gave up
+            wait(self._counts[1], self._what)
+        self._messages.finish(wait, self._what)
+        for _, _, work in self._dense:
+            wait(work, self._what)
         for member, shares in self._by_row if release else ():
             _put(member, _sum_of_rows(member, shares, factor))
         for member, flat, _ in self._dense if release else ():
             whole = flat if factor is None else flat.mul_(factor)
             _put(member, whole.to(member.dtype).view(member.shape))
 
-    def _named(self, where: str) -> _Named:
-        return _Named(f"{where}: the sparse gradients of {name_list(self.names)}", self._transport.name)
+    @property
+    def _what(self) -> str:
+        return f"the sparse gradients of {name_list(self.names)}"
 
     def reset(self) -> None:
         """Nothing is under way, for the next pass."""
@@ -278,23 +279,6 @@ class SparseGradients:
     def forget(self) -> None:
         """What has arrived so far is dealt with, or given up."""
         self._seen.clear()
-
-
-class _Named:
-    """A collective that fails is named."""
-
-    def __init__(self, what: str, transport: str) -> None:
-        self._text = f"{what} could not be reduced over {transport}"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise CommunicationError(
-                f"{self._text}: {error}\n"
-                "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
-            ) from error
 
 
 def _sum_of_rows(member: _Member, shares: list[Share], factor: torch.Tensor | float | None) -> torch.Tensor:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from .agreement import Statement, agree
 from .attach import default_transport
 from .broadcast import start_reduce
-from .errors import UnsupportedError
+from .errors import SetupError, UnsupportedError
+from .peers import Peers
 from .plan import MIB
 from .scaling import Reduce
+from .specs import dtype_name
 from .transport import Transport
+
+ADVICE = "Give the same tensors in the same order on every rank."
 
 
 def reduce(
@@ -26,7 +32,8 @@ def reduce(
     """Replace tensors by their mean (or sum) over ranks, in place. Collective.
 
     For gradients that ``torch.autograd.grad`` or ``torch.func.grad`` returns, and for hand-written training loops. All
-    ranks give the same shapes and dtypes in the same order. They travel in flat messages, all under way at once.
+    ranks give the same shapes and dtypes in the same order: that is compared first, in one small message. The tensors
+    travel in flat messages, all under way at once.
 
     Args:
         tensors: floating or complex, dense, any strides; ``None`` is passed over, and must be on all ranks alike.
@@ -36,22 +43,54 @@ def reduce(
         bucket_cap_mb: a message is at most so many MiB, unless one tensor alone is larger.
 
     Raises:
-        UnsupportedError: a tensor that is sparse or of integers, an ``op`` that is not known.
+        UnsupportedError: a tensor that is sparse or of integers, an ``op`` that is not known; on this rank; the
+            others raise ModelMismatchError.
+        ModelMismatchError: the ranks give different tensors or options; the same difference on all of them.
+        CommunicationError: a rank does not come, with the places where all are; ``PeerError`` if it has failed, ended
+            or died.
 
     Example::
 
         gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-        stretto.reduce(gradients, transport=transport)
+        stretto.reduce(gradients)
     """
     given = [tensor for tensor in tensors if tensor is not None]
+    problem = _problem(given, op)
+    carrier = transport if transport is not None else default_transport(process_group)
+    if carrier is None or carrier.world_size == 1:
+        if problem is not None:
+            raise problem
+        return
+    peers = Peers(carrier, "reduce", at_once=False)
+    try:
+        _agree(given, (op, bucket_cap_mb), problem, carrier.rank, peers)
+        divisor = carrier.world_size if op == "mean" else 1
+        messages = start_reduce(given, carrier, divisor, message_bytes=int(bucket_cap_mb * MIB))
+        messages.finish(peers.wait_for, "the tensors")
+    finally:
+        peers.close()
+
+
+def _problem(given: Sequence[torch.Tensor], op: str) -> UnsupportedError | None:
     if op not in ("mean", "sum"):
-        raise UnsupportedError(f'op={op!r} is not known: use op="mean" or op="sum"')
+        return UnsupportedError(f'op={op!r} is not known: use op="mean" or op="sum"')
     for place, tensor in enumerate(given):
         if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
-            raise UnsupportedError(
+            return UnsupportedError(
                 f"reduce: tensor {place} is {tensor.layout} of {tensor.dtype}; give dense floating ones"
             )
-    carrier = transport if transport is not None else default_transport(process_group)
-    if carrier is not None and carrier.world_size > 1:
-        divisor = carrier.world_size if op == "mean" else 1
-        start_reduce(given, carrier, divisor, message_bytes=int(bucket_cap_mb * MIB)).finish()
+    return None
+
+
+def _agree(
+    given: Sequence[torch.Tensor], asked: object, problem: UnsupportedError | None, rank: int, peers: Peers
+) -> None:
+    """Collective, in one message if all is well; Gloo ends the process where messages differ in length."""
+    facts = [("option op, bucket_cap_mb", f"{asked}")]
+    facts += [(f"tensor {place}", f"{tuple(one.shape)} {dtype_name(one.dtype)}") for place, one in enumerate(given)]
+    statement = Statement(tuple(facts), None if problem is None else f"{problem}")
+    if not peers.all_equal(statement.fingerprint):
+        with contextlib.suppress(SetupError) if problem is not None else contextlib.nullcontext():
+            agree(statement, rank, peers.gather, "reduce", ADVICE, "give the same tensors")
+    if problem is not None:
+        raise problem

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -108,8 +107,7 @@ def run_rank(worker: Callable[..., Any], rank: int, world_size: int, folder: str
         torch.save(result, f"{folder}/result{rank}")
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException as error:
-        sys.last_value = error  # as the interpreter does when a program ends so: the other ranks are told
+    except BaseException:
         with open(f"{folder}/failure{rank}", "w") as file:
             file.write(traceback.format_exc())
         raise

@@ -12,11 +12,11 @@ import mmap
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from ..errors import PeerError, SetupError
+from ..errors import CommunicationError, PeerError, SetupError
 from . import futex
 from .base import Transport
 from .hierarchical import HierarchicalTransport, why_not
@@ -26,7 +26,7 @@ from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
 DEFAULT_PATIENCE = 1800.0
-log = logging.getLogger("stretto.transport")
+log = logging.getLogger("stretto")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Seen:
     """Random; rank 0's names the place where hosts meet."""
 
 
-def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
+def choose(
+    base: Transport, asked: str, *, on_host: bool = True, gather: Callable[[Any], list[Any]] | None = None
+) -> Transport:
     """What suits the ranks of ``base``. Collective.
 
     Shared memory where all of them see each other's, both where some do, and ``base`` where each is alone on its host.
@@ -60,16 +62,18 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
         base: carries the questions, and whatever shared memory cannot.
         asked: ``"auto"``, ``"shared_memory"`` or ``"process_group"``, the same on all ranks.
         on_host: whether this rank has tensors in the host's memory at all.
+        gather: takes the part of ``base.all_gather_object``, which waits without a look at the other ranks.
 
     Raises:
         SetupError: ``"shared_memory"`` was asked for and cannot be had, or ranks ask differently; on all ranks.
     """
-    offers, page = _exchange_offers(base, asked, on_host)
+    gather = gather or base.all_gather_object
+    offers, page = _exchange_offers(gather, base.rank, asked, on_host)
     _refuse(base.rank, offers)
     if offers[0].asked == "process_group":
         return base
     peers, problem = _open(base.rank, offers)
-    seen = _exchange_seen(base, offers, Seen(tuple(peers), problem, secrets.token_hex(8)))
+    seen = _exchange_seen(gather, base.rank, offers, Seen(tuple(peers), problem, secrets.token_hex(8)))
     hosts = hosts_among([one.ranks for one in seen])
     why = next((f"rank {rank}: {one.problem}" for rank, one in enumerate(seen) if one.problem), "")
     if asked == "shared_memory" and len(hosts) != 1:
@@ -93,14 +97,18 @@ def choose(base: Transport, asked: str, *, on_host: bool = True) -> Transport:
     return HierarchicalTransport(host, hosts, base, seen[0].name)
 
 
-def _exchange_seen(base: Transport, offers: Sequence[Offer], mine: Seen) -> list[Seen]:
+def _exchange_seen(
+    gather: Callable[[Any], list[Any]], own_rank: int, offers: Sequence[Offer], mine: Seen
+) -> list[Seen]:
     """Raises ``PeerError`` naming a rank that has died meanwhile."""
     try:
-        seen: list[Seen] = base.all_gather_object(mine)
+        seen: list[Seen] = gather(mine)
+    except CommunicationError:
+        raise  # it names what is to blame already
     except RuntimeError as error:
         if dead := first_dead([offer.address for offer in offers if offer.address is not None]):
             rank = next(rank for rank, offer in enumerate(offers) if offer.address == dead)
-            told = f"rank {base.rank}: rank {rank} (pid {dead.pid}) died without a word"
+            told = f"rank {own_rank}: rank {rank} (pid {dead.pid}) died without a word"
             raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
         raise
     return seen
@@ -123,17 +131,19 @@ def hosts_among(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return sorted(set(mutual))
 
 
-def _exchange_offers(base: Transport, asked: str, on_host: bool) -> tuple[list[Offer], Page | None]:
+def _exchange_offers(
+    gather: Callable[[Any], list[Any]], rank: int, asked: str, on_host: bool
+) -> tuple[list[Offer], Page | None]:
     page: Page | None = None
     reason = ""
     if asked != "process_group":
         reason = _why_not() or ("" if on_host else "its parameters and buffers are all on an accelerator")
         if not reason:
             try:
-                page = Page(base.rank)
+                page = Page(rank)
             except OSError as error:
                 reason = f"memfd_create: {error.strerror or error}"
-    offers: list[Offer] = base.all_gather_object(Offer(asked, page.address if page else None, reason))
+    offers: list[Offer] = gather(Offer(asked, page.address if page else None, reason))
     return offers, page
 
 

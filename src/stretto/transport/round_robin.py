@@ -56,6 +56,11 @@ class RoundRobinTransport:
         """By the first."""
         return self._transports[0].all_gather_object(value)
 
+    @property
+    def process_group(self) -> Any:
+        """The first's; None if it has none."""
+        return getattr(self._transports[0], "process_group", None)
+
     def close(self) -> None:
         """Close all."""
         for transport in self._transports:

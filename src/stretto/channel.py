@@ -1,0 +1,303 @@
+"""One rank's end of the store that all ranks see: who they are, what they tell, where they are.
+
+    who/RANK     the process, while it has a handle       note/n      what ranks tell: notes.py
+    a waiting rank ──> ask/RANK/n ──> that rank's thread ──> at/RANK/n
+
+All handles of a process on one store share one channel, with one thread and one connection of its own.
+
+[Note: the thread]  A rank that waits elsewhere cannot answer for itself, so a thread does. It polls once a second and
+never blocks in the store: a daemon thread that returns from C++ while the interpreter shuts down aborts the process. It
+is woken and joined at exit. Ranks that are threads of one process read each other's stacks, and need none. The thread
+is also how the channel of a store is found again: nothing else keeps a list of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.util import Finalize
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from .notes import Note, last_words
+from .whereabouts import Person, count, myself, place_of_frame
+
+LINGER_SECONDS = 2.0
+"""How long the rank that has the store stays for the others to read its last note."""
+POLL_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Seat:
+    """One handle at the channel. It does not know the handle, so that it can tell when that is gone."""
+
+    handle: str = ""
+    """The name on which all ranks have agreed, if they have."""
+    passes: int = 0
+    """How many have begun; the hot path sets it, and others read it."""
+    told: tuple[str, int, str] | None = None
+    """Handle, pass and text of the last failure of backward that was told."""
+    unsent: list[Note] = field(default_factory=list)
+    """Told before the handle had a name."""
+
+
+class Channel:
+    """See :func:`channel_of`.
+
+    Args:
+        store: that all ranks see.
+        rank: this one.
+        world_size: how many there are.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.in_one_process = isinstance(store, HashStore)
+        self.notes: list[Note] = []
+        """All that were read, this rank's own too."""
+        self._given = store
+        self._store = PrefixStore("stretto", store)
+        self._rank = rank
+        self._world_size = world_size
+        self._seats: list[Seat] = []
+        self._lock = threading.Lock()  # the thread reads notes too
+        self._people: dict[int, Person] = {}
+        self._me = myself()
+        self._ended = False
+        self._lookout: Lookout | None = None
+        self._finalizer: Finalize | None = None
+
+    def serves(self, store: Store, rank: int) -> bool:
+        """Whether it is this rank's channel over that store."""
+        return self._given is store and self._rank == rank and self._is_mine() and not self._ended
+
+    def _is_mine(self) -> bool:
+        """Not inherited by a fork, together with its connection."""
+        return os.getpid() == self._me.pid
+
+    # Handles come and go
+
+    def open(self, seat: Seat) -> None:
+        """A handle joins. With the first, the rank says who it is."""
+        self._seats.append(seat)
+        if len(self._seats) > 1:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"who/{self._rank}", json.dumps(asdict(self._me)))
+        if not self.in_one_process:
+            self._lookout = Lookout(self, self._store)
+            # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
+            # os._exit and run their finalizers alone.
+            atexit.register(self.end)
+            self._finalizer = Finalize(None, self.end, exitpriority=1000)
+
+    def close(self, seat: Seat, how: str) -> None:
+        """A handle leaves. With the last, the rank is silent. Harmless twice."""
+        if seat not in self._seats or not self._is_mine():
+            return
+        self._seats.remove(seat)
+        if seat.handle:
+            self.post(Note(self._rank, how, seat.handle, seat.passes, seat.passes, leaves=True))
+        if not self._seats and not self.in_one_process:
+            self._stop()
+            self._set(f"who/{self._rank}", "")
+
+    def end(self) -> None:
+        """The last note of this process: how it ended. Harmless twice."""
+        if self._ended or not self._is_mine():
+            return
+        self._stop()
+        begun = {seat.handle: seat.passes for seat in self._seats if seat.handle}
+        told = {seat.told for seat in self._seats if seat.told is not None}
+        self.post(last_words(self._rank, begun, told))
+        if self._rank == 0 and self.rank_0_has_store():
+            self._linger()
+
+    def _stop(self) -> None:
+        self._ended = True
+        atexit.unregister(self.end)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        if self._lookout is not None:
+            self._lookout.stop()
+
+    def _linger(self) -> None:
+        """The store ends with this process: let the others read, and write their own last note."""
+        until = time.monotonic() + LINGER_SECONDS
+        while time.monotonic() < until:
+            self.read()
+            left = {note.rank for note in self.notes if note.leaves and not note.handle and self._is_current(note)}
+            left |= {rank for rank in self.others() if self.person(rank, fresh=True) is None}
+            if left.union(rank for rank, _ in self.dead()).issuperset(self.others()):
+                break
+            time.sleep(0.02)
+
+    # Notes
+
+    def post(self, note: Note) -> None:
+        """For all others to read. Never raises: the store may be gone."""
+        if not self._is_mine() or self.store_is_gone():
+            return
+        with contextlib.suppress(RuntimeError):
+            number = self._store.add("notes", 1)
+            self._store.set(f"note/{number}", json.dumps(asdict(replace(note, process=self._me.name))))
+
+    def read(self, store: Store | None = None) -> None:
+        """What is new. The thread gives its own connection."""
+        if self.store_is_gone():
+            return
+        store = store or self._store
+        with self._lock, contextlib.suppress(RuntimeError):
+            while store.check([key := f"note/{len(self.notes) + 1}"]):
+                self.notes.append(Note(**json.loads(store.get(key))))
+
+    def told(self, handle: str) -> list[Note]:
+        """What was read about a handle, and about the processes that ranks are now; this rank's own too."""
+        return [
+            note.about(handle)
+            for note in self.notes
+            if (note.handle == handle if note.handle else self._is_current(note))
+        ]
+
+    def _is_current(self, note: Note) -> bool:
+        person = self._people.get(note.rank)
+        return person is None or person.name == note.process
+
+    def look_again(self, ranks: Iterable[int]) -> None:
+        """These may be other processes by now."""
+        for rank in ranks:
+            self.person(rank, fresh=not self.store_is_gone())
+
+    # Who
+
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self._world_size) if rank != self._rank]
+
+    def person(self, rank: int, store: Store | None = None, *, fresh: bool = False) -> Person | None:
+        """Who that is, if it has said so and has a handle."""
+        if fresh or rank not in self._people:
+            store = store or self._store
+            with contextlib.suppress(RuntimeError):
+                said = store.get(f"who/{rank}") if store.check([f"who/{rank}"]) else b""
+                self._people.pop(rank, None)
+                if said:
+                    self._people[rank] = Person(**json.loads(said))
+        return self._people.get(rank)
+
+    def dead(self) -> list[tuple[int, int]]:
+        """Rank and pid of those that are known not to run any more."""
+        seem = [rank for rank in self.others() if (one := self.person(rank)) is not None and one.is_dead()]
+        gone = self.store_is_gone()
+        # It may have gone in peace, or another process may be that rank by now.
+        sure = [(rank, self.person(rank, fresh=not gone)) for rank in seem]
+        return [(rank, person.pid) for rank, person in sure if person is not None and person.is_dead()]
+
+    def store_is_gone(self) -> bool:
+        """Whether the store's server is known to have ended with rank 0; calls would print warnings from C++."""
+        host = self._people.get(0)
+        return self._rank != 0 and self.rank_0_has_store() and host is not None and host.is_dead()
+
+    def rank_0_has_store(self) -> bool:
+        """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
+        store = self._given
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    # Where
+
+    def ask(self, handle: str) -> dict[int, str]:
+        """Ask the others where they are with a handle; returns the key under which each will answer."""
+        keys = {}
+        for rank in self.others():
+            if self.person(rank) is None:
+                continue  # nobody is there to answer
+            number = self._store.add(f"ask/{rank}", 1)
+            self._store.set(f"ask/{rank}/{number}", handle)
+            keys[rank] = f"at/{rank}/{number}"
+        return keys
+
+    def heard(self, keys: dict[int, str]) -> dict[int, str]:
+        """What those who have answered so far say, as the end of a sentence that begins with the rank."""
+        told = {}
+        for rank, key in keys.items():
+            person = self.person(rank, fresh=self.in_one_process)
+            if person is not None and person.pid == self._me.pid and person.host == self._me.host:
+                frame = sys._current_frames().get(person.thread)
+                told[rank] = f"is at {place_of_frame(frame)}" if frame else "has ended"
+            elif self._store.check([key]):
+                told[rank] = self._store.get(key).decode()
+        return told
+
+    def gather(self, handle: str, seconds: float) -> dict[int, str]:
+        """Ask, and wait so long for answers."""
+        with contextlib.suppress(RuntimeError):
+            keys, until = self.ask(handle), time.monotonic() + seconds
+            while len(told := self.heard(keys)) < len(keys) and time.monotonic() < until:
+                time.sleep(0.05)
+            return told
+        return {}
+
+    def watch(self, store: Store, stopped: threading.Event) -> None:
+        """On the thread. Whoever is dead when the store is gone too must be known by then, so all are read early."""
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            answered, unknown = store.add(f"ask/{self._rank}", 0), self.others()
+            while not stopped.wait(POLL_SECONDS) and not self.store_is_gone():
+                for rank in unknown[:64]:
+                    self.person(rank, store)
+                unknown = [rank for rank in unknown if rank not in self._people]
+                self.read(store)
+                while store.check([key := f"ask/{self._rank}/{answered + 1}"]):
+                    answered += 1
+                    store.set(f"at/{self._rank}/{answered}", self._where(store.get(key).decode()))
+
+    def _where(self, handle: str) -> str:
+        place = place_of_frame(sys._current_frames().get(self._me.thread))
+        passes = [seat.passes for seat in [*self._seats] if seat.handle == handle]
+        return f"has begun {count(passes[0])} and is at {place}" if handle and passes else f"is at {place}"
+
+    def _set(self, key: str, value: str) -> None:
+        if not self.store_is_gone():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(key, value)
+
+
+class Lookout(threading.Thread):
+    """See [Note: the thread]."""
+
+    def __init__(self, channel: Channel, store: Store) -> None:
+        super().__init__(name="stretto", daemon=True)
+        self.channel = channel
+        self._stopped = threading.Event()
+        self._connection: Store | None = None
+        with contextlib.suppress(RuntimeError):  # one that cannot be cloned is not to be shared: a call could block
+            self._connection = store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+        self.start()
+
+    def run(self) -> None:
+        """Poll until told to stop."""
+        if self._connection is None:
+            self._stopped.wait()
+        else:
+            self.channel.watch(self._connection, self._stopped)
+
+    def stop(self) -> None:
+        """End, soon. Harmless twice."""
+        self._stopped.set()
+        if self is not threading.current_thread():
+            self.join(2.0)
+
+
+def channel_of(store: Store, rank: int, world_size: int) -> Channel:
+    """The channel of this process over a store, which may be there already."""
+    for thread in threading.enumerate():
+        if isinstance(thread, Lookout) and thread.channel.serves(store, rank):
+            return thread.channel
+    return Channel(store, rank, world_size)

@@ -1,0 +1,63 @@
+"""What a rank tells the others when its own forward or backward fails, and when it has lost its place among them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+from .engine import when_raised
+from .errors import CommunicationError
+from .launch import LaunchQueue
+
+log = logging.getLogger("stretto")
+
+
+class Failing:
+    """The failures of one reducer on this rank.
+
+    Args:
+        queue: knows the pass and the other ranks.
+    """
+
+    def __init__(self, queue: LaunchQueue) -> None:
+        self._queue = queue
+        self._lost: BaseException | None = None
+
+    def in_forward(self, error: Exception) -> None:
+        """It came out of the module, before a pass."""
+        self._queue.peers.tell_failed("forward", error, error.__traceback__, before=True)
+
+    def at_the_end(self, error: BaseException, give_up: Callable[[], None]) -> None:
+        """Of backward, where it can be seen."""
+        left = not self._done(give_up)
+        self._queue.peers.tell_failed("backward", error, error.__traceback__, leaves=left)
+
+    def in_engine(self, give_up: Callable[[], None]) -> None:
+        """Backward was dropped; the exception may come by. From a weak reference's callback: nothing must come out."""
+        left = not self._done(give_up)
+        tell = functools.partial(self._queue.peers.tell_failed, "backward", leaves=left)
+        if not when_raised(tell):
+            tell(None)
+
+    def _done(self, give_up: Callable[[], None]) -> bool:
+        """Give up the pass; False if that fails too, and so this rank is out of step for good."""
+        try:
+            give_up()
+        except BaseException as error:
+            self._lost = error
+            log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
+            return False
+        return True
+
+    def refuse_if_lost(self) -> None:
+        """Before a pass.
+
+        Raises:
+            CommunicationError: the others could not be told of an earlier one.
+        """
+        if self._lost is not None:
+            raise CommunicationError(
+                f"{self._queue.where} failed on this rank and could not be given up, so it has lost its place among "
+                "the others.\nRemove the cause and start again, on all ranks."
+            ) from self._lost

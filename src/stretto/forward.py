@@ -1,0 +1,112 @@
+"""What is known of forward: that it failed on this rank, and whether this rank ran it more often than it used to.
+
+    module(...) raises ──> a note for those who wait ──> FORWARD_FAILED in the next pass ──sum──> PeerError on all ranks
+
+[Note: no answer out of turn]  A rank whose forward has failed has sent nothing, and must not: what the others do next
+may be another model's pass, or the user's own ``all_reduce``. So it says so in its next pass, whenever that comes, and
+where some ranks say so and others do not, all raise at the end of that pass, and nobody steps.
+
+[Note: what is not seen]  An exception outside the module (in the loss, or in backward before it reaches a parameter) is
+the user's own. It leaves one trace: more forwards than usual before the next pass. That is no proof of an error, so it
+is a warning, and only where ranks differ.
+
+torch keeps a slot for what ``module.compile()`` makes of a module, and calls what lies there. It costs less than a
+forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, which would all take a hook along.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .peers import Peers
+from .words import Control
+
+log = logging.getLogger("stretto")
+
+
+class ForwardWatch:
+    """Stands in the slot of an attached module. Never communicates.
+
+    Args:
+        module: the attached one; held weakly. None if it was freed already.
+        counts: whether a forward that begins now belongs to a pass; asked only in training mode with gradients.
+        failed: told of an exception that came out of such a forward.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module | None, counts: Callable[[], bool], failed: Callable[[Exception], object]
+    ) -> None:
+        self._module = None if module is None else weakref.ref(module)
+        self._counts = counts
+        self._failed = failed
+        self._compiled: Any = None
+        self._runs = 0
+        self._before: int | None = None
+        self._has_failed = False
+        self._last = 0
+        self.runs = (0, 0)
+        """How often forward ran before this pass, and before the one before."""
+        self._told_once = False
+        if module is not None:
+            self._compiled = module._compiled_call_impl
+            module.__dict__["_compiled_call_impl"] = self
+
+    def __reduce__(self) -> Any:
+        """A copy of the module is not attached."""
+        return type(None), ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._found()
+        assert module is not None, "it is being called"
+        call = self._compiled or module._call_impl
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled() and self._counts()):
+            return call(*args, **kwargs)
+        self._runs += 1
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self._has_failed = True
+            self._failed(error)
+            raise
+
+    def _found(self) -> torch.nn.Module | None:
+        return None if self._module is None else self._module()
+
+    def remove(self) -> None:
+        """Clear the slot. Harmless twice."""
+        module = self._found()
+        if module is not None and module.__dict__.get("_compiled_call_impl") is self:
+            module.__dict__["_compiled_call_impl"] = self._compiled
+
+    def says(self, number: int) -> list[Control]:
+        """What this rank's pass ``number`` is to tell the others. From here on forwards are of the next pass."""
+        if number == self._last:
+            return []  # it was said, and then the pass was given up
+        self._last = number
+        failed, more = self._has_failed, self._before is not None and self._runs > self._before
+        self.runs = self._runs, self._before or 0
+        self._before, self._runs, self._has_failed = self._runs, 0, False
+        return [Control.FORWARD_FAILED] * failed + [Control.MORE_FORWARDS] * more
+
+    def warn(self, where: str, rank: int, peers: Peers) -> None:
+        """Say once that some ranks ran forward more often than they used to, and others did not. Collective."""
+        if self._told_once:
+            return
+        self._told_once = True
+        everyone: list[tuple[int, int]] = peers.gather(self.runs)
+        more = [rank for rank, (now, before) in enumerate(everyone) if now > before]
+        if rank not in (0, *more):
+            return
+        told = "; ".join(f"rank {other} {now}, {before} before" for other, (now, before) in enumerate(everyone))
+        log.warning(
+            "%s: some ranks ran forward more often for this pass than for the one before, others did not (%s).\n"
+            "If a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "
+            "shifted by one from here on. Forwards that no backward follows belong under torch.no_grad(). Told once.",
+            where,
+            told,
+        )

@@ -1,0 +1,66 @@
+"""Waiting in slices, so that between them one can look why it lasts."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .transport.base import Transport, Work
+
+FIRST_SLICE = datetime.timedelta(seconds=0.5)
+SLICE = datetime.timedelta(seconds=1.0)
+
+
+@functools.cache
+def takes_time(kind: type) -> bool:
+    """Whether works of this kind can be waited for in slices: a user's own may know nothing but ``wait()``."""
+    if not (hasattr(kind, "wait") and hasattr(kind, "is_completed")):
+        return False
+    try:
+        inspect.signature(kind.wait).bind(None, SLICE)
+    except ValueError:  # torch's, of C++, which takes one
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def done_within(work: Any, time: datetime.timedelta) -> bool:
+    """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
+    try:
+        work.wait(time)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have become complete just after the time was over
+    return True
+
+
+def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], object]) -> list[Any]:
+    """The picklable values of all ranks, in two all-reduces on the host. Collective.
+
+    torch gathers objects as well, but waits for them in C++.
+
+    Args:
+        value: of this rank.
+        transport: carries sizes, then bytes.
+        wait: waits for them.
+    """
+    data = pickle.dumps(value)
+    sizes = torch.zeros(transport.world_size, dtype=torch.int64)
+    sizes[transport.rank] = len(data)
+    wait(transport.all_reduce(sizes))
+    ends = sizes.cumsum(0).tolist()
+    begins = [0, *ends[:-1]]
+    flat = torch.zeros(ends[-1], dtype=torch.uint8)
+    flat[begins[transport.rank] : ends[transport.rank]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    wait(transport.all_reduce(flat))
+    whole = ctypes.string_at(flat.data_ptr(), flat.numel())
+    return [pickle.loads(whole[begin:end]) for begin, end in zip(begins, ends, strict=True)]

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from models import Fails
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from stretto import DistributedDataParallel, SetupError
+from stretto import DistributedDataParallel, PeerError, SetupError
 from stretto.comm_hooks import check_hook
 from stretto.testing import spawn_ranks
 
@@ -209,3 +210,31 @@ class TestWhatIsAHook:
         model = DistributedDataParallel(torch.nn.Linear(1, 1), reduce="sum")
         with pytest.raises(SetupError, match="does its own scaling"):
             model.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+class MayFail(Net):
+    def forward(self, x, fail=False):
+        hidden = torch.tanh(self.a(x))
+        return self.c(torch.tanh(self.b(Fails.apply(hidden) if fail else hidden)))
+
+
+def powersgd_after_a_failure(rank):
+    warnings.simplefilter("ignore")
+    model = DistributedDataParallel(MayFail())
+    model.register_comm_hook(*HOOKS["PowerSGD"][0]())
+    finite, told = [], []
+    for number in range(9):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        try:
+            model(torch.randn(16, 24, generator=generator), fail=rank == 1 and number == 5).pow(2).mean().backward()
+        except (ValueError, PeerError):
+            told.append(number)
+            continue
+        finite.append(all(parameter.grad.isfinite().all() for parameter in model.parameters()))
+    return finite, told
+
+
+@pytest.mark.ranks
+def test_what_a_stateful_hook_remembers_outlives_a_failure():
+    assert spawn_ranks(powersgd_after_a_failure, 2) == [([True] * 8, [5])] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -180,36 +181,61 @@ def test_reentrant_checkpoints_are_no_proof_of_absence(world: int) -> None:
             assert_close(found[step], expected(world, step, [kept(10 * step + rank) for rank in range(world)]))
 
 
-def test_a_reentrant_checkpoint_that_is_new_is_refused_once_by_name() -> None:
-    def worker(transport):
-        model = Stack()
-        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
-        told = []
-        for step in range(6):
-            model.zero_grad()
-            inputs = inputs_of(transport.rank, step)
-            hidden = torch.tanh(model.layers[0](inputs))
-            if step < 4:
-                loss = model(hidden, [1, 2])
-            else:
-                loss = model(torch.tanh(checkpoint(model.layers[3], hidden, use_reentrant=True)), [1, 2])
-            try:
-                loss.backward()
-            except stretto.StrettoError as error:
-                told.append((step, str(error), type(error)))
-        return told, gradients(model)
+def plain_or_checkpointed(model: Stack, x: torch.Tensor, use: list[tuple[int, bool]]) -> torch.Tensor:
+    """Runs layers in turn, some of them in a reentrant checkpoint."""
+    x = x.requires_grad_()
+    for index, inside in use:
+        layer = model.layers[index]
+        x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if inside else layer(x))
+    return x.sum()
 
-    (first, one), (second, other) = run_ranks(worker, 2)
-    for rank, told in enumerate((first, second)):
-        text = (
-            f"rank {rank}, pass 5: layers.3.weight, layers.3.bias got a gradient, although not part of the graph when "
-            "backward began: used in a reentrant checkpoint for the first time.\n"
-            "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
-            "torch.utils.checkpoint(..., use_reentrant=False)."
-        )
-        assert told == [(4, text, stretto.UnsupportedError)]
-    assert_same_bits([[one], [other]])
-    assert one[6] is not None
+
+Use = list[tuple[int, bool]]
+PLAIN = [(0, False), (1, False), (2, False)]
+NEW: dict[str, tuple[Use, ...]] = {  # by rank; others do as the last of them
+    "a dropped layer, inside alone": ([*PLAIN, (3, True)],),
+    "a dropped layer, inside first": ([(3, True), *PLAIN],),
+    "a dropped layer, inside and plainly": ([(3, False), *PLAIN, (3, True)],),
+    "a dropped layer, plainly and inside": ([(3, True), *PLAIN, (3, False)],),
+    "a dropped layer, inside twice": ([(3, True), *PLAIN, (3, True)],),
+    "on one rank": ([*PLAIN, (3, True)], PLAIN, PLAIN),
+    "a layer each": ([*PLAIN, (3, True)], [*PLAIN, (4, True)], [(2, True)]),
+    "the last bucket's": ([(0, True), (1, False)], [(0, True)]),
+    "nothing else": ([(4, True)],),
+}
+
+
+@pytest.mark.parametrize("clear", [True, False, None], ids=["none", "zeros", "never"])
+@pytest.mark.parametrize("what", NEW)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_reentrant_checkpoint_that_is_new_is_right_at_once(world: int, what: str, clear: bool | None) -> None:
+    for before, cap in itertools.product([PLAIN, [(0, False)]], [1e-6, 1.0]):
+        check_new(world, NEW[what], before, clear, cap, {} if cap < 1 else {"reduce": "sum"})
+
+
+def check_new(world: int, new: tuple[Use, ...], before: Use, clear: bool | None, cap: float, options) -> None:
+    def drive(model, ranks, share):
+        seen = []
+        for step in range(8):
+            if clear is not None:
+                model.zero_grad(set_to_none=clear)
+            for rank in ranks:
+                use = new[min(rank, len(new) - 1)] if step in (3, 6) else before
+                (plain_or_checkpointed(model, inputs_of(rank, step, 6), use) * share).backward()
+            seen.append(gradients(model))
+        return seen
+
+    def worker(transport):
+        model = Stack(6)
+        stretto.attach(model, transport=transport, bucket_cap_mb=cap, **options)
+        return drive(model, [transport.rank], 1)
+
+    wanted = drive(Stack(6), range(world), 1 if options else 1 / world)
+    ranks = run_ranks(worker, world, timeout=20)
+    assert_same_bits(ranks)
+    for found in ranks:
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
 
 
 def test_accumulation_failure_and_idle_passes_beside_dropped_layers() -> None:

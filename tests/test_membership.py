@@ -12,6 +12,7 @@ import torch
 from models import Fails
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import checkpoint
 
 import stretto
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
@@ -504,32 +505,48 @@ def test_a_change_in_a_pass_that_fails_is_followed_in_the_next() -> None:
     assert_close(first["seen"][0], gradients(model))
 
 
-def test_one_rank_alone_moves_its_module_to_and_fro() -> None:
-    def worker(transport):
-        model, told = Chain(), {}
-        stretto.attach(model, transport=transport)
-        for number in range(6):
-            if number == 3 and transport.rank == 1:
-                model.float().double()
-            if number in (3, 4):
-                model.zero_grad()
-            try:
-                model(inputs_of(transport.rank, number)).backward()
-            except stretto.SetupError as error:
-                told[number] = str(error)
-            if number == 4:
-                assert_close(gradients(model), mean_of_plain(2, 4))
-        return told
+class TiedInCheckpoints(nn.Module):
+    """``e`` shares its weight with ``a``; layers named in ``inside`` run in a reentrant checkpoint."""
 
-    told, other = run_ranks(worker, 2)
-    assert told == other
-    assert [*told] == [3]
-    assert told[3] == (
-        "pass 4: a.weight, a.bias, b.weight, b.bias, c.weight, c.bias moved to other memory on some ranks only, while "
-        "there were gradients, so the mean of this pass lacks theirs.\n"
-        "Do not step with these gradients: zero_grad() and go on, on all ranks. To avoid this, call zero_grad() before "
-        "module.to()."
-    )
+    def __init__(self, inside: str) -> None:
+        super().__init__()
+        self.inside = inside
+        self.a, self.b, self.e = (linear(seed) for seed in range(3))
+        self.e.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in "abe":
+            x = checkpoint(self.run, x, name, use_reentrant=True) if name in self.inside else self.run(x, name)
+        return x.sum()
+
+    def run(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        layer = getattr(self, name)
+        return torch.tanh(layer(x.to(layer.weight.dtype))).double()
+
+
+@pytest.mark.parametrize("inside", ["", "a", "e", "b", "ae"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_layer_is_converted_beside_one_that_arrives_twice(world: int, inside: str) -> None:
+    def drive(model, ranks, world):
+        seen = []
+        for number in range(6):
+            model.zero_grad()
+            if number == 4:
+                model.b.to(torch.float32)
+            for rank in ranks:
+                (model(inputs_of(rank, number).requires_grad_()) / world).backward()
+            seen.append(gradients(model))
+        return seen
+
+    def worker(transport):
+        model = TiedInCheckpoints(inside)
+        stretto.attach(model, transport=transport)
+        return drive(model, [transport.rank], 1)
+
+    wanted = drive(TiedInCheckpoints(inside), range(world), world)
+    for found in run_ranks(worker, world):
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
 
 
 def test_a_frozen_layer_that_is_added_takes_rank_0s_values() -> None:

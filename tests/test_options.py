@@ -356,3 +356,56 @@ def test_fingerprint_sees_every_element(dtype: torch.dtype) -> None:
     assert len(seen) == 2
     assert fingerprint(torch.empty(0)) == (0, 0)
     assert fingerprint(torch.ones(2, 3).t()) == fingerprint(torch.ones(6))
+
+
+# Complex parameters and reduce_dtype
+
+
+class Complex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.full((3,), 1 + 2j))
+        self.b = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return (scale * self.a * self.b).imag.sum() + (self.a * self.a).real.sum()
+
+
+@pytest.mark.parametrize(
+    "asked, travels",
+    [
+        (torch.float32, (None, None)),
+        (torch.float64, (torch.complex128, torch.float64)),
+        (torch.complex128, (torch.complex128, torch.float64)),
+        (torch.float16, (None, torch.float16)),
+        ({"a": torch.complex128, "*": torch.float64}, (torch.complex128, torch.float64)),
+    ],
+)
+def test_complex_parameters_travel_in_the_complex_dtype_of_that_precision(asked, travels) -> None:
+    def worker(transport):
+        model = Complex()
+        sync = stretto.attach(model, transport=transport, reduce_dtype=asked)
+        model(1.0 + transport.rank).backward()
+        return [parameter.grad for parameter in model.parameters()], [
+            spec.reduce_dtype for spec in sync.plan.parameters
+        ]
+
+    model = Complex()
+    for rank in range(2):
+        (model(1.0 + rank) / 2).backward()
+    for found, dtypes in run_ranks(worker, 2):
+        assert tuple(dtypes) == travels
+        for one, other in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(one, other.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_a_real_dtype_for_a_complex_parameter_is_refused_by_name() -> None:
+    def worker(transport):
+        with pytest.raises(stretto.UnsupportedError) as caught:
+            stretto.attach(Complex(), transport=transport, reduce_dtype={"a*": torch.float32})
+        return str(caught.value)
+
+    assert run_ranks(worker, 2)[1] == (
+        "rank 1: reduce_dtype for 'a*' is torch.float32, which would drop the imaginary part of a (torch.complex64).\n"
+        "Ask for torch.complex64, or leave it out."
+    )

@@ -16,8 +16,9 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling", "words"},
-    {"bucket", "agreement", "broadcast", "options", "waiting", "whereabouts", "notes", "channel", "watch"},
-    {"comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
+    {"slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "backend"},
+    {"waiting", "whereabouts", "notes", "channel", "watch", "blame"},
+    {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "family", "forward"},
     {"tracker", "usage", "beside", "failing"},
     {"rejoin"},
@@ -31,6 +32,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"ddp"},
     {"__init__"},
     {"testing"},
+    {"testing_network"},
 ]
 
 

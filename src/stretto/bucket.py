@@ -21,15 +21,15 @@ C++ object that holds the hook. So reducer and buckets hold parameters weakly; e
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
+from .parts import Part, fits, is_slot
 from .plan import BucketPlan
 from .scaling import Scaling, encode_weight
+from .slots import Slots, hand_out, lies_in, which_lie_in
 from .transport.base import Transport, Work
 from .words import NOTHING_SAID, Control, ControlWords
 
@@ -43,19 +43,24 @@ class Bucket:
     """
 
     __slots__ = (
+        "_before",
         "_complete",
+        "_mean",
         "_scaling",
+        "_standing",
         "arrived",
+        "aside",
         "control",
         "filled",
         "flat",
         "footer",
+        "in_place",
         "index",
         "indices",
         "is_last",
-        "kept",
         "layout",
         "loose",
+        "memory",
         "missing",
         "offsets",
         "payload",
@@ -86,36 +91,35 @@ class Bucket:
         self.offsets = plan.offsets(index)
         self.layout = plan.layout(index)
         specs = [plan.parameters[i] for i in self.indices]
-        dtype = specs[0].reduce_dtype or specs[0].dtype
-        numel, words = self.offsets[-1], len(specs) + len(Control) + scaling.weight_words(dtype)
-        self.flat = transport.allocate(numel + words, dtype, device)
-        self.payload = self.flat[:numel]
+        tail = (len(specs), len(Control), scaling.weight_words(specs[0].reduce_dtype or specs[0].dtype))
+        self.memory = Slots(specs, self.offsets, tail, transport.allocate, device)
+        self.flat, self.payload, self.footer = self.memory.flat, self.memory.payload, self.memory.footer
+        _, self.control, self.weight = self.memory.tail
+        self.slots, self.views = self.memory.slots, self.memory.views
         self.payload_bytes = plan.bucket_bytes(index)
-        self.footer = self.flat[numel:]
-        self.control = self.footer[len(specs) : len(specs) + len(Control)]
-        self.weight = self.footer[len(specs) + len(Control) :]
-        own = specs[0].reduce_dtype is None
-        self.slots = self.payload if own else torch.zeros(numel, dtype=specs[0].dtype, device=device)
-        self.views = [
-            self.slots.as_strided(spec.shape, spec.strides, offset + self.slots.storage_offset())
-            for spec, offset in zip(specs, self.offsets, strict=False)
-        ]
         self._scaling = scaling
+        self._mean = getattr(transport, "all_reduce_mean", None) if scaling.is_plain_mean else None
         self.loose: set[int] = set()
-        """Places of parameters that have left their slot (another dtype, other storage): sent as nothing, and
+        """Places of parameters that do not fit their slot (another dtype, another shape): sent as nothing, and
         ``.grad`` left alone. See rejoin.py."""
+        self.in_place = False
+        """Whether ``.grad`` of some parameter was its slot when the pass began."""
         self.missing: list[int] = []
         """Places of parameters for which this rank has nothing new in this pass."""
-        self.kept: dict[int, torch.Tensor] = {}
-        """What ``.grad`` of such a parameter held, to be restored if no rank had anything new."""
+        self.aside: dict[int, torch.Tensor] = {}
+        """What was ``.grad`` of these places, which is None while the pass runs, so that what comes late lies apart."""
         self.taken: list[Sequence[int]] = []
         self.work: Work | None = None
         self.filled = False
         """Whether something else than this pass's arrivals went in."""
         self.skipped = False
-        """Whether it is not sent in this pass, since no rank has anything for it."""
+        """Whether its payload is not sent in this pass, since no rank has anything for it."""
         self.pending = self.arrived = 0
         """``arrived`` counts those of the pending that can be taken; outside the schedule only."""
+        self._standing: dict[int, torch.Tensor] = {}
+        """``.grad`` of places for which there was nothing new, or not yet, when the bucket was filled."""
+        self._before: dict[int, torch.Tensor] = {}
+        """What is to be averaged where the rest is summed, by place: see preset.py."""
         self._complete = torch.ones_like(self.footer)
         self._complete[len(specs) :] = 0
         self.reset()
@@ -127,10 +131,20 @@ class Bucket:
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The slots of another flat tensor that is laid out like the payload."""
-        return [
-            buffer.as_strided(view.shape, view.stride(), offset + buffer.storage_offset())
-            for view, offset in zip(self.views, self.offsets, strict=False)
-        ]
+        return self.memory.views_of(buffer)
+
+    def keep_clear(self) -> None:
+        """Others look at the slots: write over no gradient that a user keeps. See slots.py, [Note: other memory]."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        inside = sum(which_lie_in(gradients, self.views))
+        self.in_place = inside == self.memory.in_use() or inside == len(self.views)
+        if not self.in_place:
+            self.memory.move()
+
+    def leave(self) -> None:
+        """Write over no gradient at all, not even what is ``.grad``."""
+        if self.memory.in_use():
+            self.memory.move()
 
     # Filling
 
@@ -150,18 +164,25 @@ class Bucket:
     def _fill_absent(self, places: Sequence[int]) -> None:
         """``.grad`` as it is, or zeros, goes in where this rank has nothing new."""
         self.filled = True
-        self.missing += places
         parameters = self.parameters
         for place in places:
             gradient, view = parameters[place].grad, self.views[place]
-            if place in self.loose:
-                self.slots[self.offsets[place] :][: view.numel()].zero_()  # the view may be elsewhere by now
-            elif gradient is None:
+            if gradient is None or place in self.loose or not fits(parameters[place], view):
                 view.zero_()
-            elif gradient is view:
-                self.kept[place] = gradient.clone()
+                continue
+            if lies_in(gradient, view):
+                gradient.data = gradient.clone()
             else:
                 view.copy_(gradient)
+            self._standing[place] = gradient
+            self.put_aside(place, parameters[place])
+        self.missing += places
+
+    def put_aside(self, place: int, parameter: torch.nn.Parameter) -> None:
+        """It has no ``.grad`` until the pass settles."""
+        if parameter.grad is not None:
+            self.aside.setdefault(place, parameter.grad)
+        parameter.grad = None
 
     def fill(self, contributed: Collection[int]) -> None:
         """Take what has not been taken. Where this rank has nothing new, ``.grad`` as it is, or zeros, goes in.
@@ -173,20 +194,40 @@ class Bucket:
         self.filled = True
         taken = [place for places in self.taken for place in places]
         rest = self._not_taken()
+        self.add_late([*taken, *self.missing])
         Part(self, [place for place in rest if self.indices[place] in contributed]).take()
         self._fill_absent([place for place in rest if self.indices[place] not in contributed])
-        parameters = self.parameters
-        for place in taken:  # arrived again before the bucket left
-            gradient = parameters[place].grad
-            if gradient is not None and gradient is not self.views[place]:
-                self.views[place].add_(gradient)
-                parameters[place].grad = None
 
-    def pack(self, weight: float) -> None:
-        """Make the slots ready for the sum: cast, divided, weighted."""
+    def add_late(self, places: Iterable[int]) -> None:
+        """What arrived again, or although it was not to, before the bucket leaves."""
+        parameters = self.parameters
+        for place in {*places}.intersection(self.late()):
+            self.views[place].add_(parameters[place].grad)  # type: ignore[arg-type]  # late(): it is not None
+            self.put_aside(place, parameters[place])
+            if place in self.missing:
+                self.missing.remove(place)
+
+    def remember(self, before: Mapping[int, torch.Tensor | None]) -> None:
+        """What ``.grad`` of these places held before, where a sum must not count it more than once."""
+        self._before = {place: value for place, value in before.items() if value is not None} | self._standing
+
+    def send(self, transport: Transport, weight: float) -> None:
+        """Hand it to the transport: cast, weighted, and divided before the sum unless the transport does that."""
+        if self._mean is not None:
+            if self.slots is not self.payload:
+                self.payload.copy_(self.slots)
+            self.work = self._mean(self.flat, len(self.payload))
+            return
+        for place, value in self._before.items():
+            self.views[place].sub_(value)
         if self.slots is not self.payload:
             self.payload.copy_(self.slots)
         self._scaling.before(self.payload, weight)
+        if self._before:
+            payload = self.views_of(self.payload)
+            for place, value in self._before.items():
+                payload[place].add_(value, alpha=self._scaling.share)
+        self.work = transport.all_reduce(self.flat)
 
     def write_footer(self, weight: float, says: Collection[Control]) -> None:
         """Whose gradients are in it, and what this rank has to say."""
@@ -212,14 +253,13 @@ class Bucket:
         return self.skipped or any(self.references[place]() is not None for place in self.missing)
 
     def late(self) -> list[int]:
-        """Places of gradients that arrived again after the bucket had left."""
-        if self.skipped:
-            return []
-        missing = self.loose.union(self.missing)
+        """Places of gradients that arrived again, or although they were not to, after the bucket had left."""
         return [
             i
             for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True))
-            if parameter.grad is not None and parameter.grad is not view and i not in missing
+            if parameter.grad is not None
+            and not (i in self.loose or lies_in(parameter.grad, view))
+            and fits(parameter, view)
         ]
 
     def release(self, summed_footer: bool) -> None:
@@ -232,19 +272,16 @@ class Bucket:
             summed_footer: False if a comm hook moved the payload alone; then it is not known who had what, and the
                 parameter counts as had by another rank.
         """
-        if not self.missing:
-            for reference, view in zip(self.references, self.views, strict=True):
-                reference().grad = view  # type: ignore[union-attr]  # its gradient has just arrived: it is alive
-            return
         missing = set(self.missing)
-        had = self.footer[: len(self.indices)].tolist() if summed_footer else [1] * len(self.indices)
+        had = self.footer[: len(self.indices)].tolist() if missing and summed_footer else [1] * len(self.indices)
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            before = self.aside.get(place, parameter.grad)
             if parameter is _FREED or place in self.loose:
                 continue
-            if place not in missing or had[place]:
-                parameter.grad = view
-            elif place in self.kept:
-                view.copy_(self.kept[place])
+            if place not in missing or (had[place] and fits(parameter, view)):
+                hand_out(parameter, before, view)
+            elif before is not None:
+                parameter.grad = before
 
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""
@@ -261,9 +298,12 @@ class Bucket:
     # A pass that is given up
 
     def drop_gradients(self) -> None:
-        """Forget gradients that lie in this bucket, since a reduction is overwriting them."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is view:
+        """Forget gradients that lie in this bucket, since a reduction is overwriting them; put back what was aside."""
+        taken = {place for places in self.taken for place in places}
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if place in self.aside and place not in taken:
+                parameter.grad = self.aside[place]
+            elif is_slot(parameter, view):
                 parameter.grad = None
 
     def clear(self, value: float) -> None:
@@ -273,47 +313,10 @@ class Bucket:
 
     def reset(self) -> None:
         """Empty, for the next pass."""
-        self.missing, self.kept, self.taken = [], {}, []
+        self.missing, self.aside, self._standing, self.taken = [], {}, {}, []
+        if self._before:
+            self._before = {}
         self.work = None
         self.pending = len(self.indices)
         self.arrived = 0
-        self.filled = self.skipped = False
-
-
-class Part:
-    """Some parameters of a bucket that are taken together: one copy call for all, while they are in the cache."""
-
-    __slots__ = ("bucket", "places", "references", "views")
-
-    def __init__(self, bucket: Bucket, places: Sequence[int]) -> None:
-        self.bucket = bucket
-        self.places = places
-        self.references = [bucket.references[place] for place in places]
-        self.views = [bucket.views[place] for place in places]
-
-    def take(self) -> None:
-        """Copy the gradients into their slots."""
-        parameters: list[Any] = [reference() for reference in self.references]
-        take_gradients([parameter.grad for parameter in parameters], self.views)
-        for parameter in parameters:
-            parameter.grad = None
-        self.mark()
-
-    def mark(self) -> None:
-        """They have been taken."""
-        self.bucket.pending -= len(self.places)
-        self.bucket.taken.append(self.places)
-
-
-def take_gradients(gradients: list[torch.Tensor], views: list[torch.Tensor]) -> None:
-    """Copy gradients into their slots at one call.
-
-    Where ``.grad`` is the slot already (``zero_grad(set_to_none=False)``, or none at all), autograd has accumulated in
-    place and there is nothing to copy.
-    """
-    if any(map(operator.is_, gradients, views)):
-        fresh = [i for i, view in enumerate(views) if gradients[i] is not view]
-        if fresh:
-            torch._foreach_copy_([views[i] for i in fresh], [gradients[i] for i in fresh])
-    elif gradients:
-        torch._foreach_copy_(views, gradients)
+        self.filled = self.skipped = self.in_place = False

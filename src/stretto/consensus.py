@@ -55,7 +55,7 @@ class Consensus:
             return said
         if not scheduled:
             self._refuse_late()
-            if self._queue.has_late():
+            if self._tracker.unforeseen() or self._queue.has_late():
                 said.append(Control.LATE)
         if self._queue.transport.rank == 0 and self._queue.comm_hook is None:
             order, number = self._tracker.arrival_order(), self._queue.pass_number
@@ -66,16 +66,8 @@ class Consensus:
     def _refuse_late(self) -> None:
         """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
         queue = self._queue
-        unforeseen = [queue.names[index] for index in self._tracker.unforeseen()]
-        if unforeseen:
-            raise UnsupportedError(
-                f"{queue.where}: {name_list(unforeseen)} got a gradient, although not part of the graph when backward "
-                "began: used in a reentrant checkpoint for the first time.\n"
-                "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
-                "torch.utils.checkpoint(..., use_reentrant=False)."
-            )
         on_host = all(device.type == "cpu" for device in queue.devices)
-        late = self._tracker.spoilt()
+        late = self._tracker.overtaken()
         if not late and (queue.comm_hook is not None or not (on_host or queue.pass_number == 1)):
             left = queue.buckets[: queue.launched]  # in the others gradients may just wait for what never comes
             late = [queue.names[bucket.indices[i]] for bucket in left for i in bucket.late()]

@@ -186,10 +186,7 @@ class Synchronizer:
         return self._reducer is not None and self._reducer.graph_changed
 
     def shadow_pass(self) -> None:
-        """Take part in one pass of the other ranks with nothing to give. Collective.
-
-        What lies in the buckets, the mean of the last pass, is forgotten: ``.grad`` of those parameters is None
-        afterwards. Any other ``.grad`` stays.
+        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.
 
         Raises:
             CommunicationError: as ``backward`` does.

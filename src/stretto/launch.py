@@ -20,13 +20,16 @@ import torch
 
 from .bucket import Bucket
 from .comm_hooks import CommHook, Footers
-from .errors import SetupError, UnsupportedError, name_list
+from .errors import name_list
 from .events import Events
+from .late import second_round
+from .parts import is_slot, refuse_sparse
 from .peers import Peers
 from .plan import BucketPlan
 from .presence import Presence
+from .preset import Preset
 from .scaling import Scaling
-from .specs import dtype_name
+from .slots import hand_out
 from .transport.base import Transport, Work
 from .words import NOTHING_SAID, Control, ControlWords
 
@@ -67,6 +70,11 @@ class LaunchQueue:
         self.bucket_of: list[Bucket] = []
         self.presence = Presence(transport)
         self._footers: Footers | None = None
+        self._weight = 1.0
+        """This rank's in the pass that is under way."""
+        self._says: Collection[Control] = ()
+        """What its last bucket tells."""
+        self.preset = Preset() if scaling.reduce == "sum" else None
         self.rebuild(parameters, plan)
 
     def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], plan: BucketPlan) -> None:
@@ -76,29 +84,31 @@ class LaunchQueue:
         self.devices = [parameter.device for parameter in parameters.values()]
         self.loose: set[int] = set()  # parameters that have left their slot: see rejoin.py
         self.presence.forget()
+        if self.preset is not None:
+            self.preset.follow(parameters.values())
         self.adopt(plan)
 
     def adopt(self, plan: BucketPlan) -> None:
         """Allocate the plan's buckets, and move gradients that lie in the old ones."""
-        old = {id(view) for bucket in self.buckets for view in bucket.views}
+        inside = {
+            id(parameter)
+            for bucket in self.buckets
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+            if is_slot(parameter, view)
+        }
         self.plan = plan
         self.buckets = [
             Bucket(plan, number, self.parameters, self.devices[spec.indices[0]], self.transport, self.scaling)
             for number, spec in enumerate(plan.buckets)
         ]
-        home, slots = {}, {}
+        home = {}
         for bucket in self.buckets:
             for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-                home[index], slots[index] = bucket, view
-                if parameter.grad is not None and id(parameter.grad) in old:
+                home[index] = bucket
+                if id(parameter) in inside and parameter.grad is not None:
                     view.copy_(parameter.grad)
-                    parameter.grad = view
+                    hand_out(parameter, parameter.grad, view)
         self.bucket_of = [home[index] for index in range(len(self.names))]
-        self._slots = [slots[index] for index in range(len(self.names))]
-        self._addresses = _addresses(self._slots)
-        of_module = {name.rpartition(".")[0]: index for index, name in enumerate(self.names)}
-        self._sentinels = [self._slots[index] for index in of_module.values()]
-        self._sentinel_addresses = _addresses(self._sentinels)
 
     # Do parameters still fit?
 
@@ -109,24 +119,20 @@ class LaunchQueue:
             parameter.dtype is spec.dtype and parameter.shape == spec.shape and parameter.device == self.devices[index]
         )
 
-    def view_of(self, index: int) -> torch.Tensor:
-        """Its slot, as it becomes ``.grad``."""
-        return self._slots[index]
-
-    def may_have_strayed(self) -> bool:
-        """Whether ``strayed`` is worth asking. One slot of each module tells: ``module.to()`` takes all that it has."""
-        return _addresses(self._sentinels) != self._sentinel_addresses
-
-    def strayed(self) -> set[int]:
-        """Those whose slot lies elsewhere: a slot is ``.grad``, and ``module.to()`` exchanges the memory of that."""
-        now = _addresses(self._slots)
-        return {index for index, address in enumerate(now) if address != self._addresses[index]}
-
     def set_loose(self, indices: Iterable[int]) -> None:
         """Carry nothing for them any more."""
         for index in indices:
             self.loose.add(index)
             self.bucket_of[index].loose.add(self.bucket_of[index].indices.index(index))
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._weight, self._says = self.weight, ()
+        if self.preset is not None:
+            self.preset.begin()
+        for bucket in self.buckets:
+            if bucket.memory.in_use():
+                bucket.keep_clear()
 
     # Launching
 
@@ -159,42 +165,46 @@ class LaunchQueue:
             contributed: parameters for which this rank has something; where nothing is pending it may be empty.
             says: what the last bucket is to tell.
         """
+        self._says = says
         for bucket in self.buckets[self.launched :]:
             if self._skip(bucket):
                 continue
             if bucket.pending or contributed:
                 self.guard(bucket.fill, contributed)
             if bucket.is_last and any(bucket.lacks() for bucket in self.buckets):
-                says = [*says, Control.ABSENT]
-            self._launch(bucket, says if bucket.is_last else ())
+                self._says = [*says, Control.ABSENT]
+            self._launch(bucket)
 
-    def launch_spoiled(self) -> None:
-        """This rank's backward failed: launch what is left all the same, marked, and drop gradients in the buckets.
-
-        A comm hook gets zeros, since it may remember what it was given.
-        """
-        for bucket in self.buckets:
-            bucket.drop_gradients()
-        for bucket in self.buckets[self.launched :]:
-            if not self._skip(bucket):
-                bucket.clear(float("nan") if self.comm_hook is None else 0.0)
-                self._launch(bucket, [Control.GAVE_UP] if bucket.is_last else (), weight=0.0)
+    def launch_given_up(self) -> None:
+        """This rank's backward failed: launch what is left all the same, marked, and drop gradients in the buckets."""
+        # Should anything hide the word, a mean of NaN is noticed; but comm hooks may keep what they are given.
+        nothing = float("nan") if self.comm_hook is None else 0.0
+        self._launch_nothing(nothing, [Control.GAVE_UP])
 
     def launch_idle(self) -> None:
-        """This rank has run out of batches: launch zeros that say so, and drop gradients in the buckets."""
+        """This rank has run out of batches: launch zeros that say so. ``.grad`` stays as it is."""
         if self.presence.active:
             self.presence.announce([False] * len(self.buckets))
         for bucket in self.buckets:
+            bucket.leave()
+        self._launch_nothing(0.0, ())
+
+    def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
+        self._weight, self._says = 0.0, says
+        for bucket in self.buckets:
             bucket.drop_gradients()
+        for bucket in self.buckets[self.launched :]:
+            bucket.clear(value)
             if not self._skip(bucket):
-                bucket.clear(0.0)
-                self._launch(bucket, weight=0.0)
+                self._launch(bucket)
 
     def _skip(self, bucket: Bucket) -> bool:
         """Leave the bucket out if no rank has anything for it. Of the last one the words leave all the same."""
-        if bucket.is_last or not self.presence.unused(bucket.index, self.wait_for):
+        if not self.presence.active:
             return False
-        bucket.skipped = True
+        bucket.skipped = self.presence.unused(bucket.index, self.wait_for)
+        if bucket.is_last or not bucket.skipped:
+            return False
         bucket.footer.zero_()
         self.launched += 1
         return True
@@ -210,93 +220,67 @@ class LaunchQueue:
             release: False if the pass was given up, and ``.grad`` is to be left alone.
             handed_out: the slots of what has arrived are ``.grad`` already.
         """
-        sent = [bucket for bucket in self.buckets if not bucket.skipped]
-        for bucket in sent:
-            self._wait_for(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                self._wait_for(bucket)
         if self._footers is not None:
             self._footers.finish(self.wait_for)
             self._footers = None
         last = self.buckets[-1]
         words = last.control_words(summed=self.tells)
-        second_round = False
+        late = False
         if words is not NOTHING_SAID and (words.on_host or self.pass_number == 1):
             said = words.read()
-            second_round = bool(said[Control.LATE] and not said[Control.GAVE_UP])
+            late = bool(said[Control.LATE] and not said[Control.GAVE_UP])
         factor = self.scaling.after(last.weight) if self.comm_hook is None else None
-        for bucket in sent if release else ():
-            bucket.unpack(factor)
-        if second_round:
-            self._second_round(factor)
-        for bucket in sent if release else ():
+        for bucket in self.buckets if release else ():
+            if not bucket.skipped:
+                bucket.unpack(factor)
+        if late:
+            self._second_round()
+        for bucket in self.buckets if release else ():
             if bucket.filled or not handed_out:
-                self.guard(bucket.release, self.tells)
+                bucket.release(self.tells)
         if self.presence.active:
             self.presence.record(self.buckets)
         return words
 
-    def _second_round(self, factor: torch.Tensor | float | None) -> None:
-        """Sum what came late, and add it: see engine.py, [Note: nested tasks]. Collective."""
-        works = []
-        for bucket in self.buckets:
-            flat = torch.zeros_like(bucket.flat)
-            views, parameters = bucket.views_of(flat), bucket.parameters
-            for place in bucket.late():
-                views[place].copy_(parameters[place].grad)  # type: ignore[arg-type]  # late(): it is not None
-            self.scaling.before(flat, self.weight)
-            works.append((bucket, flat, self.transport.all_reduce(flat)))
-        for bucket, flat, work in works:
-            self.wait_for(work, "what came late")
-            late = flat[: len(bucket.payload)]
-            bucket.slots.add_(late if factor is None else late.mul_(factor))
+    def _second_round(self) -> None:
+        second_round(
+            self.buckets,
+            self.transport,
+            self.scaling,
+            self.wait_for,
+            weight=self._weight,
+            says=self._says,
+            send=self._send,
+        )
 
     def reset(self) -> None:
         """Empty, for the next pass."""
         self.launched = 0
         for bucket in self.buckets:
             bucket.reset()
+        if self.preset is not None:
+            self.preset.forget()
 
-    def guard(self, copy: Callable[..., None], *arguments: Any) -> None:
+    def guard(self, copy: Callable[..., None], *arguments: Any, **named: Any) -> None:
         """Copy gradients into buckets; say which is to blame if that cannot be done."""
         try:
-            copy(*arguments)
+            copy(*arguments, **named)
         except RuntimeError as error:
-            self._refuse_new_dtypes()
-            gradients = [
-                (name, getattr(reference(), "grad", None))
-                for name, reference in zip(self.names, self.parameters, strict=True)
-            ]
-            sparse = [name for name, grad in gradients if grad is not None and grad.layout != torch.strided]
-            if not sparse:
-                raise
-            raise UnsupportedError(
-                f"{self.where}: the gradient of {name_list(sparse)} is sparse, which their modules do not say.\n"
-                f"Name them: stretto.attach(model, sparse={sparse[:6]}); or make them dense."
-            ) from error
+            refuse_sparse(dict(zip(self.names, self.parameters, strict=True)), self.where, error)
+            raise
 
-    def _refuse_new_dtypes(self) -> None:
-        changed = [
-            f"{spec.name} ({dtype_name(spec.dtype)}, now {dtype_name(parameter.dtype)})"
-            for spec, reference in zip(self.plan.parameters, self.parameters, strict=True)
-            if (parameter := reference()) is not None and parameter.dtype != spec.dtype
-        ]
-        if changed:
-            raise SetupError(
-                f"{self.where}: {name_list(changed)} changed dtype after the module was attached.\n"
-                "Attach again after .to(dtype): sync.detach(); sync = stretto.attach(model)"
-            )
-
-    def _launch(self, bucket: Bucket, says: Collection[Control] = (), weight: float | None = None) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         nbytes = bucket.payload_bytes
-        weight = self.weight if weight is None else weight
         if self.tells:
-            bucket.write_footer(weight, says)
-        if self.comm_hook is None:
-            bucket.pack(weight)
-            if bucket.is_last and self.presence.unused(bucket.index, self.wait_for):
-                nbytes = 0
-                bucket.work = self.transport.all_reduce(bucket.footer)
-            else:
-                bucket.work = self.transport.all_reduce(bucket.flat)
+            bucket.write_footer(self._weight, self._says if bucket.is_last else ())
+        if self.comm_hook is None and bucket.skipped:
+            nbytes = 0
+            bucket.work = self.transport.all_reduce(bucket.footer)
+        elif self.comm_hook is None:
+            self._send(bucket)
         else:
             if bucket.slots is not bucket.payload:
                 bucket.payload.copy_(bucket.slots)
@@ -308,6 +292,11 @@ class LaunchQueue:
         self.total_bytes += nbytes
         if self.events.bucket_launched:
             self.events.emit(self.events.bucket_launched, self.pass_number, bucket.index, nbytes)
+
+    def _send(self, bucket: Bucket) -> None:
+        if self.preset is not None:
+            bucket.remember({place: self.preset.before(one) for place, one in enumerate(bucket.parameters)})
+        bucket.send(self.transport, self._weight)
 
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.work is not None, "every bucket is launched before any is waited for"
@@ -332,11 +321,13 @@ class LaunchQueue:
         """Wait for a collective that is not a bucket's. Raises as ``wait`` does."""
         self.peers.wait_for(work, what)
 
+    def close(self) -> None:
+        """Nothing follows any more."""
+        self.peers.close()
+        if self.preset is not None:
+            self.preset.remove()
+
     @property
     def where(self) -> str:
         """How messages begin."""
         return f"rank {self.transport.rank}, pass {self.pass_number}"
-
-
-def _addresses(slots: Iterable[torch.Tensor]) -> list[int]:
-    return [*map(torch.Tensor.data_ptr, slots)]

@@ -43,14 +43,30 @@ class Options:
         """Whether the parameter or buffer is to be left alone."""
         return any(fnmatchcase(name, pattern) for pattern in self.ignore)
 
-    def reduce_dtypes(self, names: Iterable[str]) -> dict[str, torch.dtype]:
-        """The dtype in which each parameter's gradient travels, where one was asked for; the first match counts."""
+    def reduce_dtypes(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+        """The dtype in which each parameter's gradient travels, where one was asked for; the first match counts.
+
+        For ``"*"``, complex parameters travel in the complex dtype of that precision, and real ones in the real one.
+
+        Raises:
+            UnsupportedError: a real dtype was asked for a complex parameter by its name.
+        """
         found: dict[str, torch.dtype] = {}
-        for name in names:
-            for pattern, dtype in self.reduce_dtype:
-                if fnmatchcase(name, pattern):
-                    found[name] = dtype
-                    break
+        for name, parameter in parameters.items():
+            asked = next(((pattern, dtype) for pattern, dtype in self.reduce_dtype if fnmatchcase(name, pattern)), None)
+            if asked is None:
+                continue
+            pattern, dtype = asked
+            if pattern == "*":
+                dtype = dtype.to_complex() if parameter.is_complex() else dtype.to_real()
+                if dtype is torch.complex32:  # torch has no arithmetic for it
+                    continue
+            elif parameter.is_complex() and not dtype.is_complex:
+                raise UnsupportedError(
+                    f"reduce_dtype for {pattern!r} is {dtype}, which would drop the imaginary part of {name} "
+                    f"({parameter.dtype}).\nAsk for {dtype.to_complex()}, or leave it out."
+                )
+            found[name] = dtype
         return found
 
 

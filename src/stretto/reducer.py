@@ -17,6 +17,7 @@ See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -102,7 +103,8 @@ class Reducer:
         self.family: Family = Family([self])
         """Reducers of models inside this one and around it: see family.py."""
         self.inside: list[weakref.ref[Member]] = []
-        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, self._dropped)
+        dropped = functools.partial(self._failing.in_engine, lambda: self.family.give_up())
+        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
         members.follow(parameters)
         members.watch(self._outsider_arrived)
@@ -120,14 +122,14 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        queue, nbytes = self._queue, self._queue.total_bytes + self._beside.total_bytes
-        return Statistics(self._passes, queue.total_launched, nbytes, self._consensus.plans)
+        nbytes = self._queue.total_bytes + self._beside.total_bytes
+        return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
-        dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
-        return dense + self._beside.parameters
+        references = self._queue.parameters
+        return [alive for reference in references if (alive := reference()) is not None] + self._beside.parameters
 
     @property
     def sparse(self) -> SparseGradients | None:
@@ -173,7 +175,7 @@ class Reducer:
         self._arrivals.remove()
         self._beside.remove()
         self._forward.remove()
-        self._queue.peers.close()
+        self._queue.close()
         self.members.stop()
 
     def observers_changed(self) -> None:
@@ -200,7 +202,7 @@ class Reducer:
     def _enter(self) -> bool:
         """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
         if self.running:
-            self._tracker.nested = True
+            self._tracker.meet_nested()
             self._end.watch()
             self._arrivals.open()
         elif not self.synchronize:
@@ -221,6 +223,7 @@ class Reducer:
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
+        self._queue.peers.refuse_fork()
         self._failing.refuse_if_lost()
         if not self._queue.pass_number:
             self._queue.peers.meet()
@@ -232,6 +235,7 @@ class Reducer:
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""
         self._next_pass()
+        self._queue.begin()
         self.running = True
         self._tracker.begin()
         self._arrivals.open()
@@ -242,7 +246,7 @@ class Reducer:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 
     def _progressed(self) -> None:
-        if not self.delay:
+        if not (self.delay or self._tracker.holds_back()):
             self._queue.launch_full()
 
     # The end of a pass
@@ -313,22 +317,19 @@ class Reducer:
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
-    def _dropped(self) -> None:
-        self._failing.in_engine(self.family.give_up)
-
     def give_up(self) -> None:
-        """Launch the rest of the pass as spoiled, and wait for nothing."""
+        """Launch the rest of the pass, marked, and stay a little where others need this rank for it."""
         with self._queue.lock, torch.no_grad():
             self.running = False
             self._tracker.stop()
             self._unsynchronized.clear()
             self._forward.says(self._queue.pass_number)  # to nobody: giving up says all
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
-            self._queue.launch_spoiled()
+            self._queue.launch_given_up()
             self._buffers_of_given_up = self._beside.send_spoiled()
             if not self._queue.tells and self._queue.pass_number == 1:
-                # Peers do not know of the failure and wait for the order.
-                self._consensus.send_order()
+                self._consensus.send_order()  # peers do not know of the failure
+            self._queue.peers.flush()
 
     def _drain(self) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""

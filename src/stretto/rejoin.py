@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -24,23 +23,14 @@ from .buffers import BufferPlaces
 from .errors import SetupError, name_list
 from .events import Events
 from .launch import LaunchQueue
-from .membership import EVERY, Membership, named, plan_for
+from .membership import Membership, named, plan_for
+from .slots import hand_out
 from .specs import describe_parameters, dtype_name
 from .tracker import ArrivalTracker
 
 log = logging.getLogger("stretto")
 
 ADVICE = "Change the model alike on all ranks, between the same two passes."
-
-
-@dataclass(frozen=True)
-class Loose:
-    """What one rank tells of a parameter that its old buckets did not carry."""
-
-    has: bool
-    """Whether it has a gradient of this pass."""
-    spoilt: bool
-    """Whether the old bucket counted it nevertheless."""
 
 
 class Rejoin:
@@ -63,7 +53,6 @@ class Rejoin:
         self._tracker = tracker
         self._events = events
         self._arrived: set[int] = set()
-        self._spoilt: set[int] = set()
 
     # Noticing, on one rank
 
@@ -76,9 +65,6 @@ class Rejoin:
         queue, members = self._queue, self._members
         members.look(queue.pass_number)
         self._places.look()
-        self._spoilt = set()
-        if queue.pass_number % EVERY == 0 or queue.may_have_strayed():
-            self._set_strayed()
         missing = queue.comm_hook is None and any(bucket.pending or bucket.missing for bucket in queue.buckets)
         if missing and not members.suspect:
             members.suspect = self._some_are_frozen()
@@ -112,20 +98,6 @@ class Rejoin:
             "knows by bucket, so the plan cannot follow.\n"
             "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
         )
-
-    def _set_strayed(self) -> None:
-        """What was copied into a slot that lies elsewhere went there: it is this rank's gradient, and the bucket has
-        something else."""
-        queue = self._queue
-        strayed = queue.strayed()
-        taken = {bucket.indices[place] for bucket in queue.buckets for places in bucket.taken for place in places}
-        self._spoilt = strayed & taken
-        queue.set_loose(strayed)
-        for index, parameter in self._tracker.alive(self._spoilt):
-            view = queue.view_of(index)
-            if parameter.grad is not None and parameter.grad is not view:
-                view.add_(parameter.grad)
-            parameter.grad = view
 
     def _some_are_frozen(self) -> bool:
         queue = self._queue
@@ -169,9 +141,8 @@ class Rejoin:
         gather = queue.peers.gather
         agree(self._statement(module, wanted, plan.hash), transport.rank, gather, f"pass {queue.pass_number}", ADVICE)
         assert module is not None
-        everyone: list[dict[str, Loose]] = gather(self._loose(wanted))
+        everyone: list[dict[str, bool]] = gather(self._loose(wanted))
         names = [name for name in wanted if any(name in one for one in everyone)]
-        spoilt = self._spoilt_somewhere(names, everyone)
         changes = self._changes(wanted)
         mine = everyone[transport.rank]
         contributions = {n: grad for n in names if n in mine and (grad := wanted[n].grad) is not None}
@@ -186,19 +157,12 @@ class Rejoin:
         self._tracker.rebuild(list(wanted.values()))
         members.follow(wanted)
         self._places.follow(module)
-        had = {name for name in names if name in carried or any(one[name].has for one in everyone if name in one)}
-        self._reduce(had.difference(spoilt), contributions, carried, factor, release=release)
+        had = {name for name in names if name in carried or any(one.get(name) for one in everyone)}
+        self._reduce(had, contributions, carried, factor, release=release)
         if transport.rank == 0:
             log.info("%s: the plan follows the module: %s", queue.where, changes)
         if self._events.plan_changed:
             self._events.emit(self._events.plan_changed, queue.pass_number, plan)
-        if spoilt:
-            raise SetupError(
-                f"pass {queue.pass_number}: {name_list(spoilt)} moved to other memory on some ranks only, while there "
-                "were gradients, so the mean of this pass lacks theirs.\n"
-                "Do not step with these gradients: zero_grad() and go on, on all ranks. To avoid this, call "
-                "zero_grad() before module.to()."
-            )
 
     def _statement(
         self, module: torch.nn.Module | None, wanted: Mapping[str, torch.nn.Parameter], plan: str
@@ -215,28 +179,22 @@ class Rejoin:
         buffers = named(module, self._members.options, "buffers")
         return state_model(self._members.everything(), buffers, {"plan": plan})
 
-    def _loose(self, wanted: Mapping[str, torch.nn.Parameter]) -> dict[str, Loose]:
-        """What this rank's old buckets did not carry."""
+    def _loose(self, wanted: Mapping[str, torch.nn.Parameter]) -> dict[str, bool]:
+        """Names of what this rank's old buckets did not carry, and whether there is a gradient of this pass for it."""
         queue, members = self._queue, self._members
         found = {}
         for name in self._outside(wanted):
             parameter = wanted[name]
             seen = id(parameter) in members.arrived or not members.hooked(parameter)
-            found[name] = Loose(seen and parameter.grad is not None, spoilt=False)
+            found[name] = seen and parameter.grad is not None
         for index in queue.loose:
-            name = queue.names[index]
-            if name in wanted and name not in found:
-                found[name] = Loose(index in self._arrived | self._spoilt, index in self._spoilt)
+            found.setdefault(queue.names[index], index in self._arrived)
         for index, parameter in self._tracker.alive(range(len(queue.names))):
-            name = queue.names[index]
-            if name in wanted and name not in found and not queue.fits(index, parameter):
-                found[name] = Loose(has=False, spoilt=False)
-        return found | dict.fromkeys(members.strangers(wanted), Loose(has=False, spoilt=False))
-
-    def _spoilt_somewhere(self, names: Sequence[str], everyone: Sequence[Mapping[str, Loose]]) -> list[str]:
-        """Whose sum holds what was not a gradient, while its parts are not there any more on some rank."""
-        partly = [name for name in names if not all(name in one for one in everyone)]
-        return [name for name in partly if any(one[name].spoilt for one in everyone if name in one)]
+            if not queue.fits(index, parameter):
+                found.setdefault(queue.names[index], False)
+        return {name: has for name, has in found.items() if name in wanted} | dict.fromkeys(
+            members.strangers(wanted), False
+        )
 
     def _carried(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Copies of what the old buckets hold for these, where any rank had something for them."""
@@ -280,7 +238,7 @@ class Rejoin:
                 view.copy_(slots[place])
                 if name in carried:
                     view.add_(carried[name])
-                parameter.grad = view
+                hand_out(parameter, parameter.grad, view)
 
     # In words
 
@@ -303,8 +261,6 @@ class Rejoin:
                 told.setdefault(f"now {dtype_name(wanted[name].dtype)}", []).append(name)
             elif wanted[name].shape != specs[name].shape:
                 told.setdefault("with another shape", []).append(name)
-            elif queue.names.index(name) in queue.loose:
-                told.setdefault("in other memory", []).append(name)
         parts = [f"{len(names)} {what} ({name_list(names)})" for what, names in told.items() if names]
         if not parts:
             return "its buffers have changed"

@@ -8,14 +8,15 @@ where a bucket fills, so that the bucket leaves at once. Only the last arrival o
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .bucket import Bucket, Part, take_gradients
+from .bucket import Bucket
+from .parts import Kinds, MisfitError, Part, take_gradients
+from .slots import hand_out, which_lie_in
 
 CHUNK_BYTES = 256 * 1024
 CHUNK_ARRIVALS = 128
@@ -50,45 +51,81 @@ class Chunk:
     full: list[Bucket]
     """Buckets of which nothing more comes after it."""
     views: list[torch.Tensor] | None
-    """The slot of each arrival; None where some parameter arrives again later."""
+    """The slot of each arrival; None where ``.grad`` is not to be the slot before the pass settles."""
+    kinds: Kinds
+    """What those gradients must be like."""
     runs: list[Run]
     """Slots that lie one behind the other."""
     alone: list[int]
     """Places of the other arrivals."""
 
-    def take(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of these arrivals, which are those that were foreseen."""
+    def take(self, parameters: Sequence[torch.Tensor], *, with_graph: bool = False) -> None:
+        """Take the gradients of these arrivals, which are those that were foreseen.
+
+        Args:
+            parameters: in order of arrival.
+            with_graph: whether this is a ``backward(create_graph=True)``.
+
+        Raises:
+            MisfitError: they do not fit; nothing was taken.
+        """
         if self.views is None:
+            for part in self.parts:
+                part.check()
             for part in self.parts:
                 part.take()
             return
         gradients: list[Any] = [parameter.grad for parameter in parameters]
-        if not self.runs or any(map(operator.is_, gradients, self.views)):
-            take_gradients(gradients, self.views)
-        else:
-            for run in self.runs:
-                torch.cat(run.pick(gradients), out=run.region)
-            if self.alone:
-                alone = [self.views[place] for place in self.alone]
-                torch._foreach_copy_(alone, [gradients[place] for place in self.alone])
-        for parameter, view in zip(parameters, self.views, strict=True):
-            parameter.grad = view
+        in_place = False
+        for part in self.parts:
+            in_place = in_place or part.bucket.in_place
+        if not (in_place and all(which_lie_in(gradients, self.views))):
+            self.kinds.refuse_misfits(gradients)
+            self._copy(gradients, self.views, fresh=not in_place)
+            if with_graph:
+                for parameter, gradient, view in zip(parameters, gradients, self.views, strict=True):
+                    hand_out(parameter, gradient, view)
+            else:
+                for gradient, view in zip(gradients, self.views, strict=True):
+                    gradient.data = view  # gives its own memory back while it is hot
         for part in self.parts:
             part.mark()
 
+    def _copy(self, gradients: list[torch.Tensor], views: list[torch.Tensor], *, fresh: bool) -> None:
+        try:
+            if not fresh:
+                take_gradients(gradients, views)
+                return
+            for run in self.runs:
+                torch.cat(run.pick(gradients), out=run.region)
+            if not self.runs:
+                torch._foreach_copy_(views, gradients)
+            elif self.alone:
+                torch._foreach_copy_([views[i] for i in self.alone], [gradients[i] for i in self.alone])
+        except RuntimeError:
+            if self.kinds.same_shapes(gradients):
+                raise
+            raise MisfitError from None
 
-def schedule(order: Sequence[int], ids: Sequence[int], bucket_of: Sequence[Bucket]) -> list[Chunk]:
-    """Cut a pass into chunks.
+
+def schedule(
+    order: Sequence[int], ids: Sequence[int], bucket_of: Sequence[Bucket], *, hands_out: bool = True
+) -> list[Chunk]:
+    """Cut a pass into chunks. The buckets forget the runs of an earlier schedule.
 
     Args:
         order: parameter indices as they arrived; twice where one arrived twice.
         ids: ``id()`` of each arrival.
         bucket_of: each parameter's bucket, by index.
+        hands_out: False if gradients may come again after their bucket has left, so that ``.grad`` must not be the
+            slot before the pass settles.
     """
     final = {index: place for place, index in enumerate(order)}
     buckets = {id(bucket): bucket for bucket in bucket_of}.values()
     waiting = {id(bucket): len(final.keys() & bucket.indices) for bucket in buckets}
     place_of = {index: place for bucket in buckets for place, index in enumerate(bucket.indices)}
+    for bucket in buckets:
+        bucket.memory.forget_regions()
     chunks: list[Chunk] = []
     start, nbytes, complete, full = 0, 0, [], []
     for place, index in enumerate(order):
@@ -102,12 +139,14 @@ def schedule(order: Sequence[int], ids: Sequence[int], bucket_of: Sequence[Bucke
             full.append(bucket)
         if full or nbytes >= CHUNK_BYTES or len(complete) >= CHUNK_ARRIVALS or place == len(order) - 1:
             parts = _parts(complete, bucket_of, place_of)
-            once = len(complete) == place + 1 - start
+            once = hands_out and len(complete) == place + 1 - start
             views = [bucket_of[i].views[place_of[i]] for i in complete] if once else None
             runs = [run for part in parts for run in _runs(part, complete)] if once else []
             in_runs = {place for run in runs for place in run.places}
             alone = [place for place in range(len(complete)) if place not in in_runs]
-            chunks.append(Chunk(list(ids[start : place + 1]), parts, index, full, views, runs, alone))
+            chunks.append(
+                Chunk(list(ids[start : place + 1]), parts, index, full, views, Kinds(views or ()), runs, alone)
+            )
             start, nbytes, complete, full = place + 1, 0, [], []
     return chunks
 
@@ -129,9 +168,7 @@ def _runs(part: Part, arrivals: Sequence[int]) -> list[Run]:
         for inside, places in itertools.groupby(alike, wanted.__contains__):
             run = list(places)
             if inside and len(run) >= WORTH_A_RUN:
-                first, last = bucket.views[run[0]], run[-1]
-                region = bucket.slots[bucket.offsets[run[0]] : bucket.offsets[last] + bucket.views[last].numel()]
                 rows = sum(len(bucket.views[place]) for place in run)
                 chunk_places = [place_in_chunk[bucket.indices[place]] for place in run]
-                found.append(Run(chunk_places, region.view(rows, *first.shape[1:])))
+                found.append(Run(chunk_places, bucket.memory.region(run[0], run[-1], rows)))
     return found

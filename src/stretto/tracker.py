@@ -10,9 +10,9 @@ import torch
 from .arrivals import Arrivals
 from .bucket import Bucket
 from .engine import current_task, will_arrive, without_graph
-from .errors import SetupError
 from .events import Events
 from .launch import LaunchQueue
+from .parts import MisfitError
 from .schedule import Chunk, schedule
 
 
@@ -92,7 +92,8 @@ class ArrivalTracker:
     def _follow(self) -> None:
         """Look only where the schedule for the known order says so."""
         order = [self.index_of[i] for i in self._known]
-        self._schedule = schedule(order, self._known, self._queue.bucket_of)
+        once = not (self.nested or self.graph_changed)
+        self._schedule = schedule(order, self._known, self._queue.bucket_of, hands_out=once)
         self._hands_out = all(chunk.views is not None for chunk in self._schedule)
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
 
@@ -124,13 +125,15 @@ class ArrivalTracker:
         self._absent = frozenset(everything - coming)
         return coming
 
-    def unforeseen(self) -> list[int]:
-        """Parameters that came in this pass although they were not to."""
-        if not self._absent:
-            return []
-        came = self._absent.intersection(self.arrival_order())
-        self.nested |= bool(came)
-        return sorted(came)
+    def unforeseen(self) -> bool:
+        """Whether parameters came in this pass although they were not to."""
+        came = bool(self._absent) and not self._absent.isdisjoint(self.arrival_order())
+        self.nested |= came
+        return came
+
+    def holds_back(self) -> bool:
+        """Whether nothing is to leave before the pass settles: gradients may come again, and it is not known which."""
+        return self.nested and not self._in_order
 
     def stop(self) -> None:
         """The pass is over or given up: nothing more is taken."""
@@ -143,16 +146,23 @@ class ArrivalTracker:
         if not self._running:
             return
         if current_task() != self._task:
-            self.nested = True
+            self.meet_nested()
+        with_graph = torch.is_grad_enabled()
         with self._queue.lock, without_graph():
-            self._take()
+            self._take(with_graph)
 
-    def _take(self) -> None:
-        if not (self._in_order and self._take_chunk()):
+    def meet_nested(self) -> None:
+        """A gradient has come from a nested task: what this pass has got already may come again."""
+        self.nested = True
+        if self._hands_out and self._in_order:
+            self._leave_schedule()
+
+    def _take(self, with_graph: bool) -> None:
+        if not (self._in_order and self._take_chunk(with_graph)):
             self._take_one_by_one()
         self._progressed()
 
-    def _take_chunk(self) -> bool:
+    def _take_chunk(self, with_graph: bool) -> bool:
         """Take the next chunk of the schedule if it is complete. False if something else has arrived."""
         assert self._schedule is not None
         done = self._next_chunk == len(self._schedule)
@@ -165,8 +175,8 @@ class ArrivalTracker:
         if len(arrived) == len(expected):
             chunk = self._schedule[self._next_chunk]
             try:
-                self._queue.guard(chunk.take, parameters)
-            except (TypeError, SetupError):  # an undefined gradient, or one that does not fit its slot any more
+                self._queue.guard(chunk.take, parameters, with_graph=with_graph)
+            except MisfitError:  # an undefined gradient, or one that does not fit its slot any more
                 return self._leave_schedule()
             self._looked_at = stop
             self._next_chunk += 1
@@ -184,7 +194,7 @@ class ArrivalTracker:
         """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
         for parameter in self.arrivals.order[self._looked_at :]:
             index = self.index_of[id(parameter)]
-            if index in self._absent:  # to be refused
+            if index in self._absent:  # it comes late
                 continue
             if not self._queue.fits(index, parameter):
                 self._queue.set_loose([index])
@@ -233,10 +243,10 @@ class ArrivalTracker:
         """Whether the slots of everything that has arrived are ``.grad`` already."""
         return self._hands_out and self.as_scheduled()
 
-    def spoilt(self) -> list[str]:
-        """Parameters that arrived more often than foreseen after their slot had become ``.grad`` and had left.
+    def overtaken(self) -> list[str]:
+        """Names of parameters that came again, unforeseen, after their slot had become ``.grad`` and had left.
 
-        Their gradient was accumulated into a sum under way.
+        The gradient was accumulated into a sum under way.
         """
         if self.as_scheduled():
             return []

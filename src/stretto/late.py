@@ -1,0 +1,71 @@
+"""The second round of a pass: what arrived after its bucket had left, or although nobody was to use the bucket.
+
+See engine.py, [Note: nested tasks]. The word LATE in the last bucket tells all ranks that it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from .bucket import Bucket
+from .scaling import Scaling
+from .transport.base import Transport, Work
+from .words import Control
+
+
+def second_round(
+    buckets: Sequence[Bucket],
+    transport: Transport,
+    scaling: Scaling,
+    wait: Callable[[Work, str], None],
+    *,
+    weight: float,
+    says: Collection[Control],
+    send: Callable[[Bucket], None],
+) -> None:
+    """Sum what came late on any rank, and add it. One message a bucket, in plan order. Collective.
+
+    Args:
+        buckets: all of the plan, reduced and scaled already, but for those that no rank was to use: these leave now.
+        transport: carries them.
+        scaling: as in the first round.
+        wait: waits for a collective, whose description it is given.
+        weight: with which this rank took part in the pass.
+        says: what its last bucket has told.
+        send: hands a bucket to the transport.
+    """
+    factor = scaling.after(buckets[-1].weight.clone())
+    works: list[tuple[Bucket, torch.Tensor, Work]] = []
+    for bucket in buckets:
+        if bucket.skipped:
+            bucket.add_late(bucket.late())
+            bucket.write_footer(weight, says if bucket.is_last else ())
+            send(bucket)
+            assert bucket.work is not None
+            works.append((bucket, bucket.flat, bucket.work))
+        else:
+            flat = _late_of(bucket, scaling, weight)
+            works.append((bucket, flat, transport.all_reduce(flat)))
+    for bucket, flat, work in works:
+        wait(work, "what came late")
+        if bucket.skipped:
+            bucket.skipped = False
+            bucket.unpack(factor)
+        else:
+            late, had = flat[: len(bucket.payload)], flat[len(bucket.payload) :][: len(bucket.indices)]
+            bucket.slots.add_(late if factor is None else late.mul_(factor))
+            bucket.footer[: len(bucket.indices)] += had
+
+
+def _late_of(bucket: Bucket, scaling: Scaling, weight: float) -> torch.Tensor:
+    """Like the bucket's flat tensor, with what came late alone; the footer counts what was not counted yet."""
+    flat = torch.zeros_like(bucket.flat)
+    numel, parameters, views = len(bucket.payload), bucket.parameters, bucket.views_of(flat)
+    for place in bucket.late():
+        views[place].copy_(parameters[place].grad)  # type: ignore[arg-type]  # late(): it is not None
+    scaling.before(flat[:numel], weight)
+    for place in {*bucket.late()}.intersection(bucket.missing):
+        flat[numel + place] = 1
+    return flat

@@ -1,0 +1,101 @@
+"""What ``.grad`` held before the gradients of a pass were accumulated into it.
+
+Whoever trains without ``zero_grad`` accumulates. For a mean it makes no difference that the old value travels along:
+the mean of what all ranks hold alike is what they hold. A sum over ranks would multiply it. So where ``reduce="sum"``,
+it is looked at before the first new gradient comes, and averaged, while what is new is summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class _Before:
+    value: torch.Tensor | None
+    """None where there was no gradient."""
+    address: int
+    version: int
+    """Where and which version ``.grad`` is, if nobody but autograd writes to it."""
+
+
+class _Known(dict[int, _Before]):
+    """By ``id()`` of the parameter."""
+
+    running = False
+    """Whether a synchronised pass is under way, in which ``.grad`` comes and goes by our own hands."""
+
+
+class Preset:
+    """Looks at ``.grad`` of parameters just before autograd accumulates into it.
+
+    Args:
+        parameters: to hook; not held.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
+        self._hooks: dict[int, tuple[weakref.ref[torch.nn.Parameter], Any]] = {}
+        self._known = _Known()
+        self.follow(parameters)
+
+    def follow(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Hook these and no others."""
+        wanted = {id(parameter): parameter for parameter in parameters}
+        for key in [key for key, (one, _) in self._hooks.items() if one() is not wanted.get(key)]:
+            self._hooks.pop(key)[1].remove()
+        for key, parameter in wanted.items():
+            if key not in self._hooks:
+                self._hooks[key] = weakref.ref(parameter), self._hook(parameter)
+
+    def _hook(self, parameter: torch.nn.Parameter) -> Any:
+        frozen = not parameter.requires_grad
+        if frozen:  # torch refuses hooks on frozen parameters, but keeps those on one that is frozen later
+            parameter.requires_grad_(True)
+        look = functools.partial(_look, self._known, weakref.ref(parameter))
+        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
+        if frozen:
+            parameter.requires_grad_(False)
+        return handle
+
+    def before(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """What ``.grad`` held before what is new since the last synchronised pass; None for nothing."""
+        known = self._known.get(id(parameter))
+        return None if known is None else known.value
+
+    def begin(self) -> None:
+        """A synchronised pass begins: what was there before its first gradients is known."""
+        self._known.running = True
+
+    def forget(self) -> None:
+        """It is over: from now on its result is what ``.grad`` holds."""
+        self._known.clear()
+        self._known.running = False
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self.follow(())
+        self.forget()
+
+
+def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Tensor) -> None:
+    parameter = reference()
+    if parameter is None or (known.running and id(parameter) in known):
+        return
+    gradient, before = parameter.grad, known.get(id(parameter))
+    if gradient is None:
+        known[id(parameter)] = _Before(None, 0, 0)
+        return
+    strided = gradient.layout is torch.strided
+    address, version = (gradient.data_ptr() if strided else 0), gradient._version
+    accumulated = before is not None and (
+        before.value is None or (before.address, before.version) == (address, version)
+    )
+    if before is None or not accumulated:  # the first, or the user has written to it since
+        before = known[id(parameter)] = _Before(gradient.detach().clone(), address, version)
+    before.address, before.version = address, version + 1

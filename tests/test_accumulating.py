@@ -1,0 +1,131 @@
+"""Without ``zero_grad``: what ``.grad`` holds when a pass begins stays, and what is new is reduced as was asked."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+from stretto.testing import run_ranks
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+class Two(torch.nn.Module):
+    """Two layers, one of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(6, 6, dtype=torch.float64) for _ in range(2))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return (self.second(x).tanh() if both else x).square().mean()
+
+
+ACCUMULATING: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduce": "sum"},
+    "sum, predivided": {"reduce": "sum", "predivide_factor": 2.0},
+    "mean, predivided": {"predivide_factor": 2.0},
+    "weighted mean": {"weighted": True},
+    "weighted sum": {"reduce": "sum", "weighted": True},
+    "sum in float32": {"reduce": "sum", "reduce_dtype": torch.float32},
+    "sum after backward": {"reduce": "sum", "delay": True},
+}
+
+
+def factors(options: dict[str, Any], world: int) -> list[float]:
+    """What each rank's gradients count for."""
+    weights = [float(1 + rank) if "weighted" in options else 1.0 for rank in range(world)]
+    return weights if "reduce" in options else [weight / sum(weights) for weight in weights]
+
+
+def uses_both(number: int, rank: int) -> bool:
+    return number not in (3, 4) or (number, rank) == (4, 0)
+
+
+@pytest.mark.parametrize("cap", [1e-6, 1.0])
+@pytest.mark.parametrize("between", ["nothing", "scaled", "zeros", "preset", "None for one"])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("how", ACCUMULATING)
+def test_what_is_there_stays_and_what_is_new_is_reduced(how: str, micro: int, between: str, cap: float) -> None:
+    options, world = ACCUMULATING[how], 3
+
+    def prepare(model: Two, number: int) -> None:
+        for name, parameter in model.named_parameters():
+            if between == "scaled" and parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+            elif between == "zeros" and parameter.grad is not None and number % 2:
+                parameter.grad.zero_()
+            elif between == "preset" and number % 2:
+                parameter.grad = torch.full_like(parameter, 0.25)
+            elif between == "None for one" and name == "first.weight":
+                parameter.grad = None
+
+    def drive(model: Two, ranks: Any, shares: list[float], sync: Any = None) -> list[list[torch.Tensor]]:
+        seen = []
+        for number in range(7):
+            prepare(model, number)
+            for part in range(micro):
+                silent = sync is not None and part < micro - 1
+                with sync.no_sync() if silent else contextlib.nullcontext():
+                    for rank in ranks:
+                        x = batch(rank + 10 * part + 100 * number)
+                        (model(x, uses_both(number, rank)) * shares[rank]).backward()
+            seen.append([parameter.grad.clone() for parameter in model.parameters()])
+        return seen
+
+    def worker(transport):
+        model = Two()
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=cap, **options)
+        if "weighted" in options:
+            sync.weight = 1 + transport.rank
+        return drive(model, [transport.rank], [1.0] * world, sync)
+
+    wanted = drive(Two(), range(world), factors(options, world))
+    ranks = run_ranks(worker, world)
+    close = {"rtol": 1e-4, "atol": 1e-5} if "reduce_dtype" in options else {}
+    for found in ranks:
+        for one, other, same in zip(found, wanted, ranks[0], strict=True):
+            for a, b, c in zip(one, other, same, strict=True):
+                torch.testing.assert_close(a, b, **close)
+                assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("how", ACCUMULATING)
+def test_what_ranks_have_preset_differently_becomes_its_mean(how: str) -> None:
+    options = ACCUMULATING[how]
+
+    def worker(transport):
+        model = Two()
+        sync = stretto.attach(model, transport=transport, **options)
+        if "weighted" in options:
+            sync.weight = 1 + transport.rank
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(transport.rank))
+        (model(batch(0), True) * 0.0).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    wanted = 2 / 3 if how == "weighted mean" else 0.5
+    for found in run_ranks(worker, 2):
+        assert all(torch.allclose(gradient, torch.full_like(gradient, wanted)) for gradient in found)
+
+
+def test_detaching_takes_all_hooks_off() -> None:
+    def worker(transport):
+        model = Two()
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        model(batch(transport.rank), True).backward()
+        sync.detach()
+        return [len(parameter._backward_hooks or ()) for parameter in model.parameters()]
+
+    assert run_ranks(worker, 2) == [[0] * 4] * 2

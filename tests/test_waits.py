@@ -238,10 +238,10 @@ def test_who_waits_for_a_forward_that_failed_is_told_of_it_meanwhile(tmp_path: P
         step(); right()
     """
     (_, printed, complaint), (_, other, _) = ranks(tmp_path, body, transport=transport)
-    note = "  rank 1, pass 2, forward: KeyError: 'no such token' (train.py:LINE in forward)\n"
-    waits = "rank {0}, pass 2: this rank waits, since forward has failed on another.\n{1}"
-    assert re.sub(r"py:\d+", "py:LINE", complaint) == waits.format(0, note)
-    assert note in within(printed, "PeerError", 8)
+    note = "rank 1, pass 2, forward: KeyError: 'no such token' (train.py:LINE in forward)"
+    waits = f"rank 0, pass 2: this rank waits, since forward has failed on another.\n  {note}"
+    assert re.sub(r"py:\d+", "py:LINE", complaint) == f"{waits}\n"
+    assert f"  {note}\n" in within(printed, "PeerError", 8)
     assert "KeyError" in other and "PeerError" in other
 
 
@@ -491,7 +491,8 @@ def test_a_rank_that_cannot_give_up_says_that_it_is_lost(tmp_path: Path) -> None
     """
     (_, printed, _), (_, other, complaint) = ranks(tmp_path, body)
     assert within(printed, "PeerError", 6) == LEFT.format(0, 2, "backward: OSError: hook broke (train.py:LINE in hook)")
-    assert complaint.startswith("rank 1, pass 2: backward failed, and the pass could not be given up.\nTraceback")
+    said = "rank 1, pass 2: backward failed, and the pass could not be given up."
+    assert complaint.startswith(f"{said}\nTraceback")
     first, second = other.split("CommunicationError", 1)
     assert within(first, "OSError", 3) == "hook broke"
     assert within("CommunicationError" + second, "CommunicationError", 3) == (

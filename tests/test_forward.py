@@ -115,6 +115,34 @@ def test_a_failure_before_the_first_pass_of_a_copy_is_quoted() -> None:
     assert f"PeerError: {FAILED.format(0, 1, 'rank 1', NOTE.format(1, 1))}" in found[0]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_nothing_is_sent_out_of_turn(world: int) -> None:
+    """Two models on one group, and a collective of the user's own: what the others wait for is not always this model."""
+
+    def worker(transport):
+        first, second = Model(), Model()
+        for model in (first, second):
+            stretto.attach(model, transport=transport)
+        seen, own = [], []
+        for number in range(4 + (transport.rank == 1)):
+            try:
+                loss = second(x(1.0), fail=transport.rank == 1 and number == 2)
+                mine = torch.ones(3)
+                transport.all_reduce(mine).wait()
+                own.append(mine.tolist())
+                first(x(1.0)).backward()
+                loss.backward()
+            except (ValueError, stretto.PeerError) as error:
+                seen.append((number, type(error).__name__))
+        return seen, own
+
+    found = run_ranks(worker, world, timeout=10)
+    assert [seen for seen, _ in found] == [
+        [(2, "ValueError"), (3, "PeerError")] if rank == 1 else [(2, "PeerError")] for rank in range(world)
+    ]
+    assert all(own == [[float(world)] * 3] * 4 for _, own in found)
+
+
 def in_no_sync(sync, model):
     return sync.no_sync()
 

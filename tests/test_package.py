@@ -20,7 +20,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"waiting", "whereabouts", "notes", "channel", "watch", "blame"},
     {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "family", "forward"},
-    {"tracker", "usage", "beside", "failing"},
+    {"tracker", "usage", "beside", "failing", "changes", "loose"},
     {"rejoin"},
     {"consensus"},
     {"reducer"},

@@ -360,23 +360,6 @@ def test_a_gradient_that_is_sparse_without_its_module_saying_so_is_named() -> No
         run_ranks(lambda transport: worker(transport, sparse=["nowhere"]), 2, timeout=20)
 
 
-def test_all_that_changed_dtype_are_named() -> None:
-    def worker(transport):
-        model = Net()
-        stretto.attach(model, transport=transport)
-        model.double()
-        with pytest.raises(stretto.SetupError) as caught:
-            model(indices_of(transport.rank), "wb").backward()
-        return str(caught.value)
-
-    for rank, text in enumerate(run_ranks(worker, 2, timeout=20)):
-        assert text == (
-            f"rank {rank}, pass 1: words.weight (float32, now float64), bags.weight (float32, now float64) changed "
-            "dtype after the module was attached.\n"
-            "Attach again after .to(dtype): sync.detach(); sync = stretto.attach(model)"
-        )
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_beside_noop_hook_the_counts_tell_of_a_failure(number: int) -> None:
     def worker(transport):

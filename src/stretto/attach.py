@@ -15,12 +15,11 @@ from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
-from .membership import named, plan_for, trained
-from .options import Buffers, Options, dtype_patterns, names_of
+from .membership import named, plan_for, stand_in, trained
+from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
-from .sparse import names_of_sparse, stand_in
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport, TransportName, choose
 
 log = logging.getLogger("stretto")

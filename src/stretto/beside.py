@@ -19,13 +19,11 @@ class Beside:
     Args:
         queue: has the transport, and waits.
         places: where buffers live.
-        sparse: parameters in no bucket, if there are any.
+        sparse: parameters in no bucket; mostly none.
         events: told when buffers leave.
     """
 
-    def __init__(
-        self, queue: LaunchQueue, places: BufferPlaces, sparse: SparseGradients | None, events: Events
-    ) -> None:
+    def __init__(self, queue: LaunchQueue, places: BufferPlaces, sparse: SparseGradients, events: Events) -> None:
         self.sparse = sparse
         self._queue = queue
         self._places = places
@@ -33,44 +31,42 @@ class Beside:
 
     def hook(self, owner: object, arrived: Callable[[str], None]) -> None:
         """As :meth:`SparseGradients.hook`."""
-        if self.sparse is not None:
-            self.sparse.hook(owner, arrived)
+        self.sparse.hook(owner, arrived)
 
     def remove(self) -> None:
         """Take the hooks off."""
-        if self.sparse is not None:
-            self.sparse.remove()
+        self.sparse.remove()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that lie in no bucket."""
-        return [] if self.sparse is None else [*self.sparse.named_parameters().values()]
+        return [*self.sparse.named_parameters().values()]
 
     @property
     def total_bytes(self) -> int:
         """Of this rank's sparse gradients, sent so far."""
-        return 0 if self.sparse is None else self.sparse.total_bytes
+        return self.sparse.total_bytes
 
     @property
     def given_up(self) -> int:
         """How many ranks said in this pass that they gave it up; no words say so beside ``noop_hook``."""
-        return 0 if self.sparse is None else self.sparse.given_up
+        return self.sparse.given_up
 
     def prepare(self) -> list[Share] | None:
         """What this rank has to give. What can fail on one rank alone fails here."""
-        return None if self.sparse is None else self.sparse.prepare(self._queue.weight, self._queue.where)
+        return self.sparse.prepare(self._queue.weight) if self.sparse else None
 
     def send(self, shares: list[Share] | None) -> CoalescedMessages:
         """Put all of it under way; returns the buffers' messages. Collective; ``None`` if there is nothing to give."""
-        if self.sparse is not None:
+        if self.sparse:
             self.sparse.exchange(shares, self._queue.wait_for)
         return self._send_buffers()
 
-    def send_spoiled(self) -> CoalescedMessages:
+    def send_given_up(self) -> CoalescedMessages:
         """The same for a rank that gives up the pass; waits for nobody."""
-        if self.sparse is not None:
+        if self.sparse:
             self.sparse.forget()
-            self.sparse.exchange_spoiled()
+            self.sparse.exchange_given_up()
         return self._send_buffers()
 
     def _send_buffers(self) -> CoalescedMessages:
@@ -81,17 +77,15 @@ class Beside:
 
     def finish(self, buffers: CoalescedMessages, *, release: bool) -> None:
         """Wait for it. ``release``: put sparse gradients into ``.grad``."""
-        if self.sparse is not None:
+        if self.sparse:
             factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
             self.sparse.finish(factor, self._queue.wait_for, release=release)
         buffers.finish(self._queue.wait_for, "the buffers")
 
     def forget(self) -> None:
         """What has arrived so far is dealt with."""
-        if self.sparse is not None:
-            self.sparse.forget()
+        self.sparse.forget()
 
     def reset(self) -> None:
         """Nothing is under way, for the next pass."""
-        if self.sparse is not None:
-            self.sparse.reset()
+        self.sparse.reset()

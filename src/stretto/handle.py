@@ -16,7 +16,7 @@ from .comm_hooks import CommHook, Hook
 from .errors import SetupError, name_list
 from .events import Events
 from .family import unite
-from .membership import Membership
+from .membership import Membership, trained
 from .options import Buffers, Options
 from .peers import Peers
 from .plan import BucketPlan
@@ -55,14 +55,14 @@ class Synchronizer:
         self._reducer: Reducer | None = None
         if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
-            rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)) if sparse else None
+            rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
             self._reducer = Reducer(
                 trained,
                 plan,
                 transport,
                 self._events,
                 self._buffer_places,
-                Membership(module, options, functools.partial(_apart, [one.members for one in inside], rows)),
+                Membership(module, options, functools.partial(_apart, [one.members for one in inside])),
                 scaling,
                 peers,
                 delay=options.delay,
@@ -169,14 +169,13 @@ class Synchronizer:
             forgotten = [name for name, ranks in sync.used_by.items() if ranks == 0]
         """
         if self._reducer is None:
-            named = dict(self.module.named_parameters())
-            return {spec.name: int(named[spec.name].grad is not None) for spec in self.plan.parameters}
+            return {name: int(one.grad is not None) for name, one in trained(self.module, self._options).items()}
         return self._reducer.used_by
 
     @property
     def sparse_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that lie in no bucket, since their gradients are sparse, by name. None where there is one rank."""
-        if self._reducer is None or self._reducer.sparse is None:
+        if self._reducer is None:
             return {}
         return self._reducer.sparse.named_parameters()
 
@@ -276,9 +275,9 @@ class Synchronizer:
         return f"{kind} over ranks, sent {when}"
 
     def _beside_the_plan(self) -> list[str]:
-        if self._reducer is None or self._reducer.sparse is None:
+        names = [] if self._reducer is None else self._reducer.sparse.names
+        if not names:
             return []
-        names = self._reducer.sparse.names
         return [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"]
 
     def detach(self) -> None:
@@ -291,10 +290,9 @@ class Synchronizer:
             self._transport.close()
 
 
-def _apart(inside: Sequence[Membership], rows: SparseGradients | None) -> list[torch.Tensor]:
-    """The parameters that lie in no bucket of this handle."""
-    found: list[torch.Tensor] = [parameter for members in inside for parameter in members.everything().values()]
-    return found + ([*rows.named_parameters().values()] if rows is not None else [])
+def _apart(inside: Sequence[Membership]) -> list[torch.Tensor]:
+    """The parameters that other handles look after."""
+    return [parameter for members in inside for parameter in members.everything().values()]
 
 
 def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:

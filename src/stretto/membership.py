@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .arrivals import hook_gradient
-from .options import Options
+from .options import Options, names_of_sparse
 from .plan import MIB, BucketPlan, plan_buckets
 from .specs import describe_parameters
 from .transport.base import Transport
@@ -40,6 +40,17 @@ def trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Par
     return {
         name: parameter for name, parameter in named(module, options, "parameters").items() if parameter.requires_grad
     }
+
+
+STAND_IN = "(no dense parameter)"
+
+
+def stand_in(device: torch.device) -> dict[str, torch.nn.Parameter]:
+    """A parameter for the plan of a model that has sparse ones alone: a last bucket must carry the control words.
+
+    It gets no gradient, and need not live longer than the buckets take to be made.
+    """
+    return {STAND_IN: torch.nn.Parameter(torch.zeros(1, device=device))}
 
 
 def plan_for(
@@ -84,7 +95,7 @@ class Membership:
     Args:
         module: the attached one.
         options: say which names to leave alone.
-        apart: returns the parameters that others look after: those of attached models inside, and sparse ones.
+        apart: returns the parameters that others look after: those of attached models inside.
     """
 
     def __init__(
@@ -95,16 +106,15 @@ class Membership:
     ) -> None:
         self.options = options
         self._apart = apart
-        self.suspect = False
-        """Whether the module may have changed since ``follow``."""
-        self.arrived: set[int] = set()
-        """``id()`` of outsiders that got a gradient in this pass, or in ones without synchronisation before it."""
+        self._suspect = False
+        self._arrived: set[int] = set()
         self._module = weakref.ref(module)
         self._came: Callable[[], None] | None = None
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._returned: set[str] = set()
+        self._outsiders: set[str] = set()
 
     def watch(self, came: Callable[[], None]) -> None:
         """From now on call ``came`` when an outsider gets a gradient. See watch.py for who else is asked."""
@@ -133,7 +143,18 @@ class Membership:
         return {name: parameter for name, parameter in found.items() if id(parameter) not in apart}
 
     def wanted(self) -> dict[str, torch.nn.Parameter]:
-        """Those that belong into the plan: see [Note: back and forth]."""
+        """Those that belong into the plan: see [Note: back and forth]. A stand-in where all are sparse."""
+        rows = self.rows()
+        found = {name: one for name, one in self._to_reduce().items() if name not in rows}
+        return found or (stand_in(next(iter(rows.values())).device) if rows else {})
+
+    def rows(self) -> dict[str, torch.nn.Parameter]:
+        """Those whose gradients are sparse."""
+        module = self._module()
+        names = set() if module is None else names_of_sparse(module, self.options.sparse, strict=False)
+        return {name: one for name, one in self._to_reduce().items() if name in names}
+
+    def _to_reduce(self) -> dict[str, torch.nn.Parameter]:
         kept = self._returned & self._planned.keys()
         return {name: p for name, p in self.everything().items() if p.requires_grad or name in kept}
 
@@ -146,9 +167,9 @@ class Membership:
         everything = self.everything()
         return {name for name in names if name in self._frozen and self._frozen[name]() is everything[name]}
 
-    def strangers(self, wanted: Collection[str]) -> set[str]:
+    def strangers(self) -> set[str]:
         """Frozen ones that were not there when the ranks last agreed: each rank has its own values."""
-        outside = self.everything().keys() - set(wanted)
+        outside = self.everything().keys() - self._to_reduce().keys()
         return outside - self.known(outside) - self._planned.keys()
 
     def hooked(self, parameter: torch.Tensor) -> bool:
@@ -156,22 +177,26 @@ class Membership:
         reference, _ = self._hooks.get(id(parameter), (None, None))
         return reference is not None and reference() is parameter
 
+    def got_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether an outsider may have got one in this pass, or in ones without synchronisation before it."""
+        return id(parameter) in self._arrived or not self.hooked(parameter)
+
     def follow(self, planned: Mapping[str, torch.nn.Parameter]) -> None:
-        """The plan holds these: all others are outsiders from here on."""
+        """These are reduced, by rows or in the plan: all others are outsiders from here on."""
         self._returned |= self.known(planned)
         self._planned = {name: weakref.ref(parameter) for name, parameter in planned.items()}
-        self.arrived.clear()
+        self._arrived.clear()
         self.remember()
         everything = self.everything()
-        self._frozen = {name: weakref.ref(everything[name]) for name in self.outsiders}
+        self._frozen = {name: weakref.ref(everything[name]) for name in self._outsiders}
 
     def remember(self) -> None:
         """What the module has now is known: put hooks on outsiders, and take them off others."""
-        self.suspect = False
+        self._suspect = False
         module = self._module()
         everything = self.everything()
-        self.outsiders = everything.keys() - self._planned.keys()
-        outside = {id(everything[name]): everything[name] for name in self.outsiders}
+        self._outsiders = everything.keys() - self._planned.keys()
+        outside = {id(everything[name]): everything[name] for name in self._outsiders}
         for key in [key for key, (one, _) in self._hooks.items() if key not in outside or one() is not outside[key]]:
             self._hooks.pop(key)[1].remove()
         for parameter in outside.values():
@@ -181,6 +206,15 @@ class Membership:
         self._in_order = [weakref.ref(one) for one in modules]
         self._members = self._now()
 
+    def expect_change(self) -> None:
+        """The module may have changed since ``follow``."""
+        self._suspect = True
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may have."""
+        return self._suspect
+
     def _now(self) -> list[int]:
         alive = [one for reference in self._in_order if (one := reference()) is not None]
         tables = (table for one in alive for table in (one._parameters, one._modules))
@@ -189,7 +223,7 @@ class Membership:
     def look(self, number: int) -> None:
         """The net for what no hook tells, such as writing into a module's tables: in every ``EVERY``-th pass only."""
         if (number <= FIRST or not number % EVERY) and self._now() != self._members:
-            self.suspect = True
+            self._suspect = True
 
     # How it is told of changes
 
@@ -197,7 +231,7 @@ class Membership:
         """Something is about to be registered, in some module of the process."""
         if owner not in self._modules:
             return
-        self.suspect = True
+        self._suspect = True
         if isinstance(item, torch.nn.Module):
             self._modules.update(item.modules())
             new = list(item.parameters())
@@ -219,6 +253,6 @@ class Membership:
             return
         if not any(one is parameter for one in self.everything().values()):
             return  # taken out again, or to be ignored; ``remember`` will see to it
-        self.suspect = True
-        self.arrived.add(id(parameter))
+        self._suspect = True
+        self._arrived.add(id(parameter))
         self._came()

@@ -97,3 +97,23 @@ def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter])
             )
         found.append(name)
     return tuple(found)
+
+
+def names_of_sparse(module: torch.nn.Module, patterns: Iterable[str], *, strict: bool = True) -> set[str]:
+    """Parameters whose gradient is expected to be sparse: torch's rule, by owner, and those that were named.
+
+    Raises:
+        SetupError: a pattern matches no parameter; unless ``strict`` is False.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners = [m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse]
+    found = {names[id(parameter)] for owner in owners for parameter in owner.parameters(recurse=False)}
+    for pattern in patterns:
+        matching = {name for name in names.values() if fnmatchcase(name, pattern)}
+        if strict and not matching:
+            raise SetupError(
+                f"attach: sparse= names {pattern}, which the module does not have.\n"
+                "Give names, or patterns of names, of module.named_parameters()."
+            )
+        found |= matching
+    return found

@@ -79,7 +79,7 @@ class Reducer:
         *,
         delay: bool = False,
         inspection: Inspection | None = None,
-        sparse: SparseGradients | None = None,
+        sparse: SparseGradients,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
@@ -96,7 +96,7 @@ class Reducer:
         hooked = list(parameters.values())
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
-        self._rejoin = Rejoin(members, places, self._queue, self._tracker, events)
+        self._rejoin = Rejoin(members, places, self._queue, self._tracker, sparse, events)
         self._forward = ForwardWatch(members.module(), self._is_between, self._failing.in_forward)
         self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward)
         self._never_used = NeverUsed(self._queue)
@@ -106,7 +106,7 @@ class Reducer:
         dropped = functools.partial(self._failing.in_engine, lambda: self.family.give_up())
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
-        members.follow(parameters)
+        members.follow({**parameters, **sparse.named_parameters()})
         members.watch(self._outsider_arrived)
 
     @property
@@ -132,14 +132,14 @@ class Reducer:
         return [alive for reference in references if (alive := reference()) is not None] + self._beside.parameters
 
     @property
-    def sparse(self) -> SparseGradients | None:
-        """The parameters that lie in no bucket, if any."""
+    def sparse(self) -> SparseGradients:
+        """The parameters that lie in no bucket."""
         return self._beside.sparse
 
     @property
     def used_by(self) -> dict[str, int]:
         """How many ranks had a gradient for each parameter in the last pass."""
-        return used_by(self._queue)
+        return used_by(self._queue) | self.sparse.used_by
 
     @property
     def graph_changed(self) -> bool:
@@ -326,7 +326,7 @@ class Reducer:
             self._forward.says(self._queue.pass_number)  # to nobody: giving up says all
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self._queue.launch_given_up()
-            self._buffers_of_given_up = self._beside.send_spoiled()
+            self._buffers_of_given_up = self._beside.send_given_up()
             if not self._queue.tells and self._queue.pass_number == 1:
                 self._consensus.send_order()  # peers do not know of the failure
             self._queue.peers.flush()

@@ -1,18 +1,22 @@
 """After the module of some rank has changed: all ranks agree anew, at the same pass, and cut a new plan.
 
-    a hook of membership.py, a misfit, a frozen one ──> noticed() ──> CHANGED in the last bucket ──sum──>
-    all_together(): agree, exchange who has what, rank 0's values, new buckets, and what the old ones did not carry
+    a hook of membership.py, a misfit, a frozen one ──> noticed() ──> CHANGED in the last bucket ──sum──> all_together()
 
-[Note: loose gradients]  A parameter that is new, or has left its slot (another dtype, shape or storage), is *loose* in
-the pass in which the change is noticed: the old buckets carry nothing for it. Its gradient is reduced here, before
-``backward`` returns, in the new bucket. One that is loose on some ranks only (they replaced a layer by one just like
-it) has part of its sum in the old bucket: that part is added.
+[Note: loose gradients]  A parameter that is new, or does not fit its slot any more (another dtype, another shape), is
+*loose* in the pass in which the change is noticed: the old buckets carry nothing for it. Its gradient is reduced here,
+before ``backward`` returns, in the new bucket. One that is loose on some ranks only (they replaced a layer by one just
+like it) has part of its sum in the old bucket: that part is added.
+
+[Note: order of messages]  Each step of ``all_together`` sends what follows from the steps before it alone, so that all
+ranks send the same: 1. they compare what they have, and raise here or not at all; 2. they tell what is loose; 3. rank
+0's values of what is loose or a stranger on any rank, and its buffers; 4. new buckets, which need no message; 5. what
+is loose, in each new bucket that has some; 6. what is loose and sparse, if any is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -20,12 +24,15 @@ from .agreement import Statement, agree, describe_ranks, state_model
 from .arrivals import owner_of
 from .broadcast import broadcast_coalesced
 from .buffers import BufferPlaces
+from .changes import Changes
 from .errors import SetupError, name_list
 from .events import Events
 from .launch import LaunchQueue
+from .loose import Contribution, LooseRows, reduce_dense
 from .membership import Membership, named, plan_for
-from .slots import hand_out
-from .specs import describe_parameters, dtype_name
+from .plan import BucketPlan
+from .sparse import SparseGradients
+from .specs import describe_parameters
 from .tracker import ArrivalTracker
 
 log = logging.getLogger("stretto")
@@ -41,18 +48,30 @@ class Rejoin:
         places: where its buffers are.
         queue: has the plan.
         tracker: knows what has arrived.
+        rows: the parameters in no bucket.
         events: told of new plans.
     """
 
     def __init__(
-        self, members: Membership, places: BufferPlaces, queue: LaunchQueue, tracker: ArrivalTracker, events: Events
+        self,
+        members: Membership,
+        places: BufferPlaces,
+        queue: LaunchQueue,
+        tracker: ArrivalTracker,
+        rows: SparseGradients,
+        events: Events,
     ) -> None:
         self._members = members
         self._places = places
         self._queue = queue
         self._tracker = tracker
+        self._rows = rows
         self._events = events
-        self._arrived: set[int] = set()
+        self._changes = Changes(members, queue, rows)
+        self._arrived: set[str] = set()
+        """Names of planned ones that have got a gradient in the pass in which a change was noticed."""
+        self._before: dict[str, torch.Tensor] = {}
+        """What was in ``.grad`` before that, where it matters."""
 
     # Noticing, on one rank
 
@@ -63,19 +82,24 @@ class Rejoin:
             unsynchronized: indices of parameters that got gradients in passes without synchronisation before.
         """
         queue, members = self._queue, self._members
+        self._arrived, self._before = set(), {}
         members.look(queue.pass_number)
         self._places.look()
         missing = queue.comm_hook is None and any(bucket.pending or bucket.missing for bucket in queue.buckets)
-        if missing and not members.suspect:
-            members.suspect = self._some_are_frozen()
-        if not (members.suspect or queue.loose or self._places.changed):
+        if missing and not members.suspect and self._some_are_frozen():
+            members.expect_change()
+        if not (members.suspect or queue.loose or self._places.changed or (self._rows and self._rows.misfits())):
             return False
-        self._arrived = unsynchronized.union(self._tracker.arrival_order())
+        self._arrived = {queue.names[i] for i in unsynchronized.union(self._tracker.arrival_order())}
+        self._arrived |= self._rows.seen()
+        if queue.preset is not None:
+            alive = {queue.names[i]: one for i, one in self._tracker.alive(queue.loose)}
+            before = {name: queue.preset.before(one) for name, one in alive.items()}
+            self._before = {name: value for name, value in before.items() if value is not None}
         return self._differs() and (queue.comm_hook is None or self._loses())
 
     def _loses(self) -> bool:
-        """Whether something of this rank stays out of the old buckets; freezing is harmless to them."""
-        return bool(self._outside(self._members.wanted()) or self._queue.loose or self._places.changed)
+        return self._places.changed or self._changes.loses()
 
     def refuse(self) -> None:
         """Beside a comm hook, which knows buckets by their index, nothing but harmless changes can be followed.
@@ -86,7 +110,7 @@ class Rejoin:
             SetupError: gradients of this pass have stayed on some rank. On all ranks.
         """
         queue = self._queue
-        mine = self._changes(self._members.wanted()) if self._loses() else ""
+        mine = self._changes.in_words() if self._loses() else ""
         everyone = queue.peers.gather(mine) if queue.tells else [mine] * queue.transport.world_size
         changed: dict[str, list[int]] = {}
         for rank, change in enumerate(everyone):
@@ -111,64 +135,68 @@ class Rejoin:
         if module is None or not wanted:
             return False
         if (
-            self._queue.loose
-            or self._places.changed
+            self._loses()
             or self._places.moved(module)
             or describe_parameters(wanted, self._members.options.reduce_dtypes(wanted)) != self._queue.plan.parameters
-            or self._outside(wanted)
-            or self._members.strangers(wanted)
+            or self._members.strangers()
         ):
             return True
         self._members.remember()
         return False
 
-    def _outside(self, wanted: Mapping[str, torch.nn.Parameter]) -> list[str]:
-        """Names of parameters that the old buckets do not carry."""
-        carried = dict(zip(self._queue.names, self._queue.parameters, strict=True))
-        return [name for name, one in wanted.items() if name not in carried or carried[name]() is not one]
-
     # Following, on all ranks
 
     def all_together(self, *, release: bool) -> None:
-        """Collective. Raises the same difference on all ranks if their modules have not changed alike.
+        """Follow the change: see [Note: order of messages]. Collective.
 
         Args:
             release: False if this rank had no part in the pass, and ``.grad`` is to be left alone.
+
+        Raises:
+            ModelMismatchError: modules have not changed alike. The same difference on all ranks.
         """
-        queue, members, transport = self._queue, self._members, self._queue.transport
-        module, wanted = members.module(), members.wanted()
-        plan = plan_for(wanted, members.options, transport, [queue.names[index] for index in queue.plan.order])
-        gather = queue.peers.gather
-        agree(self._statement(module, wanted, plan.hash), transport.rank, gather, f"pass {queue.pass_number}", ADVICE)
-        assert module is not None
-        everyone: list[dict[str, bool]] = gather(self._loose(wanted))
-        names = [name for name in wanted if any(name in one for one in everyone)]
-        changes = self._changes(wanted)
-        mine = everyone[transport.rank]
-        contributions = {n: grad for n in names if n in mine and (grad := wanted[n].grad) is not None}
-        carried = self._carried([name for name in names if not all(name in one for one in everyone)])
-        factor = queue.scaling.after(queue.buckets[-1].weight)
-        news = [one for name, one in members.everything().items() if any(name in other for other in everyone)]
-        values = [parameter.detach() for parameter in news]
-        if self._places.policy != "none":
-            values += named(module, members.options, "buffers").values()
-        broadcast_coalesced(values, transport, queue.wait_for)
+        queue, members = self._queue, self._members
+        wanted, rows = members.wanted(), members.rows()
+        order = [queue.names[index] for index in queue.plan.order]
+        plan = plan_for(wanted, members.options, queue.transport, order)
+        module = self._agree(wanted, rows, plan)
+        everyone: list[dict[str, bool]] = queue.peers.gather(self._loose(wanted, rows))
+        loose = {name for one in everyone for name in one}
+        mine, words, factor = everyone[queue.transport.rank], self._changes.in_words(), self._factor()
+        gradients = {name: wanted[name].grad for name in loose & mine.keys() & wanted.keys()}
+        contributions = {n: Contribution(g, self._before.get(n)) for n, g in gradients.items() if g is not None}
+        carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
+        used = self._rows.used_by
+        self._send_values(module, loose)
         queue.rebuild(wanted, plan)
         self._tracker.rebuild(list(wanted.values()))
-        members.follow(wanted)
+        dtypes = members.options.reduce_dtypes(rows)
+        self._rows.rebuild(rows, dtypes)
+        members.follow({**wanted, **rows})
         self._places.follow(module)
-        had = {name for name in names if name in carried or any(one.get(name) for one in everyone)}
-        self._reduce(had, contributions, carried, factor, release=release)
-        if transport.rank == 0:
-            log.info("%s: the plan follows the module: %s", queue.where, changes)
-        if self._events.plan_changed:
-            self._events.emit(self._events.plan_changed, queue.pass_number, plan)
+        had = {name for name in loose if name in carried or any(one.get(name) for one in everyone)}
+        reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=release)
+        if loose & rows.keys():
+            among = {name: one for name, one in rows.items() if name in loose}
+            LooseRows(queue, among, dtypes, factor).reduce(everyone, used, release=release)
+        self._arrived, self._before = set(), {}
+        self._tell(words, plan)
+
+    def _agree(
+        self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], plan: BucketPlan
+    ) -> torch.nn.Module:
+        transport, module = self._queue.transport, self._members.module()
+        statement = self._statement(module, {**wanted, **rows}, {"plan": plan.hash, "sparse parameters": [*rows]})
+        agree(statement, transport.rank, self._queue.peers.gather, f"pass {self._queue.pass_number}", ADVICE)
+        assert module is not None
+        return module
 
     def _statement(
-        self, module: torch.nn.Module | None, wanted: Mapping[str, torch.nn.Parameter], plan: str
+        self, module: torch.nn.Module | None, wanted: Mapping[str, torch.nn.Parameter], facts: Mapping[str, object]
     ) -> Statement:
         mine = self._tracker.arrivals.owner
-        lazy = [name for name, one in self._members.everything().items() if torch.nn.parameter.is_lazy(one)]
+        everything = self._members.everything()
+        lazy = [name for name, one in everything.items() if torch.nn.parameter.is_lazy(one)]
         foreign = [name for name, one in wanted.items() if owner_of(one) not in (None, mine)]
         if module is None or not wanted:
             return Statement((), "the module was freed, or has no parameter any more that requires a gradient")
@@ -176,94 +204,44 @@ class Rejoin:
             return Statement((), f"{name_list(lazy)} are not initialised yet (lazy modules)")
         if foreign:
             return Statement((), f"{name_list(foreign)} are attached already, as part of another module")
-        buffers = named(module, self._members.options, "buffers")
-        return state_model(self._members.everything(), buffers, {"plan": plan})
+        return state_model(everything, named(module, self._members.options, "buffers"), facts)
 
-    def _loose(self, wanted: Mapping[str, torch.nn.Parameter]) -> dict[str, bool]:
-        """Names of what this rank's old buckets did not carry, and whether there is a gradient of this pass for it."""
+    def _loose(
+        self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter]
+    ) -> dict[str, bool]:
+        """Names of what is loose on this rank, and whether there is a gradient of this pass for it."""
         queue, members = self._queue, self._members
-        found = {}
-        for name in self._outside(wanted):
-            parameter = wanted[name]
-            seen = id(parameter) in members.arrived or not members.hooked(parameter)
-            found[name] = seen and parameter.grad is not None
-        for index in queue.loose:
-            found.setdefault(queue.names[index], index in self._arrived)
-        for index, parameter in self._tracker.alive(range(len(queue.names))):
-            if not queue.fits(index, parameter):
-                found.setdefault(queue.names[index], False)
-        return {name: has for name, has in found.items() if name in wanted} | dict.fromkeys(
-            members.strangers(wanted), False
-        )
+        found = {
+            name: members.got_gradient(one) and one.grad is not None for name, one in self._changes.outside().items()
+        }
+        misfits = [queue.names[i] for i, one in self._tracker.alive(range(len(queue.names))) if not queue.fits(i, one)]
+        for name in (*(queue.names[index] for index in queue.loose), *misfits, *self._rows.misfits()):
+            found.setdefault(name, name in self._arrived)
+        found = {name: has for name, has in found.items() if name in wanted or name in rows}
+        return found | dict.fromkeys(members.strangers(), False)
 
-    def _carried(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    def _factor(self) -> torch.Tensor | float | None:
+        return self._queue.scaling.after(self._queue.buckets[-1].weight)
+
+    def _carried(self, names: set[str]) -> dict[str, torch.Tensor]:
         """Copies of what the old buckets hold for these, where any rank had something for them."""
         found = {}
         for bucket in self._queue.buckets:
             for place, index in enumerate(bucket.indices):
                 if self._queue.names[index] in names and bucket.footer[place]:
-                    found[self._queue.names[index]] = bucket.views_of(bucket.slots)[place].clone()
+                    found[self._queue.names[index]] = bucket.views[place].clone()
         return found
 
-    def _reduce(
-        self,
-        had: set[str],
-        contributions: Mapping[str, torch.Tensor],
-        carried: Mapping[str, torch.Tensor],
-        factor: torch.Tensor | float | None,
-        *,
-        release: bool,
-    ) -> None:
-        """Sum what is loose in the new buckets: what nobody had stays out, here as in any pass."""
-        queue, works = self._queue, []
-        for bucket in queue.buckets:
-            inside = [(place, name) for place, i in enumerate(bucket.indices) if (name := queue.names[i]) in had]
-            if not inside:
-                continue
-            flat = torch.zeros_like(bucket.flat)
-            slots = bucket.views_of(flat)
-            for place, name in inside:
-                if name in contributions:
-                    slots[place].copy_(contributions[name])
-            queue.scaling.before(flat, queue.weight)
-            works.append((bucket, inside, flat, slots, queue.transport.all_reduce(flat)))
-        for bucket, inside, flat, slots, work in works:
-            queue.wait_for(work, "what the old buckets did not carry")
-            if factor is not None:
-                flat.mul_(factor)
-            for (place, name), parameter in zip(inside, (bucket.parameters[place] for place, _ in inside), strict=True):
-                if not release:
-                    continue
-                view = bucket.views[place]
-                view.copy_(slots[place])
-                if name in carried:
-                    view.add_(carried[name])
-                hand_out(parameter, parameter.grad, view)
+    def _send_values(self, module: torch.nn.Module, loose: set[str]) -> None:
+        everything = self._members.everything()
+        values = [parameter.detach() for name, parameter in everything.items() if name in loose]
+        if self._places.policy != "none":
+            values += named(module, self._members.options, "buffers").values()
+        broadcast_coalesced(values, self._queue.transport, self._queue.wait_for)
 
-    # In words
-
-    def _changes(self, wanted: Mapping[str, torch.nn.Parameter]) -> str:
-        queue, everything = self._queue, self._members.everything()
-        outside, before = self._outside(wanted), dict(zip(queue.names, queue.parameters, strict=True))
-        specs = dict(zip(queue.names, queue.plan.parameters, strict=True))
-        inside = [name for name in wanted if name not in outside]
-        known = self._members.known(outside)
-        told = {
-            "added": [name for name in outside if name not in before and name not in known],
-            "replaced": [name for name in outside if name in before],
-            "unfrozen": [name for name in outside if name in known],
-            "frozen": [name for name in before if name not in wanted and name in everything],
-            "removed": [name for name in before if name not in everything],
-            "added frozen": sorted(self._members.strangers(wanted)),
-        }
-        for name in inside:
-            if wanted[name].dtype != specs[name].dtype:
-                told.setdefault(f"now {dtype_name(wanted[name].dtype)}", []).append(name)
-            elif wanted[name].shape != specs[name].shape:
-                told.setdefault("with another shape", []).append(name)
-        parts = [f"{len(names)} {what} ({name_list(names)})" for what, names in told.items() if names]
-        if not parts:
-            return "its buffers have changed"
-        return ", ".join(
-            ["{} parameter{} {}".format(n, "s" * (n != "1"), rest) for n, rest in [parts[0].split(" ", 1)]] + parts[1:]
-        )
+    def _tell(self, words: str, plan: BucketPlan) -> None:
+        queue = self._queue
+        if queue.transport.rank == 0:
+            log.info("%s: the plan follows the module: %s", queue.where, words)
+        if self._events.plan_changed:
+            self._events.emit(self._events.plan_changed, queue.pass_number, plan)

@@ -60,6 +60,10 @@ class Scaling:
         """What each rank gives of a value that is to come out of the sum as its mean over ranks."""
         return 1 / (self.world_size * self.divisor)
 
+    def factor(self, weight: float) -> float:
+        """What each rank's contribution is multiplied by before the sum."""
+        return (weight if self.weighted else 1.0) / self.divisor
+
     def before(self, payload: torch.Tensor, weight: float) -> None:
         """Scale this rank's contribution in place."""
         if self.weighted and weight != 1:

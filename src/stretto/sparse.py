@@ -20,46 +20,18 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
 from .arrivals import hook_for
 from .broadcast import CoalescedMessages, start_broadcast
-from .errors import SetupError, name_list
+from .errors import name_list
+from .preset import Preset
 from .scaling import Scaling
-from .specs import dtype_name
 from .transport.base import Transport, Work
-
-
-def names_of_sparse(module: torch.nn.Module, patterns: Iterable[str]) -> set[str]:
-    """Parameters whose gradient is expected to be sparse: torch's rule, by owner, and those that were named.
-
-    Raises:
-        SetupError: a pattern matches no parameter.
-    """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    owners = [m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse]
-    found = {names[id(parameter)] for owner in owners for parameter in owner.parameters(recurse=False)}
-    for pattern in patterns:
-        matching = {name for name in names.values() if fnmatchcase(name, pattern)}
-        if not matching:
-            raise SetupError(
-                f"attach: sparse= names {pattern}, which the module does not have.\n"
-                "Give names, or patterns of names, of module.named_parameters()."
-            )
-        found |= matching
-    return found
-
-
-def stand_in(device: torch.device) -> dict[str, torch.nn.Parameter]:
-    """A parameter for the plan of a model that has sparse ones alone: a last bucket must carry the control words.
-
-    It gets no gradient, and need not live longer than the buckets take to be made.
-    """
-    return {"(no dense parameter)": torch.nn.Parameter(torch.zeros(1, device=device))}
 
 
 @dataclass(frozen=True)
@@ -84,6 +56,9 @@ class _Member:
     dtype: torch.dtype
     travels_as: torch.dtype
     device: torch.device
+
+    def fits(self, parameter: torch.Tensor) -> bool:
+        return (parameter.shape, parameter.dtype, parameter.device) == (self.shape, self.dtype, self.device)
 
     def nothing(self, entries: int = 0) -> Share:
         rows = torch.empty(entries, dtype=torch.int64, device=self.device)
@@ -111,19 +86,29 @@ class SparseGradients:
         """Bytes of this rank's own gradients that were sent."""
         self.given_up = 0
         """How many ranks gave up the pass."""
-        self._members = [
-            _Member(name, weakref.ref(p), p.shape, p.dtype, reduce_dtypes.get(name, p.dtype), p.device)
-            for name, p in parameters.items()
-        ]
+        self.used_by: dict[str, int] = {}
+        """How many ranks had something new for each parameter in the last pass."""
         self._transport = transport
         self._scaling = scaling
-        self._seen: set[int] = set()
+        self._seen: set[str] = set()
         self._lock = threading.Lock()  # each device has its own autograd thread
+        self._hook: Callable[[torch.nn.Parameter, str], Any] | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._preset = Preset() if scaling.reduce == "sum" else None
+        self.rebuild(parameters, reduce_dtypes)
         self._counts: tuple[torch.Tensor, Work] | None = None
         self._messages = CoalescedMessages()
         self._by_row: list[tuple[_Member, list[Share]]] = []
         self._dense: list[tuple[_Member, torch.Tensor, Work]] = []
+
+    def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], reduce_dtypes: Mapping[str, torch.dtype]) -> None:
+        """Look after these parameters from here on."""
+        self._members = [
+            _Member(name, weakref.ref(p), p.shape, p.dtype, reduce_dtypes.get(name, p.dtype), p.device)
+            for name, p in parameters.items()
+        ]
+        self.used_by = {name: 0 for name in parameters}
+        self._put_hooks()
 
     def __len__(self) -> int:
         return len(self._members)
@@ -137,61 +122,93 @@ class SparseGradients:
         """Those that are alive."""
         return {member.name: alive for member in self._members if (alive := member.reference()) is not None}
 
+    def misfits(self) -> list[str]:
+        """Names of those that have another dtype, shape or device than when they were taken in: not sent."""
+        alive = ((member, member.reference()) for member in self._members)
+        return [member.name for member, one in alive if one is not None and not member.fits(one)]
+
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes, by name."""
+        return {member.name: (tuple(member.shape), member.dtype) for member in self._members}
+
+    def outside(self, wanted: Mapping[str, torch.nn.Parameter]) -> list[str]:
+        """Names of parameters, out of these, that are not looked after."""
+        carried = {member.name: member.reference() for member in self._members}
+        return [name for name, parameter in wanted.items() if carried.get(name) is not parameter]
+
+    def seen(self) -> set[str]:
+        """Names of those that have got a gradient since ``forget``."""
+        return set(self._seen)
+
+    def claim(self, names: Collection[str]) -> None:
+        """These have got one, as somebody else has seen."""
+        self._seen.update(names)
+
     def hook(self, owner: object, arrived: Callable[[str], None]) -> None:
         """Put hooks on the parameters; ``arrived`` is told of every gradient by the parameter's name."""
-        for index, member in enumerate(self._members):
-            parameter = member.reference()
-            assert parameter is not None
-            call = functools.partial(self._arrived, index, arrived)
-            self._handles.append(hook_for(parameter, owner, call))
 
-    def _arrived(self, index: int, tell: Callable[[str], None], _: torch.Tensor) -> None:
+        def put(parameter: torch.nn.Parameter, name: str) -> Any:
+            return hook_for(parameter, owner, functools.partial(self._arrived, name, arrived))
+
+        self._hook = put
+        self._put_hooks()
+
+    def _put_hooks(self) -> None:
+        self.remove()
+        alive = self.named_parameters()
+        if self._hook is not None:
+            self._handles += [self._hook(parameter, name) for name, parameter in alive.items()]
+        if self._preset is not None:
+            self._preset.follow(alive.values())
+
+    def _arrived(self, name: str, tell: Callable[[str], None], _: torch.Tensor) -> None:
         with self._lock:
-            self._seen.add(index)
-        tell(self._members[index].name)
+            self._seen.add(name)
+        tell(name)
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._preset is not None:
+            self._preset.remove()
 
     # The end of a pass
 
-    def prepare(self, weight: float, where: str) -> list[Share]:
-        """What this rank gives. Not collective: what can fail on one rank alone fails here.
-
-        Raises:
-            SetupError: a parameter changed its dtype after attaching.
-        """
-        changed = [
-            f"{member.name} ({dtype_name(member.dtype)}, now {dtype_name(parameter.dtype)})"
+    def prepare(self, weight: float, only: Collection[str] | None = None) -> list[Share]:
+        """What this rank gives, for all or for some. Not collective: what can fail on one rank alone fails here."""
+        return [
+            self._share(member, weight) if only is None or member.name in only else member.nothing()
             for member in self._members
-            if (parameter := member.reference()) is not None and parameter.dtype != member.dtype
         ]
-        if changed:
-            raise SetupError(
-                f"{where}: {name_list(changed)} changed dtype after the module was attached.\n"
-                "Attach again after .to(dtype): sync.detach(); sync = stretto.attach(model)"
-            )
-        return [self._share(index, member, weight) for index, member in enumerate(self._members)]
 
-    def _share(self, index: int, member: _Member, weight: float) -> Share:
+    def _share(self, member: _Member, weight: float) -> Share:
         parameter = member.reference()
-        if parameter is None or parameter.grad is None:
+        if parameter is None or parameter.grad is None or not member.fits(parameter):
             return member.nothing()
-        gradient = parameter.grad.detach()
-        share = replace(member.nothing(), new=index in self._seen)
-        if gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1:
-            gradient = gradient.coalesce()
-            values = gradient.values().to(member.travels_as, copy=True)
+        gradient, new = parameter.grad.detach(), member.name in self._seen
+        by_rows = gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
+        gradient = gradient.coalesce() if by_rows else gradient if _is_dense(gradient) else gradient.to_dense()
+        before = None if self._preset is None else self._preset.before(parameter) if new else gradient
+        gradient = gradient.to(member.travels_as, copy=True)
+        if before is not None:
+            gradient = self._averaging(gradient, before.to(member.travels_as), weight)
+            by_rows = not _is_dense(gradient)
+        values = gradient.values() if by_rows else gradient.contiguous()
+        if before is None:
             self._scaling.before(values, weight)
-            return replace(share, rows=gradient.indices()[0].contiguous(), values=values.contiguous())
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
-        dense = gradient.to(member.travels_as, copy=True, memory_format=torch.contiguous_format)
-        self._scaling.before(dense, weight)
-        return replace(share, dense=dense)
+        share = replace(member.nothing(), new=new)
+        if not by_rows:
+            return replace(share, dense=values)
+        return replace(share, rows=gradient.indices()[0].contiguous(), values=values.contiguous())
+
+    def _averaging(self, gradient: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
+        """Scaled, but for what was there before: see preset.py."""
+        if _is_dense(gradient) or _is_dense(before):
+            gradient, before = (one if _is_dense(one) else one.to_dense() for one in (gradient, before))
+        new = (gradient - before) * self._scaling.factor(weight) + before * self._scaling.share
+        return new if _is_dense(new) else new.coalesce()
 
     def exchange(self, shares: list[Share] | None, wait: Callable[[Work, str], object]) -> None:
         """Put rows and values under way, or what is dense. Collective; waits for the counts.
@@ -210,7 +227,8 @@ class SparseGradients:
         to_send: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         for index, (member, own) in enumerate(zip(self._members, mine, strict=True)):
             facts = [row[1 + 3 * index : 4 + 3 * index] for row in counts]
-            if not any(new for _, _, new in facts):
+            self.used_by[member.name] = sum(new for _, _, new in facts)
+            if not self.used_by[member.name]:
                 continue
             if any(dense for _, dense, _ in facts):
                 flat = _whole(member, own).reshape(-1)
@@ -225,7 +243,7 @@ class SparseGradients:
             self._messages.add(start_broadcast(tensors, self._transport, root=root))
         self.total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in to_send[rank])
 
-    def exchange_spoiled(self) -> None:
+    def exchange_given_up(self) -> None:
         """This rank's backward failed: say so in place of the counts, and all ranks send nothing more."""
         self._send_counts([member.nothing() for member in self._members], gave_up=True)
 
@@ -255,16 +273,24 @@ class SparseGradients:
             wait: called with each message and what to call it.
             release: False if ``.grad`` is to be left alone.
         """
+        results = self.results(factor, wait)
+        for name, parameter in self.named_parameters().items() if release else ():
+            if name in results:
+                parameter.grad = results[name]
+
+    def results(
+        self, factor: torch.Tensor | float | None, wait: Callable[[Work, str], object]
+    ) -> dict[str, torch.Tensor]:
+        """Wait, and return what becomes of the gradients of parameters for which any rank had something new."""
         if self._counts is not None:  # of a pass that this rank gave up
             wait(self._counts[1], self._what)
         self._messages.finish(wait, self._what)
-        for _, _, work in self._dense:
+        found = {member.name: _sum_of_rows(member, shares, factor) for member, shares in self._by_row}
+        for member, flat, work in self._dense:
             wait(work, self._what)
-        for member, shares in self._by_row if release else ():
-            _put(member, _sum_of_rows(member, shares, factor))
-        for member, flat, _ in self._dense if release else ():
             whole = flat if factor is None else flat.mul_(factor)
-            _put(member, whole.to(member.dtype).view(member.shape))
+            found[member.name] = whole.to(member.dtype).view(member.shape)
+        return found
 
     @property
     def _what(self) -> str:
@@ -279,6 +305,8 @@ class SparseGradients:
     def forget(self) -> None:
         """What has arrived so far is dealt with, or given up."""
         self._seen.clear()
+        if self._preset is not None:
+            self._preset.forget()
 
 
 def _sum_of_rows(member: _Member, shares: list[Share], factor: torch.Tensor | float | None) -> torch.Tensor:
@@ -301,6 +329,5 @@ def _whole(member: _Member, share: Share) -> torch.Tensor:
     return whole.index_add_(0, share.rows, share.values)
 
 
-def _put(member: _Member, gradient: torch.Tensor) -> None:
-    if (parameter := member.reference()) is not None:
-        parameter.grad = gradient
+def _is_dense(gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided

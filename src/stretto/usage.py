@@ -14,6 +14,7 @@ import torch
 from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
+from .membership import STAND_IN
 
 PASSES = 3
 """So many passes are looked at: enough that what is used every other time is not named."""
@@ -52,7 +53,7 @@ def used_by(queue: LaunchQueue) -> dict[str, int]:
             "stands for no communication at all.\nUse another hook, or none, or look at .grad on each rank."
         )
     counts = ranks_that_had(queue.buckets)
-    return {name: counts[index] for index, name in enumerate(queue.names)}
+    return {name: counts[index] for index, name in enumerate(queue.names) if name != STAND_IN}
 
 
 def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
@@ -73,7 +74,7 @@ class NeverUsed:
         """Whether ``look`` is to be called: rank 0 speaks for all, and a few passes tell."""
         self._queue = queue
         self._passes = 0
-        self._suspects = set(range(len(queue.names)))
+        self._suspects = {index for index, name in enumerate(queue.names) if name != STAND_IN}
 
     def look(self) -> None:
         """At the end of a pass, before its buckets are emptied. No suspects are left after most first passes."""

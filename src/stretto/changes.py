@@ -1,0 +1,79 @@
+"""How the module differs from what the ranks have agreed on: which parameters nothing carries, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .errors import name_list
+from .launch import LaunchQueue
+from .membership import STAND_IN, Membership
+from .sparse import SparseGradients
+from .specs import dtype_name
+
+
+class Changes:
+    """Compares, on this rank.
+
+    Args:
+        members: what the module has.
+        queue: has the plan.
+        rows: the parameters in no bucket.
+    """
+
+    def __init__(self, members: Membership, queue: LaunchQueue, rows: SparseGradients) -> None:
+        self._members = members
+        self._queue = queue
+        self._rows = rows
+
+    def outside(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of the module that neither the buckets nor ``rows`` carry, though they should, by name."""
+        wanted, rows = self._members.wanted(), self._members.rows()
+        carried = {name: one() for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
+        new = {name: one for name, one in wanted.items() if carried.get(name) is not one and name != STAND_IN}
+        return new | {name: rows[name] for name in self._rows.outside(rows)}
+
+    def loses(self) -> bool:
+        """Whether gradients of this rank may stay out of what is sent; freezing is harmless to that."""
+        return bool(self._queue.loose or self._rows.misfits() or self.outside())
+
+    def in_words(self) -> str:
+        """``2 parameters added (c.weight, c.bias), 1 frozen (b.bias)``."""
+        told = {what: names for what, names in self._by_kind().items() if names}
+        if not told:
+            return "its buffers have changed"
+        (first, names), *others = told.items()
+        counted = f"{len(names)} parameter{'s' * (len(names) > 1)} {first} ({name_list(names)})"
+        return ", ".join([counted, *(f"{len(names)} {what} ({name_list(names)})" for what, names in others)])
+
+    def _by_kind(self) -> dict[str, list[str]]:
+        members, everything = self._members, self._members.everything()
+        now = {**members.wanted(), **members.rows()}
+        before = [name for name in (*self._queue.names, *self._rows.names) if name != STAND_IN]
+        outside = self.outside()
+        unfrozen = members.known(outside)
+        told = {
+            "added": [name for name in outside if name not in before and name not in unfrozen],
+            "replaced": [name for name in outside if name in before],
+            "unfrozen": [name for name in outside if name in unfrozen],
+            "frozen": [name for name in before if name not in now and name in everything],
+            "removed": [name for name in before if name not in everything],
+            "added frozen": sorted(members.strangers()),
+        }
+        kinds = self._kinds_before()
+        for name, parameter in now.items():
+            if name not in outside and name in kinds:
+                told.setdefault(_difference(parameter, *kinds[name]), []).append(name)
+        told.pop("", None)
+        return told
+
+    def _kinds_before(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        planned = {spec.name: (spec.shape, spec.dtype) for spec in self._queue.plan.parameters}
+        return planned | self._rows.kinds()
+
+
+def _difference(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    if parameter.dtype != dtype:
+        return f"now {dtype_name(parameter.dtype)}"
+    return "with another shape" if tuple(parameter.shape) != tuple(shape) else ""

@@ -1,0 +1,138 @@
+"""Gradients of a pass that the old buckets did not carry: reduced in the new ones, see rejoin.py.
+
+Each function is collective, and every rank calls it with the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .launch import LaunchQueue
+from .scaling import Scaling
+from .slots import hand_out
+from .sparse import SparseGradients
+from .transport.base import Work
+
+WHAT = "what the old buckets did not carry"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What this rank has in ``.grad`` of one parameter."""
+
+    gradient: torch.Tensor
+    before: torch.Tensor | None = None
+    """What was there before what is new, where a sum must count it once: see preset.py."""
+
+    def put(self, slot: torch.Tensor) -> None:
+        """Copy what is new."""
+        slot.copy_(self.gradient)
+        if self.before is not None:
+            slot.sub_(self.before)
+
+
+def reduce_dense(
+    queue: LaunchQueue,
+    names: set[str],
+    contributions: Mapping[str, Contribution],
+    carried: Mapping[str, torch.Tensor],
+    factor: torch.Tensor | float | None,
+    *,
+    release: bool,
+) -> None:
+    """Sum in the new buckets, one message for each that has something.
+
+    Args:
+        queue: has the new buckets.
+        names: what any rank had; everything else stays as it is, here as in any pass.
+        contributions: this rank's.
+        carried: what the old buckets held for some of them, which is added.
+        factor: for the sum, as in the pass.
+        release: False if ``.grad`` is to be left alone.
+    """
+    works = []
+    for bucket in queue.buckets:
+        inside = [(place, name) for place, i in enumerate(bucket.indices) if (name := queue.names[i]) in names]
+        if not inside:
+            continue
+        flat = torch.zeros_like(bucket.flat)
+        slots = bucket.views_of(flat)
+        mine = [(slots[place], contributions[name]) for place, name in inside if name in contributions]
+        for slot, contribution in mine:
+            contribution.put(slot)
+        queue.scaling.before(flat, queue.weight)
+        for slot, contribution in mine:
+            if contribution.before is not None:
+                slot.add_(contribution.before, alpha=queue.scaling.share)
+        works.append((bucket, inside, flat, slots, queue.transport.all_reduce(flat)))
+    for bucket, inside, flat, slots, work in works:
+        queue.wait_for(work, WHAT)
+        if factor is not None:
+            flat.mul_(factor)
+        parameters = bucket.parameters
+        for place, name in inside if release else ():
+            view = bucket.views[place]
+            view.copy_(slots[place])
+            if name in carried:
+                view.add_(carried[name])
+            hand_out(parameters[place], parameters[place].grad, view)
+
+
+class LooseRows:
+    """The same for parameters whose gradients are sparse.
+
+    Args:
+        queue: has the transport, the scaling and this rank's weight.
+        parameters: by name.
+        dtypes: in which they travel, as :class:`SparseGradients` has them.
+        factor: for the sum, as in the pass.
+    """
+
+    def __init__(
+        self,
+        queue: LaunchQueue,
+        parameters: Mapping[str, torch.nn.Parameter],
+        dtypes: Mapping[str, torch.dtype],
+        factor: torch.Tensor | float | None,
+    ) -> None:
+        self._queue = queue
+        self._parameters = parameters
+        self._dtypes = dtypes
+        self._factor = factor
+
+    def reduce(self, loose: Sequence[Mapping[str, bool]], used: Mapping[str, int], *, release: bool) -> None:
+        """Two rounds: what is loose, and what the ranks on which it is not loose have got already.
+
+        Args:
+            loose: for each rank, the names that are loose there, and whether there is something new.
+            used: how many ranks had something for each name in the pass, those on which it is loose aside.
+            release: False if ``.grad`` is to be left alone.
+        """
+        rank, scaling = self._queue.transport.rank, self._queue.scaling
+        mine = {name for name, has in loose[rank].items() if has}
+        found = self._exchange(scaling, mine, self._queue.weight, self._factor)
+        partly = [name for name in self._parameters if not all(name in one for one in loose) and used.get(name)]
+        first = {name: next(r for r, one in enumerate(loose) if name not in one) for name in partly}
+        plain = Scaling(scaling.world_size, "sum")
+        done = self._exchange(plain, {name for name in partly if first[name] == rank}, 1.0, None) if partly else {}
+        for name, parameter in self._parameters.items() if release else ():
+            parts = [part[name] for part in (found, done) if name in part]
+            if len(parts) == 2 and parts[0].layout != parts[1].layout:
+                parts = [part if part.layout == torch.strided else part.to_dense() for part in parts]
+            if parts:
+                total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+                parameter.grad = total.coalesce() if total.is_sparse else total
+
+    def _exchange(
+        self, scaling: Scaling, names: set[str], weight: float, factor: torch.Tensor | float | None
+    ) -> dict[str, torch.Tensor]:
+        wait: Callable[[Work, str], object] = self._queue.wait_for
+        rows = SparseGradients(self._parameters, self._queue.transport, scaling, self._dtypes)
+        rows.claim(names)
+        rows.exchange(rows.prepare(weight, only=names), wait)
+        found = rows.results(factor, wait)
+        rows.remove()
+        return found

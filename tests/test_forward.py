@@ -117,7 +117,7 @@ def test_a_failure_before_the_first_pass_of_a_copy_is_quoted() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_nothing_is_sent_out_of_turn(world: int) -> None:
-    """Two models on one group, and a collective of the user's own: what the others wait for is not always this model."""
+    """Two models on one group, and a collective of the user's own: the others may wait in any of them."""
 
     def worker(transport):
         first, second = Model(), Model()

@@ -631,8 +631,8 @@ def test_who_waits_for_a_killed_rank_raises_within_seconds(model, call, what):
     raised, text = told.split("\n", 1)
     assert float(raised) - float(when) < 2
     assert text == (
-        f"rank 0: {what} failed: rank 1 (pid {pid}) has died.\n"
-        "Look at the first error in the other ranks' logs, and start again, on all ranks.\n"
+        f"rank 0: {what} failed: rank 1 (pid {pid}) died without a word.\n"
+        "Remove the cause and start again, on all ranks.\n"
     )
 
 

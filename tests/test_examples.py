@@ -59,5 +59,7 @@ def test_benchmarks_run_small(tmp_path: Path) -> None:
     folder = ROOT / "benchmarks"
     run(sys.executable, folder / "overhead.py", "--parameters", 20, "--rounds", 3, "--json", tmp_path / "o.json")
     run(sys.executable, folder / "broadcast.py", "--megabytes", 1, "--rounds", 3, "--json", tmp_path / "b.json")
-    for name in ("o", "b"):
+    small = ("--rounds", 3, "--largest", 4096, "--only", "policy")
+    run(sys.executable, folder / "host.py", "sizes", "steps", *small, "--json", tmp_path / "h.json")
+    for name in ("o", "b", "h"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["machine"]["torch"]

@@ -41,7 +41,7 @@ from torch._C._distributed_c10d import (
     _DistributedBackendOptions,
 )
 
-from .errors import CommunicationError
+from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
 from .transport.collectives import Collectives, can_reduce
 
@@ -252,6 +252,9 @@ class StrettoProcessGroup(dist.ProcessGroup):
                 yield
         except RuntimeError as error:
             within = f" in the group of ranks {self._ranks}" if self._ranks else ""
+            if isinstance(error, PeerError):  # it says what to do
+                told = str(error).removeprefix(f"rank {self._rank}: ")
+                raise PeerError(f"rank {self._rank}: {what}{within} failed: {told}") from error
             raise CommunicationError(
                 f"rank {self._rank}: {what}{within} failed: {error}.\n"
                 "Look at the first error in the other ranks' logs, and start again, on all ranks."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from models import gradients
 from torch import nn
 
 import stretto
+from stretto.launch import TIDY_EVERY
 from stretto.slots import Memory
-from stretto.testing import run_ranks, spawn_ranks
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 
 WORLDS = [2, 3]
 CAPS = {"one each": 1e-6, "one for all": 1.0}
@@ -181,6 +183,31 @@ def test_an_idle_pass_leaves_gradients_alone() -> None:
             backward(model, 0, 1)
 
     run_ranks(worker, 2)
+
+
+def test_memory_that_was_left_to_a_user_once_goes_back() -> None:
+    def worker(transport):
+        asked = []
+
+        class Counting(RecordingTransport):
+            def allocate(self, numel, dtype, device):
+                found = super().allocate(numel, dtype, device)
+                asked.append(weakref.ref(found.untyped_storage()))
+                return found
+
+        model = net()
+        stretto.attach(model, transport=Counting(transport), bucket_cap_mb=1.0)
+        kept = []
+        for number in range(4 * TIDY_EVERY):
+            model.zero_grad()
+            backward(model, transport.rank, number)
+            if number < 4:
+                kept.append([parameter.grad for parameter in model.parameters()])
+            elif kept:
+                kept.clear()
+        return sum(storage() is not None for storage in asked)
+
+    assert run_ranks(worker, 2) == [1, 1]
 
 
 def test_memory_knows_who_uses_it() -> None:

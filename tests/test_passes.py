@@ -154,11 +154,57 @@ def test_gradient_that_comes_again_after_its_bucket_left(
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+class Inside(torch.autograd.Function):
+    """A user's own reentrant checkpoint."""
+
+    @staticmethod
+    def forward(ctx, layer, inputs):
+        ctx.layer = layer
+        ctx.save_for_backward(inputs)
+        return layer(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(inputs), gradient)
+        return None, inputs.grad
+
+
+def loss_with_reuse(model: Branches, inputs: torch.Tensor, reuse: bool, own: bool) -> torch.Tensor:
+    inputs = inputs.clone().requires_grad_()
+    layer = model.c if reuse else torch.tanh
+    hidden = Inside.apply(layer, inputs) if own else checkpoint(layer, inputs, use_reentrant=True)
+    return model.c(model.b(model.a(hidden))).sum()
+
+
+@pytest.mark.parametrize("begins", [0, 3, 5])
+@pytest.mark.parametrize("checkpointed_before", [True, False])
+def test_a_layer_newly_used_plainly_and_in_a_reentrant_checkpoint(begins: int, checkpointed_before: bool) -> None:
+    """Also where gradients have arrived in one order all the time, and their slots are ``.grad`` at once."""
+
+    def loss_of(model: Branches, number: int, rank: int) -> torch.Tensor:
+        inputs = inputs_of(rank, number)
+        if number < begins and not checkpointed_before:
+            return model.c(model.b(model.a(inputs))).sum()
+        return loss_with_reuse(model, inputs, number >= begins, own=False)
+
+    def worker(transport):
+        model = Branches()
+        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(8):
+            model.zero_grad()
+            loss_of(model, number, transport.rank).backward()
+            reference = Branches()
+            for rank in range(2):
+                (loss_of(reference, number, rank) / 2).backward()
+            assert_same(gradients(model), {n: p.grad for n, p in reference.named_parameters()})
+
+    run_ranks(worker, 2)
+
+
 def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_told_and_then_known() -> None:
-    def loss_of(model: Branches, inputs: torch.Tensor, reuse: bool) -> torch.Tensor:
-        inputs = inputs.clone().requires_grad_()
-        hidden = checkpoint(model.c if reuse else torch.tanh, inputs, use_reentrant=True)
-        return model.c(model.b(model.a(hidden))).sum()
+    """Of a checkpoint that is not torch's, so that nothing shows it beforehand."""
 
     def worker(transport):
         model = Branches()
@@ -167,12 +213,12 @@ def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_tol
             reuse = number >= 3
             model.zero_grad()
             try:
-                loss_of(model, inputs_of(transport.rank, number), reuse).backward()
+                loss_with_reuse(model, inputs_of(transport.rank, number), reuse, own=True).backward()
             except stretto.UnsupportedError as error:
                 assert number == 3
                 assert str(error) == (
                     f"rank {transport.rank}, pass 4: c.bias, c.weight got one more gradient than in the passes before, "
-                    "after the bucket had left (a reentrant checkpoint around a layer that is used again).\n"
+                    "after the bucket had left (a backward inside backward, around a layer that is used again).\n"
                     "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
                     "torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
                 )
@@ -180,7 +226,7 @@ def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_tol
             assert number != 3
             reference = Branches()
             for rank in range(2):
-                (loss_of(reference, inputs_of(rank, number), reuse) / 2).backward()
+                (loss_with_reuse(reference, inputs_of(rank, number), reuse, own=True) / 2).backward()
             assert_same(gradients(model), {n: p.grad for n, p in reference.named_parameters()})
         return True
 

@@ -75,11 +75,13 @@ def attach(
         init_sync: False if the ranks are known to hold the same values: nothing is compared or sent, but for what
             ``transport`` asks unless it is ``"process_group"``.
         ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone.
-        reduce: ``"mean"`` or ``"sum"`` over ranks.
+        reduce: ``"mean"`` or ``"sum"`` over ranks. What ``.grad`` holds when the accumulation of a pass begins (no
+            ``zero_grad``, or preset) becomes its mean over ranks either way, so what all ranks hold alike stays.
         weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
         predivide_factor: divide by this before the sum and by the rest after it (Apex's ``gradient_predivide_factor``).
         reduce_dtype: gradients travel and are summed in this dtype, for example ``torch.float32`` for bfloat16 ones; a
-            mapping gives one by pattern of parameter names. ``.grad`` keeps the parameter's dtype.
+            mapping gives one by pattern of parameter names. ``.grad`` keeps the parameter's dtype. Complex parameters
+            travel in the complex dtype of that precision.
         delay: send everything after backward, in one flat message a dtype unless ``bucket_cap_mb`` is given (Apex's
             ``delay_allreduce``). The baseline to measure overlap against.
         launch_after: parameters, or their names, whose gradient closes the buckets that are being filled (Apex's

@@ -74,7 +74,7 @@ class Consensus:
         if late:
             raise UnsupportedError(
                 f"{queue.where}: {name_list(late)} got one more gradient than in the passes before, after the "
-                "bucket had left (a reentrant checkpoint around a layer that is used again).\n"
+                "bucket had left (a backward inside backward, around a layer that is used again).\n"
                 "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
                 "torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
             )

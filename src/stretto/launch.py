@@ -33,6 +33,9 @@ from .slots import hand_out
 from .transport.base import Transport, Work
 from .words import NOTHING_SAID, Control, ControlWords
 
+TIDY_EVERY = 16
+"""Passes after which memory that was left to users, and is free, goes back."""
+
 
 class LaunchQueue:
     """Buckets, and how many of them have left in this pass.
@@ -133,6 +136,9 @@ class LaunchQueue:
         for bucket in self.buckets:
             if bucket.memory.in_use():
                 bucket.keep_clear()
+        if not self.pass_number % TIDY_EVERY:
+            for bucket in self.buckets:
+                bucket.memory.tidy()
 
     # Launching
 

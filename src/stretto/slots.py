@@ -75,6 +75,7 @@ class Slots:
         self.dtype = own
         self._memory = self._new()
         self._left: list[Memory] = []
+        self._moved = False
         cut = self._cut()
         self.flat, self.payload, self.footer, *self.tail = cut[: 3 + len(tail)]
         self.slots = self.payload if self._wire is None else cut[3 + len(tail)]
@@ -135,6 +136,7 @@ class Slots:
 
     def move(self) -> None:
         """Take other memory: see [Note: other memory]. What the slots held is not carried over."""
+        self._moved = True
         free = next((memory for memory in self._left if memory.idle()), None)
         self._left = [*[memory for memory in self._left if memory is not free][1 - LEFT :], self._memory]
         self._memory = self._new() if free is None else free
@@ -142,6 +144,12 @@ class Slots:
             tensor.data = part
         for region, *where in self._regions:
             region.data = self._region(*where)
+
+    def tidy(self) -> None:
+        """Asked now and then: give back what nobody uses, unless it has been of use since this was asked last."""
+        if not self._moved:
+            self._left = [memory for memory in self._left if not memory.idle()]
+        self._moved = False
 
 
 def lies_in(gradient: torch.Tensor, slot: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from .arrivals import Arrivals
 from .bucket import Bucket
-from .engine import current_task, will_arrive, without_graph
+from .engine import ReentrantCheckpoints, current_task, will_arrive, without_graph
 from .events import Events
 from .launch import LaunchQueue
 from .parts import MisfitError
@@ -61,6 +61,9 @@ class ArrivalTracker:
         """How many arrivals of this pass have been dealt with."""
         self.nested = False
         """Whether gradients have come from nested tasks, in any pass so far."""
+        self._checkpoints = ReentrantCheckpoints()
+        self._careful = False
+        """Whether gradients may come from nested tasks, so that none is known to be the last of its parameter."""
         self._task = -1
         self._absent: frozenset[int] = frozenset()
         """Parameters of which it is foreseen that they do not come in this pass."""
@@ -92,7 +95,7 @@ class ArrivalTracker:
     def _follow(self) -> None:
         """Look only where the schedule for the known order says so."""
         order = [self.index_of[i] for i in self._known]
-        once = not (self.nested or self.graph_changed)
+        once = not (self._careful or self.graph_changed)
         self._schedule = schedule(order, self._known, self._queue.bucket_of, hands_out=once)
         self._hands_out = all(chunk.views is not None for chunk in self._schedule)
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
@@ -108,7 +111,9 @@ class ArrivalTracker:
         """A pass begins."""
         self._running = True
         self._task = current_task()
-        self._in_order = self._schedule is not None
+        if not self._careful:
+            self._careful = self._checkpoints.alive()
+        self._in_order = self._schedule is not None and not (self._careful and self._hands_out)
 
     def foresee(self, unsynchronized: set[int]) -> set[int]:
         """At the first gradient of a pass: indices of those that come, or came in ``unsynchronized`` passes before.
@@ -128,12 +133,13 @@ class ArrivalTracker:
     def unforeseen(self) -> bool:
         """Whether parameters came in this pass although they were not to."""
         came = bool(self._absent) and not self._absent.isdisjoint(self.arrival_order())
-        self.nested |= came
+        if came:
+            self.nested = self._careful = True
         return came
 
     def holds_back(self) -> bool:
         """Whether nothing is to leave before the pass settles: gradients may come again, and it is not known which."""
-        return self.nested and not self._in_order
+        return self._careful and not self._in_order
 
     def stop(self) -> None:
         """The pass is over or given up: nothing more is taken."""
@@ -153,7 +159,7 @@ class ArrivalTracker:
 
     def meet_nested(self) -> None:
         """A gradient has come from a nested task: what this pass has got already may come again."""
-        self.nested = True
+        self.nested = self._careful = True
         if self._hands_out and self._in_order:
             self._leave_schedule()
 

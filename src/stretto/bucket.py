@@ -3,8 +3,8 @@
     flat:  | slot of p0 | slot of p1 | ... | had p0 | had p1 | ... | control words | weight |
            └──────────── payload ──────────┘└──────────────────── footer ───────────────────┘
 
-``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides; ``.grad`` comes to lie in it, so
-the gradients exist once: see slots.py. A gradient is *taken* when it has been copied into its slot. Along the schedule
+``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides; ``.grad`` comes to lie in it:
+gradients exist once, see slots.py. A gradient is *taken* when it has been copied into its slot. Along the schedule
 ``.grad`` becomes the slot at once, while both are in the cache. Where it is not known how often gradients arrive,
 ``.grad`` is None until the pass settles, so that one that arrives again can neither be lost nor disturb a sum that is
 under way.

@@ -2,6 +2,8 @@
 
 import functools
 import warnings
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto import DistributedDataParallel, PeerError, SetupError
-from stretto.comm_hooks import check_hook
+from stretto.comm_hooks import HookWork, check_hook
 from stretto.testing import spawn_ranks
 
 WORLD = 2
@@ -238,3 +240,30 @@ def powersgd_after_a_failure(rank):
 @pytest.mark.ranks
 def test_what_a_stateful_hook_remembers_outlives_a_failure():
     assert spawn_ranks(powersgd_after_a_failure, 2) == [([True] * 8, [5])] * 2
+
+
+def test_a_future_can_be_waited_for_again():
+    future, payload = torch.futures.Future(), torch.zeros(2)
+    work = HookWork(SimpleNamespace(payload=payload), future)
+    with pytest.raises(RuntimeError) as caught:
+        work.wait(timedelta(seconds=0.1))
+    assert str(caught.value) == "the comm hook is not done within 0.1 s" and not work.is_completed()
+    future.set_result([torch.ones(2)])
+    work.wait(timedelta(seconds=5))
+    assert work.is_completed() and payload.tolist() == [1, 1]
+
+
+class Plain:
+    """What a hook may return besides: it can only be waited for."""
+
+    def done(self):
+        return False
+
+    def wait(self):
+        return torch.ones(2)
+
+
+def test_what_knows_no_callbacks_is_waited_for_plainly():
+    payload = torch.zeros(2)
+    HookWork(SimpleNamespace(payload=payload), Plain()).wait(timedelta(seconds=0.1))
+    assert payload.tolist() == [1, 1]

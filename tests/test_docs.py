@@ -17,7 +17,9 @@ from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport import LocalGroup
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md")]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/transports.md")
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

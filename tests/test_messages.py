@@ -306,18 +306,21 @@ class Broken(RecordingTransport):
     def __init__(self, inner: LocalTransport) -> None:
         super().__init__(inner)
         self.store = None  # so that ranks cannot look where the others are, which differs from run to run
+        self.breaks = False
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        self.inner.all_reduce(tensor).wait()
-        return self
+        work = self.inner.all_reduce(tensor)
+        work.wait()
+        return self if self.breaks else work
 
     def wait(self) -> None:
         raise RuntimeError("connection reset")
 
 
 def broken_link(transport: LocalTransport) -> None:
-    module = model()
-    stretto.attach(module, transport=Broken(transport))
+    module, link = model(), Broken(transport)
+    stretto.attach(module, transport=link)
+    link.breaks = True
     module(torch.ones(1, 2)).sum().backward()
 
 

@@ -16,8 +16,8 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals"},
     {"transport", "replan", "scaling", "words"},
-    {"slots", "parts", "preset", "bucket", "agreement", "broadcast", "options"},
-    {"waiting", "whereabouts", "notes", "channel", "watch"},
+    {"slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "backend"},
+    {"waiting", "whereabouts", "notes", "channel", "watch", "blame"},
     {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "family", "forward"},
     {"tracker", "usage", "beside", "failing", "changes", "loose"},
@@ -32,6 +32,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"ddp"},
     {"__init__"},
     {"testing"},
+    {"testing_network"},
 ]
 
 

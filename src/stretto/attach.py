@@ -63,7 +63,8 @@ def attach(
             handle works all the same.
         process_groups: several groups of the same ranks; buckets take turns among them (VLDB 2020, section 5.4), so
             that more than one is under way on backends that work through one after the other.
-        transport: ``"auto"``, memory that the ranks share if all of them run on this host, else the process group;
+        transport: ``"auto"``, memory that the ranks share if all of them run on this host, both that and the
+            network with several ranks on each of several hosts, else the process group;
             ``"shared_memory"`` or ``"process_group"`` to insist; or an object that carries the buckets instead.
             Tensors on accelerators, and several ``process_groups``, are left to the groups.
         bucket_cap_mb: a bucket holds at most so many MiB, unless one parameter alone is larger; default, what suits the

@@ -3,8 +3,8 @@
     flat:  | slot of p0 | slot of p1 | ... | had p0 | had p1 | ... | control words | weight |
            └──────────── payload ──────────┘└──────────────────── footer ───────────────────┘
 
-``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides; ``.grad`` comes to lie in it, so
-the gradients exist once: see slots.py. A gradient is *taken* when it has been copied into its slot. Along the schedule
+``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides; ``.grad`` comes to lie in it,
+so the gradients exist once: see slots.py. A gradient is *taken* when it has been copied into its slot. Along the schedule
 ``.grad`` becomes the slot at once, while both are in the cache. Where it is not known how often gradients arrive,
 ``.grad`` is None until the pass settles, so that one that arrives again can neither be lost nor disturb a sum that is
 under way.
@@ -46,6 +46,7 @@ class Bucket:
     __slots__ = (
         "_before",
         "_complete",
+        "_mean",
         "_scaling",
         "_standing",
         "arrived",
@@ -98,6 +99,7 @@ class Bucket:
         self.slots, self.views = self.memory.slots, self.memory.views
         self.payload_bytes = plan.bucket_bytes(index)
         self._scaling = scaling
+        self._mean = getattr(transport, "all_reduce_mean", None) if scaling.is_plain_mean else None
         self.loose: set[int] = set()
         """Places of parameters that do not fit their slot (another dtype, another shape): sent as nothing, and
         ``.grad`` left alone. See rejoin.py."""
@@ -211,7 +213,12 @@ class Bucket:
         self._before = {place: value for place, value in before.items() if value is not None} | self._standing
 
     def send(self, transport: Transport, weight: float) -> None:
-        """Hand it to the transport: cast, divided, weighted."""
+        """Hand it to the transport: cast, weighted, and divided before the sum unless the transport does that."""
+        if self._mean is not None:
+            if self.slots is not self.payload:
+                self.payload.copy_(self.slots)
+            self.work = self._mean(self.flat, len(self.payload))
+            return
         for place, value in self._before.items():
             self.views[place].sub_(value)
         if self.slots is not self.payload:

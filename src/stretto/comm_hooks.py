@@ -11,7 +11,9 @@ or ask ``_has_rebuilt_buckets``.
 [Note: one at a time]  PowerSGD and others communicate again in callbacks of their future, which Gloo runs on threads of
 its own. With two buckets under way these collectives come in another order on each rank, and torch's DDP aborts. So a
 bucket is handed to the hook when the future of the one before is done, and the last is waited for, before buffers or
-anything else are sent. NCCL's futures are done as soon as the work is in its stream, so there nothing waits.
+anything else are sent. Waited for, not looked at: what another model or the user sends in the same backward must stand
+between the same buckets on every rank, whoever is faster. torch's own hooks that communicate once, when they are
+called, need none of this. NCCL's futures are done as soon as the work is in its stream, so there nothing waits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import contextlib
 import inspect
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,11 +29,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 
 from .bucket import Bucket
 from .transport.base import Transport, Work
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+_COMMUNICATE_ONCE = (noop_hook, allreduce_hook, bf16_compress_hook, fp16_compress_hook)
 
 
 class GradBucket:
@@ -81,54 +88,33 @@ class CommHook:
         """How to wait for a future; whoever uses the hook may put a way here that looks at the other ranks."""
         self.wait_for: Callable[[HookWork], object] = HookWork.wait
         """The same, with errors that say who did not come."""
-        self._waiting: deque[HookWork] = deque()
         self._current: HookWork | None = None
 
     def launch(self, bucket: Bucket) -> HookWork:
-        """Hand the bucket to the hook, at once or when those before it are through."""
-        work = HookWork(self, bucket)
-        self._waiting.append(work)
-        try:
-            while self._waiting and (self._current is None or self._current.done()):
-                self._call_next()
-            if bucket.is_last:
-                self.call(work)
-        except BaseException:
-            if work in self._waiting:  # it has not left, and will be launched again
-                self._waiting.remove(work)
-            raise
+        """Hand the bucket to the hook when the one before is through."""
+        if self._current is not None and self.hook not in _COMMUNICATE_ONCE and not self._current.done():
+            self.wait_for(self._current)
+        self._current = None  # should the hook raise, the pass has failed
+        work = self._current = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
         if bucket.is_last:
             with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
                 self.wait(work)
+            self._current = None
         return work
-
-    def call(self, work: HookWork) -> None:
-        """Hand over the work's bucket and all before it."""
-        while work.future is None:
-            if self._current is not None and not self._current.done():
-                self.wait_for(self._current)
-            self._call_next()
-
-    def _call_next(self) -> None:
-        work = self._waiting[0]
-        self._current = None
-        work.future = self.hook(self.state, GradBucket(work.bucket))  # if it raises, the bucket has not left
-        self._current = self._waiting.popleft()
 
 
 class HookWork:
     """The future that a hook returns, waited for like any other work."""
 
-    __slots__ = ("bucket", "future", "owner")
+    __slots__ = ("bucket", "future")
 
-    def __init__(self, owner: CommHook, bucket: Bucket) -> None:
-        self.owner = owner
+    def __init__(self, bucket: Bucket, future: Any) -> None:
         self.bucket = bucket
-        self.future: Any = None
+        self.future = future
 
     def done(self) -> bool:
         """Whether the hook will not communicate any more for this bucket."""
-        return self.future is not None and bool(self.future.done())
+        return bool(self.future.done())
 
     def is_completed(self) -> bool:
         """As ``done``, for those who wait in slices."""
@@ -140,8 +126,6 @@ class HookWork:
         Raises:
             RuntimeError: that lasts longer than ``timeout``; wait again.
         """
-        if self.future is None:
-            self.owner.call(self)
         if timeout is not None and not self._comes_within(timeout.total_seconds()):
             raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
         result = self.future.wait()

@@ -46,7 +46,8 @@ class Failing:
             give_up()
         except BaseException as error:
             self._lost = error
-            log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
+            if not isinstance(error, CommunicationError):  # else another rank is to blame, and it is told already
+                log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
             return False
         return True
 

@@ -12,32 +12,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 import sys
 import time
 import weakref
+from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 
-from .agreement import describe_ranks
+from .blame import EXPECTED, killed, left_early
 from .channel import Channel, Seat, channel_of
 from .errors import CommunicationError, PeerError
-from .notes import WAYS_TO_LEAVE, Note, text_of
+from .notes import Note, text_of
 from .transport.base import Transport, Work
 from .waiting import FIRST_SLICE, SLICE, done_within, gather_by_sums, takes_time
-from .whereabouts import count, place_of_failure, place_of_frame, place_of_traceback
+from .whereabouts import place_of_failure, place_of_frame, place_of_traceback
 
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
 GONE_SECONDS = 1.0
 """How long, when a collective failed, for a note or for a process to be seen dead."""
+FLUSH_SECONDS = 5.0
+"""How long a rank that gave up a pass stays with it, where the others need its part."""
 ASK_SECONDS = 5.0
 """How long a rank waits before it asks the others where they are."""
-EXPECTED = {"pass": "backward for this pass", "attach": "stretto.attach", "reduce": "stretto.reduce"}
-"""What every rank is to call on these occasions."""
-
 log = logging.getLogger("stretto")
 
 
@@ -59,6 +61,7 @@ class Peers:
         self._occasion = occasion
         self._offer = secrets.token_hex(8)
         self._patience: float | None = getattr(transport, "patience", None)
+        self._pid = os.getpid()
         self._channel: Channel | None = None
         if at_once:
             self._open()
@@ -167,6 +170,20 @@ class Peers:
         for note in notes if self._channel is not None else ():
             self._channel.post(dataclasses.replace(note, handle=handle))  # type: ignore[union-attr]
 
+    def refuse_fork(self) -> None:
+        """Raise in a forked child, before anything of its parent is touched."""
+        if self._pid != os.getpid():
+            raise CommunicationError(
+                f"rank {self._transport.rank}: this process was forked from process {self._pid}, "
+                "which alone can reduce.\n"
+                "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
+            )
+
+    def flush(self) -> None:
+        """This rank has given up a pass, and may not come back for a while: let the others have their part of it."""
+        if (flush := getattr(self._transport, "flush", None)) is not None:
+            flush(FLUSH_SECONDS)
+
     # Waiting
 
     def wait(self, work: Any) -> None:
@@ -178,7 +195,7 @@ class Peers:
         """
         if self._patience is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
-        elif not done_within(work, FIRST_SLICE):
+        elif not self._done_within(work, FIRST_SLICE):
             self._wait_on(work)
 
     def wait_for(self, work: Work, what: str) -> None:
@@ -210,8 +227,15 @@ class Peers:
                 raise RuntimeError(f"not done within {self._patience:.0f} s")
             if self._channel is not None and waited > ASK_SECONDS and not warned:
                 asked, warned = self._inquire(self._channel, waited, asked)
-            if done_within(work, SLICE):
+            if self._done_within(work, SLICE):
                 return
+
+    def _done_within(self, work: Any, seconds: timedelta) -> bool:
+        try:
+            return done_within(work, seconds)
+        except PeerError:  # the transport has seen a rank die, and knows nothing of its last words
+            self._look_for_blame()
+            raise
 
     def _inquire(
         self, channel: Channel, waited: float, asked: dict[int, str] | None
@@ -267,18 +291,21 @@ class Peers:
     def _explain(self) -> str:
         """Where the others are. Raises ``PeerError`` if one has left or died."""
         self._open()
-        channel = self._channel
-        if channel is None:
+        if self._channel is None:
             return ""
-        until = time.monotonic() + (0.0 if channel.in_one_process else GONE_SECONDS)
+        self._look_for_blame()
+        return self._places(self._channel.gather(self.seat.handle, 2.5)) + ".\n"
+
+    def _look_for_blame(self) -> None:
+        """Raise what is to blame, if it can be found soon."""
+        until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
         while True:
             blame, _ = self._blame()
             if blame is not None:
                 raise blame
             if time.monotonic() >= until:
-                break
+                return
             time.sleep(0.05)
-        return self._places(channel.gather(self.seat.handle, 2.5)) + ".\n"
 
     def failures(self, phase: str, ranks: int) -> list[Note]:
         """What so many ranks that failed in this pass told of it, as far as it comes soon enough."""
@@ -305,44 +332,13 @@ class Peers:
         channel = self._channel
         if channel is None:
             return None, False
-        channel.read()
-        dead = channel.dead()
-        if dead:
-            channel.read()  # its last words were written before it died
+        dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
+        channel.read()  # last words were written before the death
         if any(note.leaves for note in self._notes()):
             channel.look_again(note.rank for note in self._notes() if note.leaves)
         left = [note for note in self._notes() if note.leaves]
-        missing = [note for note in left if note.passes is not None and note.passes < self.seat.passes]
-        if left:
-            return self._left(missing or left), bool(missing)
-        return (self._killed(dead), True) if dead else (None, False)
-
-    def _left(self, notes: list[Note]) -> PeerError:
-        failed = [note for note in notes if note.failed]
-        if failed:
-            first_hand = [note for note in failed if note.first_hand] or failed[:1]
-            told = "".join(f"  {note}\n" for note in first_hand)
-            ranks = describe_ranks(sorted({note.rank for note in first_hand}))
-            return PeerError(
-                f"{self.where}: {ranks} failed and left, so nobody can complete this {self._kind}.\n{told}"
-                "Remove the cause and start again, on all ranks."
-            )
-        note = notes[0]
-        how = WAYS_TO_LEAVE[note.phase]
-        if note.passes is None or not self.seat.passes:
-            return PeerError(
-                f"{self.where}: rank {note.rank} has left ({how}), so nobody can complete this {self._kind}.\n"
-                f"Expected every rank to call {EXPECTED[self._kind]}."
-            )
-        return PeerError(
-            f"{self.where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
-            "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
-        )
-
-    def _killed(self, dead: list[tuple[int, int]]) -> PeerError:
-        told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
-        return PeerError(
-            f"{self.where}: {told} died without a word, so nobody can complete this {self._kind}.\n"
-            "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
-            "Start again, on all ranks."
-        )
+        silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
+        if left and (not silent or any(note.failed and note.first_hand for note in left)):
+            missing = [note for note in left if note.passes is not None and note.passes < self.seat.passes]
+            return left_early(self.where, self._kind, missing or left, self.seat.passes), bool(missing)
+        return (killed(self.where, self._kind, silent), True) if silent else (None, False)

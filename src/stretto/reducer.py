@@ -17,6 +17,7 @@ See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -102,7 +103,8 @@ class Reducer:
         self.family: Family = Family([self])
         """Reducers of models inside this one and around it: see family.py."""
         self.inside: list[weakref.ref[Member]] = []
-        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, self._dropped)
+        dropped = functools.partial(self._failing.in_engine, lambda: self.family.give_up())
+        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
         members.follow({**parameters, **sparse.named_parameters()})
         members.watch(self._outsider_arrived)
@@ -120,14 +122,14 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        queue, nbytes = self._queue, self._queue.total_bytes + self._beside.total_bytes
-        return Statistics(self._passes, queue.total_launched, nbytes, self._consensus.plans)
+        nbytes = self._queue.total_bytes + self._beside.total_bytes
+        return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
-        dense = [alive for reference in self._queue.parameters if (alive := reference()) is not None]
-        return dense + self._beside.parameters
+        references = self._queue.parameters
+        return [alive for reference in references if (alive := reference()) is not None] + self._beside.parameters
 
     @property
     def sparse(self) -> SparseGradients:
@@ -221,6 +223,7 @@ class Reducer:
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
+        self._queue.peers.refuse_fork()
         self._failing.refuse_if_lost()
         if not self._queue.pass_number:
             self._queue.peers.meet()
@@ -314,11 +317,8 @@ class Reducer:
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
-    def _dropped(self) -> None:
-        self._failing.in_engine(self.family.give_up)
-
     def give_up(self) -> None:
-        """Launch the rest of the pass, marked, and wait for nothing."""
+        """Launch the rest of the pass, marked, and stay a little where others need this rank for it."""
         with self._queue.lock, torch.no_grad():
             self.running = False
             self._tracker.stop()
@@ -328,8 +328,8 @@ class Reducer:
             self._queue.launch_given_up()
             self._buffers_of_given_up = self._beside.send_given_up()
             if not self._queue.tells and self._queue.pass_number == 1:
-                # Peers do not know of the failure and wait for the order.
-                self._consensus.send_order()
+                self._consensus.send_order()  # peers do not know of the failure
+            self._queue.peers.flush()
 
     def _drain(self) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""

@@ -51,6 +51,11 @@ class Scaling:
         return self.world_size if self.reduce == "mean" else 1
 
     @property
+    def is_plain_mean(self) -> bool:
+        """Whether all there is to do is to divide by the world size, so that whoever sums may do it after the sum."""
+        return self.reduce == "mean" and self.predivide_factor is None and not self.weighted
+
+    @property
     def share(self) -> float:
         """What each rank gives of a value that is to come out of the sum as its mean over ranks."""
         return 1 / (self.world_size * self.divisor)

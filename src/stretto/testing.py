@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -78,7 +78,7 @@ def spawn_ranks(worker: Callable[..., T], world_size: int, *args: Any, timeout: 
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         processes = [
-            context.Process(target=_spawned, args=(worker, rank, world_size, folder, args))
+            context.Process(target=run_rank, args=(worker, rank, world_size, folder, args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -90,26 +90,14 @@ def spawn_ranks(worker: Callable[..., T], world_size: int, *args: Any, timeout: 
         for process in processes:
             process.kill()
             process.join()
-        told = [_read_failure(folder, rank) for rank in range(world_size)]
-        if any(told):
-            raise RuntimeError("\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(told) if text))
-        if late:
-            raise TimeoutError(f"ranks {late} did not end within {timeout:.0f} s")
-        died = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
-        if died:
-            raise RuntimeError(f"ranks died without a traceback, exit codes by rank: {died}")
-        return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(world_size)]
+        return read_results(folder, [process.exitcode for process in processes], late, timeout)
 
 
-def _read_failure(folder: str, rank: int) -> str:
-    path = f"{folder}/failure{rank}"
-    if not os.path.exists(path):
-        return ""
-    with open(path) as file:
-        return file.read()
+def run_rank(worker: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    """Be one rank of a Gloo group that meets in ``folder``, on loopback unless ``GLOO_SOCKET_IFNAME`` says otherwise.
 
-
-def _spawned(worker: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    What ``worker(rank, *args)`` returns or raises is left in the folder, for :func:`read_results`. Collective.
+    """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -123,6 +111,38 @@ def _spawned(worker: Callable[..., Any], rank: int, world_size: int, folder: str
         with open(f"{folder}/failure{rank}", "w") as file:
             file.write(traceback.format_exc())
         raise
+
+
+def read_results(folder: str, exit_codes: Sequence[int | None], late: Sequence[int], timeout: float) -> list[Any]:
+    """What ranks have left in ``folder``, by rank.
+
+    Args:
+        folder: where they met.
+        exit_codes: of their processes.
+        late: those that did not end by themselves.
+        timeout: seconds that they had.
+
+    Raises:
+        RuntimeError: a rank failed; with the traceback of each that did.
+        TimeoutError: some did not end.
+    """
+    told = [_read_failure(folder, rank) for rank in range(len(exit_codes))]
+    if any(told):
+        raise RuntimeError("\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(told) if text))
+    if late:
+        raise TimeoutError(f"ranks {[*late]} did not end within {timeout:.0f} s")
+    died = {rank: code for rank, code in enumerate(exit_codes) if code}
+    if died:
+        raise RuntimeError(f"ranks died without a traceback, exit codes by rank: {died}")
+    return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(len(exit_codes))]
+
+
+def _read_failure(folder: str, rank: int) -> str:
+    path = f"{folder}/failure{rank}"
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        return file.read()
 
 
 class RecordingTransport:
@@ -146,6 +166,10 @@ class RecordingTransport:
         self.last_bucket_cap_bytes = inner.last_bucket_cap_bytes
         self.store = getattr(inner, "store", None)
         self.patience = getattr(inner, "patience", None)
+        self.own_channel = getattr(inner, "own_channel", False)
+        for name in ("dead", "flush"):
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
         self.calls: list[tuple[str, int]] = []
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -35,6 +35,9 @@ import stretto  # noqa: E402
 WITHOUT_SYNC_BATCH_NORM = ("test_ddp_uneven_inputs_stop_iteration_sync_bn",)
 """SyncBatchNorm trains on accelerators only; in these it is one of several models and not what is tested."""
 
+OVER_THE_GROUP = ("test_ddp_profiling_autograd_profiler", "test_ddp_profiling_torch_profiler")
+"""These count the process group's collectives, of which there are none where ranks share memory."""
+
 Tests = distributed_test.DistributedTest._DistTestBase
 
 
@@ -42,10 +45,11 @@ class Swapped(stretto.DistributedDataParallel):
     """The drop-in. ``device_ids`` are left out, as everything is on the CPU."""
 
     made = 0
+    transport = "auto"
 
     def __init__(self, module, device_ids=None, output_device=None, **options):
         Swapped.made += 1
-        super().__init__(module, **options)
+        super().__init__(module, transport=Swapped.transport, **options)
 
 
 class Case(Tests, TestCase):
@@ -77,6 +81,8 @@ def run(name, rank, world_size, meeting, pipe):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         if name in WITHOUT_SYNC_BATCH_NORM:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm = lambda module, process_group=None: module
+        if name in OVER_THE_GROUP:
+            Swapped.transport = "process_group"
         case = Case()
         case.rank = rank
         torch.manual_seed(0)

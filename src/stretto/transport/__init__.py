@@ -2,12 +2,14 @@
 
 from .base import Transport, Work
 from .choose import TransportName, choose
+from .hierarchical import HierarchicalTransport
 from .local import LocalGroup, LocalTransport
 from .process_group import ProcessGroupTransport
 from .round_robin import RoundRobinTransport
 from .shared_memory import SharedMemoryTransport
 
 __all__ = [
+    "HierarchicalTransport",
     "LocalGroup",
     "LocalTransport",
     "ProcessGroupTransport",

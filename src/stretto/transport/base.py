@@ -25,10 +25,16 @@ class Transport(Protocol):
 
     Every method except ``allocate`` and ``close`` is collective: all ranks must call it, in the same order.
 
-    Two attributes may be there besides, by which ranks learn why another does not come (peers.py): ``store``, a
+    Some attributes may be there besides. By two of them ranks learn why another does not come (peers.py): ``store``, a
     ``torch.distributed.Store`` that all ranks see, and ``patience``, the seconds that a collective may take. Where
     there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
     again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
+    ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
+    world size, for less than it costs to divide before. ``own_channel`` is true if nobody else's collectives can come
+    between this transport's. ``process_group`` is the group beneath, for comm hooks.
+    ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
+    go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
+    any more.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Which transport: whether ranks share memory is found out by doing it.
 
 Every rank offers a page of memory, every rank tries to open those of all others through /proc and compares a random
-token. Names of hosts, LOCAL_WORLD_SIZE and the like are not asked: containers share names, and hosts do not.
+token. Names of hosts, LOCAL_WORLD_SIZE and the like are not asked: containers share names, and hosts do not. Ranks that
+have opened each other's memory are a host, whatever machine they run on.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import SetupError
+from ..errors import CommunicationError, PeerError, SetupError
 from . import futex
 from .base import Transport
+from .hierarchical import HierarchicalTransport, why_not
 from .host import Host
-from .page import Address, Page, Peer
+from .page import Address, Page, Peer, first_dead
 from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
@@ -36,10 +39,24 @@ class Offer:
     """Why it has nothing to offer."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a rank has found."""
+
+    ranks: tuple[int, ...]
+    """Whose memory it can read."""
+    problem: str
+    """Why it cannot read that of another."""
+    name: str
+    """Random; rank 0's names the place where hosts meet."""
+
+
 def choose(
     base: Transport, asked: str, *, on_host: bool = True, gather: Callable[[Any], list[Any]] | None = None
 ) -> Transport:
-    """Shared memory where all ranks of ``base`` can see each other's, else ``base``. Collective.
+    """What suits the ranks of ``base``. Collective.
+
+    Shared memory where all of them see each other's, both where some do, and ``base`` where each is alone on its host.
 
     Args:
         base: carries the questions, and whatever shared memory cannot.
@@ -56,20 +73,62 @@ def choose(
     if offers[0].asked == "process_group":
         return base
     peers, problem = _open(base.rank, offers)
-    found: list[tuple[tuple[int, ...], str]] = gather((tuple(peers), problem))
-    if all(len(seen) == base.world_size for seen, _ in found):
-        assert page is not None, "this rank's page was opened by all"
-        host = Host(page, [peers[rank] for rank in range(base.world_size)], base.rank, _patience(base))
-        return SharedMemoryTransport(host, base)
-    why = next(f"rank {rank}: {told}" for rank, (_, told) in enumerate(found) if told)
-    if asked == "shared_memory":
+    seen = _exchange_seen(gather, base.rank, offers, Seen(tuple(peers), problem, secrets.token_hex(8)))
+    hosts = hosts_among([one.ranks for one in seen])
+    why = next((f"rank {rank}: {one.problem}" for rank, one in enumerate(seen) if one.problem), "")
+    if asked == "shared_memory" and len(hosts) != 1:
         raise SetupError(
             f'rank {base.rank}: transport="shared_memory" cannot be had: {why}.\n'
             'Attach with transport="auto", which then uses the process group.'
         )
+    if len(hosts) > 1 and (problem := why_not(base) or ""):
+        why, hosts = f"{why}; and {problem}", []
+    if len(hosts) != 1 and all(len(ranks) == 1 for ranks in hosts):
+        if base.rank == 0:
+            log.info("gradients go over %s, not through shared memory: %s", base.name, why)
+        return base
+    assert page is not None, "every rank has opened its own"
+    mine = next(ranks for ranks in hosts if base.rank in ranks)
+    host = Host(page, [peers[rank] for rank in mine], mine.index(base.rank), _patience(base))
+    if len(hosts) == 1:
+        return SharedMemoryTransport(host, base)
     if base.rank == 0:
-        log.info("gradients go over %s, not through shared memory: %s", base.name, why)
-    return base
+        log.info("gradients are summed in the memory of each of %d hosts, then over hosts: %s", len(hosts), why)
+    return HierarchicalTransport(host, hosts, base, seen[0].name)
+
+
+def _exchange_seen(
+    gather: Callable[[Any], list[Any]], own_rank: int, offers: Sequence[Offer], mine: Seen
+) -> list[Seen]:
+    """Raises ``PeerError`` naming a rank that has died meanwhile."""
+    try:
+        seen: list[Seen] = gather(mine)
+    except CommunicationError:
+        raise  # it names what is to blame already
+    except RuntimeError as error:
+        if dead := first_dead([offer.address for offer in offers if offer.address is not None]):
+            rank = next(rank for rank, offer in enumerate(offers) if offer.address == dead)
+            told = f"rank {own_rank}: rank {rank} (pid {dead.pid}) died without a word"
+            raise PeerError(f"{told}.\nRemove the cause and start again, on all ranks.") from error
+        raise
+    return seen
+
+
+def hosts_among(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Groups of ranks that share memory, in the order of their first ranks.
+
+    None if a rank has no such memory, or if two ranks share that of a third and not each other's.
+
+    Args:
+        seen: the ranks whose memory each rank has opened, in rank order.
+    """
+    opened = [frozenset(ranks) for ranks in seen]
+    mutual = [tuple(other for other in sorted(mine) if rank in opened[other]) for rank, mine in enumerate(opened)]
+    if any(rank not in ranks for rank, ranks in enumerate(mutual)):
+        return []
+    if any(mutual[other] != ranks for ranks in mutual for other in ranks):
+        return []
+    return sorted(set(mutual))
 
 
 def _exchange_offers(

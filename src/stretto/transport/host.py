@@ -9,6 +9,10 @@ number n lies. Ranks post the same messages in the same order. A message is a sm
 begun when those it needs have published, ended at once or when what goes on outside the host is done, over when its
 own part, or for some everybody's, has ended. Nothing but ``wait`` ever waits, so a late peer stops nobody's backward.
 
+[Note: broken]  A rank whose sequence of messages has come to an end (they called something else, there is no memory,
+Ctrl-C stopped it amid a message) is broken: it publishes nothing any more, and says why in its page. Whoever waits
+looks every 0.2 s whether a rank that is behind has died or is broken, and is broken then too.
+
 See futex.py for [Note: memory order].
 """
 
@@ -16,58 +20,29 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from ..errors import CommunicationError, PeerError
+from . import memory
 from .futex import Futex
 from .memory import Location
-from .page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Entry, Page, Peer
+from .message import Message
+from .page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Entry, Page, Peer, first_dead
 
 _SPINS = 12
 """Looks, with a yield of the core after each, before a rank sleeps: some 10 us."""
 _LOOK_SECONDS = 0.2
-"""How long a rank sleeps before it looks whether the one it waits for still lives."""
-
-
-class Message(Protocol):
-    """What one collective does with memory; see shared_memory.py for the kinds."""
-
-    @property
-    def action(self) -> bytes:
-        """What it is, at most 16 bytes; the same on all ranks."""
-
-    @property
-    def numel(self) -> int:
-        """Elements; the same on all ranks."""
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """What the others may read or write, in this rank's arena; None if nothing."""
-
-    @property
-    def root(self) -> int | None:
-        """The only rank that has to publish before the others' part; None if all have to."""
-
-    @property
-    def by_all(self) -> bool:
-        """Whether the result is there when all have done their part; else when this rank has."""
-
-    def begin(self, entries: Sequence[bytes]) -> Any:
-        """This rank's part, given where each rank's tensor lies.
-
-        May return a torch ``Work``, which is waited for before the end.
-        """
-
-    def end(self) -> None:
-        """The rest of this rank's part."""
-
-    def release(self) -> None:
-        """Nobody reads or writes the memory any more."""
+"""How long a rank sleeps before it looks whether the others still live."""
+_OUTSIDE_SECONDS = 0.002
+"""How long it waits for what goes on outside, while messages wait for peers: one cannot sleep on both."""
 
 
 class Posted:
@@ -88,7 +63,13 @@ class Posted:
         return self.is_over or self._host.broken is not None
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Until the result is there. Raises ``RuntimeError`` if that lasts longer or a rank has died."""
+        """Until the result is there.
+
+        Raises:
+            PeerError: a rank that has a part in it has died, or will never go on.
+            CommunicationError: ranks called different things, or there was no memory.
+            RuntimeError: it lasts longer than ``timeout``.
+        """
         self._host.wait(self, timeout)
 
 
@@ -107,7 +88,6 @@ class Host:
         self.peers = list(peers)
         self.place = place
         self.patience = patience
-        self._pid = os.getpid()
         self._futex = Futex()
         self._others = [peer for peer in peers if peer is not peers[place]]
         self._me = peers[place]
@@ -116,25 +96,43 @@ class Host:
         self._outside: collections.deque[Posted] = collections.deque()  # begun, and not ended
         self._held: collections.deque[Posted] = collections.deque()  # ended here, and not by all
         self.broken: str | None = None
-        """Why nothing will ever be done again."""
+        """Why nothing will ever be done again: see [Note: broken]."""
         self._cause: BaseException | None = None
+        self._by_peer = False
         self.routes: dict[Any, Any] = {}
         """What kinds of messages keep from one time to the next, as long as memory stays where it is."""
+        first = self.peers[0].address
+        with contextlib.suppress(OSError):  # that rank has left already
+            self.page.arena.take_turns_at(memory.open_file(first.pid, first.fd))
+        os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self), os.getpid()))
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """As of the arena. If there is no memory, the others are told: they may have it, and wait for this rank."""
+        try:
+            return self.page.arena.allocate(nbytes)
+        except CommunicationError as error:
+            self.break_off(f"{error}", error)
+            raise
 
     # Posting
 
     def post(self, message: Message) -> Posted:
         """Publish, and do what can be done now for this and earlier messages."""
-        if self._pid != os.getpid():
-            raise RuntimeError("this process was forked from one that is attached: only that one can reduce")
         self._make_room()
-        number = self._number = self._number + 1
+        number = self._number + 1
+        posted = Posted(self, message, number)
+        if self.broken is not None:
+            return posted  # its wait says why
         place = Location(0, 0, 0) if message.tensor is None else self.page.arena.locate(message.tensor)
         assert place is not None, "what is published lies in the arena"
-        self.page.publish(number, Entry(message.action, message.numel, place))
-        posted = Posted(self, message, number)
-        self._waiting.append(posted)
-        self._say(PUBLISHED, number)
+        try:
+            self.page.publish(number, Entry(message.action, message.numel, place))
+            self._number = number
+            self._waiting.append(posted)
+            self._say(PUBLISHED, number)
+        except BaseException as error:  # Ctrl-C between two of these
+            self._stopped_by(error)
+            raise
         self.advance()
         return posted
 
@@ -145,8 +143,11 @@ class Host:
 
     def _make_room(self) -> None:
         """The ring is full: wait until everybody is done with its oldest entry."""
-        while len(self._held) + len(self._waiting) + len(self._outside) >= ENTRIES:
-            self.wait((self._held or self._outside or self._waiting)[0], None, by_all=True)
+        while self.broken is None and len(self._held) + len(self._waiting) + len(self._outside) >= ENTRIES:
+            try:
+                self.wait((self._held or self._outside or self._waiting)[0], None, by_all=True)
+            except RuntimeError as error:  # told by the wait for the message that finds no room
+                self.break_off(f"{error}", error)
 
     # Progress
 
@@ -166,11 +167,18 @@ class Host:
                 posted = self._held.popleft()
                 posted.message.release()
                 posted.is_over = True
+                if not self._waiting and not self._outside:
+                    self._forget_retired()
         except BaseException as error:  # went it on, the counters would say that this rank has done its part
-            self.broken = f"{error}" if isinstance(error, (OSError, RuntimeError)) else f"stopped by {error!r}"
-            self._cause = error
+            self._stopped_by(error)
             if not isinstance(error, (OSError, RuntimeError)):
                 raise
+
+    def _forget_retired(self) -> None:
+        for peer in self.peers:
+            if peer.has_moved():
+                self.routes.clear()
+                peer.memory.forget_retired()
 
     def _end_what_is_ready(self) -> None:
         while self._outside:
@@ -186,18 +194,20 @@ class Host:
             self._say(FINISHED, posted.number)
 
     def _entries(self, posted: Posted) -> list[bytes]:
-        """Where everybody's tensor lies. Raises ``RuntimeError`` if they called something else."""
+        """Where everybody's tensor lies. Raises ``RuntimeError`` if they called something else.
+
+        Of a message that needs only its root, those who have not come yet are given as this rank.
+        """
+        number, by_root = posted.number, posted.message.root is not None
+        missing = {peer.rank for peer in self._others if by_root and _behind((peer,), PUBLISHED, number)}
         self._futex.fence()
-        number, root = posted.number, posted.message.root
         own = self._me.packed_entry(number)
         entries = []
-        for place, peer in enumerate(self.peers):
-            entry = peer.packed_entry(number) if root in (None, place) else own
+        for peer in self.peers:
+            entry = own if peer.rank in missing else peer.packed_entry(number)
             if entry[Entry.SAME] != own[Entry.SAME]:
                 theirs, ours = Entry.unpack(entry), Entry.unpack(own)
                 raise RuntimeError(f"rank {peer.rank} called {theirs}, rank {self._me.rank} {ours}")
-            if peer.has_moved():
-                self.routes.clear()
             entries.append(entry)
         return entries
 
@@ -211,7 +221,7 @@ class Host:
     # Waiting
 
     def wait(self, posted: Posted, timeout: timedelta | None, *, by_all: bool = False) -> None:
-        """Do what can be done, and sleep in between.
+        """Do what can be done, and sleep in between. Raises as :meth:`Posted.wait`.
 
         Args:
             posted: what is waited for.
@@ -220,39 +230,106 @@ class Host:
         """
         seconds = self.patience if timeout is None else timeout.total_seconds()
         spins, until = 0, 0.0
-        while True:
-            self.advance()
-            if posted.is_over and not (by_all and posted in self._held):
-                return
-            if self.broken is not None:
-                raise RuntimeError(self.broken) from self._cause
-            spins += 1
-            if spins <= _SPINS:
-                os.sched_yield()
-                continue
-            now = time.monotonic()
-            until = until or now + seconds
-            if now >= until:
-                raise RuntimeError(f"not done within {seconds:.0f} s")
-            self._sleep(posted, min(_LOOK_SECONDS, until - now))
+        try:
+            while True:
+                self.advance()
+                if posted.is_over and not (by_all and posted in self._held):
+                    return
+                if self.broken is not None:
+                    raise self._error() from self._cause
+                spins += 1
+                if spins <= _SPINS:
+                    os.sched_yield()
+                    continue
+                now = time.monotonic()
+                until = until or now + seconds
+                if now >= until:
+                    raise RuntimeError(f"not done within {seconds:.0f} s")
+                if not self._sleep(posted, min(_LOOK_SECONDS, until - now)):
+                    self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
+        except RuntimeError:
+            raise
+        except BaseException as error:  # Ctrl-C: the caller may use the memory again, and others would sum that
+            self._stopped_by(error)
+            raise
 
-    def _sleep(self, posted: Posted, seconds: float) -> None:
-        """Until a word has changed without which nothing goes on."""
+    def flush(self, seconds: float) -> None:
+        """See messages under way through, as far as others come within so many seconds. Raises no ``RuntimeError``."""
+        under_way = self._waiting or self._outside or self._held
+        if under_way and self.broken is None:
+            with contextlib.suppress(RuntimeError):
+                self.wait(under_way[-1], timedelta(seconds=seconds), by_all=True)
+
+    def _sleep(self, posted: Posted, seconds: float) -> bool:
+        """Until a word has changed without which nothing goes on. False if time went by instead."""
         if self._outside and (work := self._outside[0].outside) is not None:
+            limit = min(seconds, _OUTSIDE_SECONDS) if self._waiting else seconds
             with contextlib.suppress(RuntimeError):  # raised again where its end is looked for
-                work.wait(timedelta(seconds=seconds))
-            return
+                work.wait(timedelta(seconds=limit))
+            return bool(work.is_completed())
         first = self._waiting[0] if self._waiting else None
         if first is not None and first.number <= posted.number:
             missing = self._unpublished(first)
         else:
             missing = self._unfinished(posted)
         if missing is None:
-            return
+            return True
         peer, word, seen = missing
         self._futex.wait(peer.base + word, seen, seconds)
-        if peer.words[word // 4] == seen and peer.is_dead() and peer.words[word // 4] == seen:
-            self.broken = f"rank {peer.rank} (pid {peer.pid}) has died"
+        return peer.words[word // 4] != seen
+
+    # Breaking off: see [Note: broken]
+
+    def break_off(self, reason: str, cause: BaseException | None = None, *, by_peer: bool = False) -> None:
+        """Nothing will ever be done again. Those who wait for this rank are told why."""
+        if self.broken is None:
+            self.broken, self._cause, self._by_peer = reason, cause, by_peer
+            if not by_peer:
+                reason = reason.splitlines()[0].rstrip(".").removeprefix(f"rank {self._me.rank}: ")
+                reason = f"rank {self._me.rank} cannot go on: {reason}"
+            self.page.say_broken(reason)
+            for word in (PUBLISHED, FINISHED):
+                self._futex.wake(self._me.base + word)
+
+    def _stopped_by(self, error: BaseException) -> None:
+        opening = isinstance(error, OSError)  # somebody's memory
+        dead = first_dead([peer.address for peer in self._others]) if opening else None
+        if dead is not None:
+            self.break_off(_died(next(peer for peer in self._others if peer.address == dead)), error, by_peer=True)
+        elif isinstance(error, (OSError, RuntimeError)):
+            self.break_off(f"{error}", error)
+        else:
+            self.break_off(f"stopped by {type(error).__name__}", error)
+
+    def dead(self) -> list[Peer]:
+        """Those whose process has ended without a word."""
+        return [peer for peer in self._others if peer.is_dead() and not peer.reason()]
+
+    def _look_at_peers(self, posted: Posted, word: int) -> None:
+        """Whether one that is behind with the message will never come."""
+        behind = [peer for peer in self._others if _behind((peer,), word, posted.number)]
+        for peer in behind:
+            if reason := peer.reason():  # also of one that has ended since
+                return self.break_off(reason, by_peer=True)
+        for peer in behind:
+            if peer.is_dead() and _behind((peer,), word, posted.number):  # it may have come, and ended then
+                return self.break_off(_died(peer), by_peer=True)
+
+    def _error(self) -> CommunicationError:
+        if not self._by_peer:
+            return CommunicationError(self.broken)
+        return PeerError(f"rank {self._me.rank}: {self.broken}.\nRemove the cause and start again, on all ranks.")
+
+
+def _died(peer: Peer) -> str:
+    return peer.reason() or f"rank {peer.rank} (pid {peer.pid}) died without a word"
+
+
+def _forked(host: weakref.ref[Host], pid: int) -> None:
+    """In the child of a rank."""
+    if (alive := host()) is not None:
+        alive.broken = f"this process was forked from process {pid}, which alone can reduce"
+        alive.page.arena.make_private()
 
 
 _Missing = tuple[Peer, int, int]

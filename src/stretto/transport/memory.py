@@ -7,19 +7,26 @@ gone its line in the owner's table is cleared, and peers drop their mapping when
 any way takes its descriptors and mappings with it, so nothing is left behind.
 
 [Note: reserved]  Pages are taken when the segment is made. Taken at the first write, a full machine would answer with a
-SIGBUS in the middle of backward.
+SIGBUS in the middle of backward, and a full control group by killing somebody. So we look first how much there is, one
+rank of the host after the other: all of them allocate at the same moment, and each would find room for itself.
+
+[Note: forked]  A child has the mappings of its parent. Were they still shared there, a backward in the child would add
+to the parent's gradients. In the child they become private copies, page by page as they are written; only the process
+that made them touches the table and the descriptors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import struct
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +36,12 @@ from ..errors import CommunicationError
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 4 * MIB
-"""Segments are at least so large; the second and later ones double, up to the following."""
+"""Segments are at least so large; later ones as large as all that are in use, up to the following."""
 LARGEST_CHUNK_BYTES = 64 * MIB
 _ALIGNMENT = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_MAP_FIXED = 16
+_TURN_SECONDS = 5.0
 
 SEGMENTS = 512
 _LINE = struct.Struct("<QQQ")  # number of the segment (0: none), file descriptor, bytes
@@ -99,14 +108,31 @@ def open_peers(pid: int, fd: int, nbytes: int) -> mmap.mmap:
     Raises:
         OSError: it cannot be opened, or is something else.
     """
-    path = f"/proc/{pid}/fd/{fd}"
-    if not os.readlink(path).startswith("/memfd:stretto"):  # opening a pipe of some other process would block
-        raise OSError(errno.ENOENT, "is not stretto's", path)
-    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    own = open_file(pid, fd)
     try:
+        if os.fstat(own).st_size < nbytes:
+            raise OSError(errno.ESTALE, "is another file by now", f"/proc/{pid}/fd/{fd}")
         return map_shared(own, nbytes)
     finally:
         os.close(own)
+
+
+def open_file(pid: int, fd: int) -> int:
+    """A descriptor of what another process has created. Raises ``OSError`` as ``open_peers``."""
+    path = f"/proc/{pid}/fd/{fd}"
+    if not os.readlink(path).startswith("/memfd:stretto"):  # opening a pipe of some other process would block
+        raise OSError(errno.ENOENT, "is not stretto's", path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def close_with(owner: object, fd: int) -> None:
+    """Close the descriptor when its owner is gone; the end of the process does without."""
+    weakref.finalize(owner, _close, os.getpid(), fd).atexit = False
+
+
+def _close(pid: int, fd: int) -> None:
+    if pid == os.getpid():  # in a forked child the number may stand for something else by now
+        os.close(fd)
 
 
 def available_bytes() -> int | None:
@@ -128,26 +154,47 @@ def available_bytes() -> int | None:
 
 
 def _control_groups() -> list[tuple[Path, Path, Path]]:
-    """Files with the limit, the use and the statistics of memory, of version 2 and of version 1."""
+    """Files with the limit, the use and the statistics of memory, of version 2 and of version 1, of all that hold us.
+
+    In a container the path may be that of the host; then only the outermost is there.
+    """
+    groups = []
     with contextlib.suppress(OSError):
-        groups = []
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            root, limit, used = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"
             if not controllers:
-                root = Path("/sys/fs/cgroup" + path)
-                groups.append((root / "memory.max", root / "memory.current", root / "memory.stat"))
-            elif "memory" in controllers.split(","):
-                root = Path("/sys/fs/cgroup/memory" + path)
-                limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-                groups.append((root / limit, root / used, root / "memory.stat"))
-        return groups
-    return []
+                root, limit, used = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+            elif "memory" not in controllers.split(","):
+                continue
+            group = root / path.lstrip("/")
+            for one in (group, *[parent for parent in group.parents if parent.is_relative_to(root)]):
+                groups.append((one / limit, one / used, one / "memory.stat"))
+    return groups
 
 
 def _refuse_more_than_there_is(nbytes: int) -> None:
     available = available_bytes()
     if available is not None and nbytes > available:
         raise OSError(errno.ENOMEM, f"{nbytes / MIB:.0f} MiB asked for, {available / MIB:.0f} MiB available")
+
+
+@contextlib.contextmanager
+def _turn(fd: int | None) -> Iterator[None]:
+    """Hold the lock of a file that all ranks of the host know; a process that ends gives it back."""
+    until = time.monotonic() + _TURN_SECONDS  # one that was stopped does not
+    held = False
+    while fd is not None and not held and time.monotonic() < until:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except OSError:
+            time.sleep(0.001)
+    try:
+        yield
+    finally:
+        if held and fd is not None:
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 class Arena:
@@ -164,11 +211,19 @@ class Arena:
         self._changed = changed
         self._rank = rank
         self._lines: dict[int, tuple[int, int]] = {}  # base address: line, number of the segment
+        self._in_use = 0  # bytes
         self._free_lines = list(range(SEGMENTS))
         self._made = 0
         self._space: weakref.ref[mmap.mmap] | None = None
         self._used = self._size = 0
-        self._next_bytes = CHUNK_BYTES
+        self._private = False
+        self._turns: int | None = None
+        self._map_again = _bind_mmap()
+
+    def take_turns_at(self, fd: int) -> None:
+        """See [Note: reserved]: a file whose lock the ranks of the host share. It is closed with the arena."""
+        self._turns = fd
+        close_with(self, fd)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` zeros, as uint8, aligned for every dtype.
@@ -191,15 +246,16 @@ class Arena:
         return None if found is None else Location(*found, tensor.data_ptr() - base)
 
     def _new_segment(self, needed: int) -> mmap.mmap:
-        nbytes = -(-max(needed, self._next_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._next_bytes = min(2 * self._next_bytes, LARGEST_CHUNK_BYTES)
+        chunk = min(max(CHUNK_BYTES, self._in_use), LARGEST_CHUNK_BYTES)
+        nbytes = -(-max(needed, chunk) // mmap.PAGESIZE) * mmap.PAGESIZE
         if not self._free_lines:
             raise CommunicationError(
                 f"rank {self._rank}: more than {SEGMENTS} pieces of shared memory are in use.\n"
                 'Detach handles that are not needed any more, or attach with transport="process_group".'
             )
         try:
-            fd, mapping = create(nbytes)
+            with _turn(self._turns):
+                fd, mapping = create(nbytes)
         except OSError as error:
             raise CommunicationError(
                 f"rank {self._rank}: no shared memory for gradients: {error.strerror or error}.\n"
@@ -208,6 +264,7 @@ class Arena:
         self._made += 1
         line, base = self._free_lines.pop(0), torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self._lines[base] = (line, self._made)
+        self._in_use += nbytes
         _LINE.pack_into(self._table, line * _LINE.size, self._made, fd, nbytes)
         weakref.finalize(mapping, _retire, weakref.ref(self), os.getpid(), base, line, fd).atexit = False
         self._space, self._used, self._size = weakref.ref(mapping), 0, nbytes
@@ -216,16 +273,35 @@ class Arena:
     def retire(self, base: int, line: int) -> None:
         """The last tensor of a segment is gone."""
         del self._lines[base]
+        self._in_use -= _LINE.unpack_from(self._table, line * _LINE.size)[2]
         _LINE.pack_into(self._table, line * _LINE.size, 0, 0, 0)
         self._free_lines.append(line)
         if (changed := self._changed()) is not None:
             changed()
 
+    def make_private(self) -> None:
+        """See [Note: forked]. In a child of the child they are so already."""
+        if self._private:
+            return
+        self._private = True
+        for base, (line, _) in self._lines.items():
+            _, fd, nbytes = _LINE.unpack_from(self._table, line * _LINE.size)
+            self._map_again(base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, 0)
+
 
 def _retire(arena: weakref.ref[Arena], pid: int, base: int, line: int, fd: int) -> None:
+    if pid != os.getpid():  # see [Note: forked]
+        return
     os.close(fd)
-    if pid == os.getpid() and (alive := arena()) is not None:  # a forked child leaves its parent's table alone
+    if (alive := arena()) is not None:
         alive.retire(base, line)
+
+
+def _bind_mmap() -> Callable[..., int]:
+    call = ctypes.CDLL(None).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    return call
 
 
 class PeersMemory:
@@ -252,7 +328,7 @@ class PeersMemory:
         return segment[location.offset : location.offset + nbytes]
 
     def forget_retired(self) -> None:
-        """Drop the mappings of segments that their owner has given up."""
+        """Drop the mappings of segments that their owner has given up. Messages under way may still need them."""
         for line, (number, _) in [*self._mapped.items()]:
             if _LINE.unpack_from(self._table, line * _LINE.size)[0] != number:
                 del self._mapped[line]

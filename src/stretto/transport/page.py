@@ -1,21 +1,25 @@
 """What a rank shows the other ranks of its host, and how they see it.
 
-    | token | published | finished | retired | table of segments | ring of entries: where message n's tensor lies |
+    | token | published | finished | retired | broken | table of segments | ring of entries: where message n's lies |
 
 Only the rank itself writes its page; the others read. The two counters are the words that ranks sleep on, ``retired``
-counts changes of the table. What different ranks look at lies in different cache lines.
+counts changes of the table, ``broken`` says why this rank will never go on. What different ranks look at lies in
+different cache lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
 import select
 import struct
+import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 
@@ -24,12 +28,15 @@ from .memory import Arena, Location, PeersMemory
 
 TOKEN_BYTES = 16
 _LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
-PUBLISHED, FINISHED, RETIRED = 1 * _LINE_BYTES, 2 * _LINE_BYTES, 3 * _LINE_BYTES
+PUBLISHED, FINISHED, RETIRED, _BROKEN = (n * _LINE_BYTES for n in range(1, 5))
 SEQUENCE = 2**32
 """Counters begin again at 0 when they have come here."""
 ENTRIES = 1024
-_TABLE = 4 * _LINE_BYTES
+_REASON_BYTES = 8 * _LINE_BYTES
+_TABLE = _BROKEN + _REASON_BYTES
 _RING = -(-(_TABLE + memory.TABLE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+DYING_SECONDS = 0.5
+"""How long a process that is being killed may still be seen."""
 _ENTRY_BYTES = 64
 _PAGE_BYTES = _RING + ENTRIES * _ENTRY_BYTES
 
@@ -85,7 +92,7 @@ class Page:
 
     def __init__(self, rank: int) -> None:
         fd, self.mapping = memory.create(_PAGE_BYTES)
-        weakref.finalize(self, os.close, fd).atexit = False
+        memory.close_with(self, fd)
         token = secrets.token_bytes(TOKEN_BYTES)
         self.mapping[:TOKEN_BYTES] = token
         self.address = Address(os.getpid(), fd, token)
@@ -104,6 +111,13 @@ class Page:
         """Say where the tensor of message ``number`` lies; ``PUBLISHED`` then says that this was said."""
         entry.pack_into(self.mapping, number)
 
+    def say_broken(self, reason: str) -> None:
+        """Say why this rank will never go on. Only the first reason is kept."""
+        if not self.mapping[_BROKEN]:
+            text = reason.encode()[: _REASON_BYTES - 2]  # a zero behind it, a flag before it
+            self.mapping[_BROKEN + 1 : _BROKEN + 1 + len(text)] = text
+            self.mapping[_BROKEN] = 1
+
 
 class Peer:
     """One rank as its peers on the host see it: its page, its memory, its life.
@@ -115,7 +129,8 @@ class Peer:
     def __init__(self, rank: int, address: Address) -> None:
         self.rank = rank
         self.pid = address.pid
-        self._alive = _open_pidfd(address.pid)
+        self.address = address
+        self._life = _Life(address.pid)  # first: were it another process by now, the token would tell
         self._mapping = memory.open_peers(address.pid, address.fd, _PAGE_BYTES)
         if self._mapping[:TOKEN_BYTES] != address.token:
             raise OSError(f"process {address.pid} here is another one than rank {rank}")
@@ -132,25 +147,61 @@ class Peer:
         return self._mapping[at : at + Entry.SIZE]
 
     def has_moved(self) -> bool:
-        """Whether memory was retired since the last look. What is mapped of it here is dropped."""
+        """Whether memory was retired since the last look."""
         retired = self.words[RETIRED // 4]
         if retired == self._retired:
             return False
         self._retired = retired
-        self.memory.forget_retired()
         return True
+
+    def reason(self) -> str:
+        """Why it will never go on; empty if it has not said so."""
+        if not self._mapping[_BROKEN]:
+            return ""
+        text = self._mapping[_BROKEN + 1 : _TABLE]
+        return text[: text.index(0)].decode(errors="ignore")
 
     def is_dead(self) -> bool:
         """Whether the process has ended, reaped or not."""
-        if self._alive is None:
-            return not os.path.exists(f"/proc/{self.pid}")
-        poll = select.poll()
-        poll.register(self._alive.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+        return self._life.is_over()
 
 
-def _open_pidfd(pid: int) -> Any:
+def first_dead(addresses: Sequence[Address]) -> Address | None:
+    """One whose process has ended. Its files and sockets go a moment before it, so a moment is waited for."""
+    until = time.monotonic() + DYING_SECONDS
+    while True:
+        for address in addresses:
+            if _Life(address.pid).is_over():
+                return address
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.001)
+
+
+class _Life:
+    """Of one process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._poll: select.poll | None = None
+        self._started = _state_of(pid)[1]
+        with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, or forbidden in this sandbox
+            fd = os.pidfd_open(pid)
+            memory.close_with(self, fd)
+            self._poll = select.poll()
+            self._poll.register(fd, select.POLLIN)
+
+    def is_over(self) -> bool:
+        if self._poll is not None:
+            return bool(self._poll.poll(0))
+        state, started = _state_of(self._pid)
+        return state in ("", "Z", "X") or started != self._started
+
+
+def _state_of(pid: int) -> tuple[str, str]:
+    """State letter and start time; empty where there is no such process."""
     try:
-        return os.fdopen(os.pidfd_open(pid), "rb", buffering=0)
-    except (AttributeError, OSError):  # Linux before 5.3, or forbidden in this sandbox
-        return None
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]

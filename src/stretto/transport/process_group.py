@@ -100,7 +100,7 @@ def _waits_on_host(group: dist.ProcessGroup) -> bool:
     """Whether ``Work.wait`` stops the host anyhow; a group made without naming a backend has one for each device."""
     backend = dist.get_backend(group)
     several = backend == "undefined" or "gloo" in backend
-    return backend in ("gloo", "mpi") or (several and not torch.cuda.is_available())
+    return backend in ("gloo", "mpi", "stretto") or (several and not torch.cuda.is_available())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:

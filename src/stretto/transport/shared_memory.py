@@ -10,8 +10,12 @@ Half types are summed in float32 and rounded once. See host.py for how ranks mee
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import pickle
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +34,8 @@ PIECE_BYTES = 4 * MIB
 """What does not lie in shared memory passes through it in pieces of this size."""
 KEPT_BYTES = 16 * MIB
 """So much memory for that is kept for the next message."""
+CLOSE_SECONDS = 5.0
+"""How long a rank that leaves stays for others that have not yet read what it has sent."""
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -49,31 +55,46 @@ class SharedMemoryTransport:
         self.world_size = base.world_size
         self.bucket_cap_bytes = MIB // 2
         self.last_bucket_cap_bytes = MIB // 4
+        self.own_channel = True
         self.store = getattr(base, "store", None)
         self.patience = host.patience
         self._host = host
         self._base = base
         self._staging = Staging(host)
+        weakref.finalize(self, _flush_at_exit, weakref.ref(host))
+
+    @property
+    def host(self) -> Host:
+        """The ranks, for whoever has messages of other kinds for them."""
+        return self._host
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
-        return self._host.page.arena.allocate(numel * dtype.itemsize).view(dtype)
+        return self._host.allocate(numel * dtype.itemsize).view(dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place, in rank order."""
+        return self.all_reduce_mean(tensor, 0)
+
+    def all_reduce_mean(self, tensor: torch.Tensor, numel: int) -> Work:
+        """Sum in place, in rank order; then divide the first ``numel`` elements by the world size."""
         if tensor.device.type != "cpu":
+            tensor[:numel].div_(self.world_size)
             return self._base.all_reduce(tensor)
-        flat = torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-        if flat.nbytes <= SMALL_BYTES:
-            return self._host.post(SumForAll(self._host, flat, self._staging))
-        if self._host.page.arena.locate(flat) is not None:
-            return self._host.post(SumOfSlices(self._host, flat))
-        pieces = [
-            StagedSum(self._host, piece, self._staging) for piece in torch.split(flat, PIECE_BYTES // flat.itemsize)
-        ]
-        return [self._host.post(piece) for piece in pieces][-1]  # they end in order
+        if tensor.is_complex():
+            tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
+        if tensor.nbytes <= SMALL_BYTES:
+            return self._host.post(SumForAll(self._host, tensor, self._staging, numel))
+        if self._host.page.arena.locate(tensor) is not None:
+            return self._host.post(SumOfSlices(self._host, tensor, numel))
+        works, step = [], PIECE_BYTES // tensor.itemsize
+        for start in range(0, tensor.numel(), step):
+            piece = tensor[start : start + step]
+            averaged = min(max(numel - start, 0), piece.numel())
+            works.append(self._host.post(StagedSum(self._host, piece, self._staging, averaged)))
+        return works[-1]  # they end in order
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Copied by each receiver from the root's memory."""
@@ -83,8 +104,16 @@ class SharedMemoryTransport:
         return [self._host.post(Copy(self._host, piece, self._staging, root)) for piece in pieces][-1]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Over the process group."""
-        return self._base.all_gather_object(value)
+        """Pickled; sizes first, then each rank's bytes."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(own)
+        self.all_reduce(sizes).wait()
+        everyone = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+        everyone[self.rank] = own
+        for work in [self.broadcast(one, rank) for rank, one in enumerate(everyone)]:
+            work.wait()
+        return [pickle.loads(ctypes.string_at(one.data_ptr(), len(one))) for one in everyone]
 
     @property
     def process_group(self) -> Any:
@@ -95,15 +124,34 @@ class SharedMemoryTransport:
         """Do what can be done for messages under way, without waiting."""
         self._host.advance()
 
+    def flush(self, seconds: float) -> None:
+        """Let the others have what they need of this rank, as far as they come within so many seconds.
+
+        For a rank that leaves, or will not come back for a while: what it has begun goes on only while it waits.
+        """
+        self._host.flush(seconds)
+
+    def dead(self) -> list[tuple[int, int]]:
+        """Rank and pid of those whose process has ended without a word."""
+        return [(peer.rank, peer.pid) for peer in self._host.dead()]
+
     def close(self) -> None:
-        """Nothing to do: memory goes with the last tensor in it, everything else with the transport."""
+        """Memory goes with the last tensor in it, everything else with the transport; but peers may still read."""
+        self._host.flush(CLOSE_SECONDS)
         self._base.close()
+
+
+def _flush_at_exit(host: weakref.ref[Host]) -> None:
+    if (alive := host()) is not None:
+        alive.flush(CLOSE_SECONDS)
 
 
 class Staging:
     """Shared memory for tensors that lie elsewhere, kept by size."""
 
     def __init__(self, host: Host) -> None:
+        self.in_use = 0
+        """Bytes."""
         self._host = host
         self._free: dict[int, list[torch.Tensor]] = {}
         self._kept = 0
@@ -111,13 +159,15 @@ class Staging:
     def take(self, nbytes: int) -> torch.Tensor:
         """At least so many bytes, as uint8; rounded up to a power of two."""
         size = max(64, 1 << (nbytes - 1).bit_length())
+        self.in_use += size
         if not self._free.get(size):
-            return self._host.page.arena.allocate(size)
+            return self._host.allocate(size)
         self._kept -= size
         return self._free[size].pop()
 
     def give(self, memory: torch.Tensor) -> None:
         """Nobody uses it any more."""
+        self.in_use -= memory.numel()
         if self._kept + memory.numel() <= KEPT_BYTES:
             self._kept += memory.numel()
             self._free.setdefault(memory.numel(), []).append(memory)
@@ -129,24 +179,30 @@ class SumForAll:
     root = None
     by_all = False
 
-    def __init__(self, host: Host, result: torch.Tensor, staging: Staging) -> None:
-        self.action = _action("sum", result.dtype)
+    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
+        self.action = _action("mean" if averaged else "sum", result.dtype)
         self.numel = result.numel()
+        self._averaged = averaged
         self.tensor: torch.Tensor = staging.take(result.nbytes)
         self._host, self._result, self._staging = host, result, staging
         self.tensor[: result.nbytes].view(result.dtype).copy_(result)
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Sum."""
-        parts = views(self._host, entries, self._result.dtype, 0, self.numel)
+        parts, divisor = views(self._host, entries, self._result.dtype, 0, self.numel), len(self._host.peers)
+        if self._result.dtype in _WIDER:
+            total = _widened(parts)
+            total[: self._averaged].div_(divisor)
+            self._result.copy_(total)
+            return
         if len(parts) == 1:
             self._result.copy_(parts[0])
-        elif (wide := _WIDER.get(self._result.dtype)) is None:
+        else:
             torch.add(parts[0], parts[1], out=self._result)
             for part in parts[2:]:
                 self._result.add_(part)
-        else:
-            self._result.copy_(_widened(parts, wide))
+        if self._averaged:
+            self._result[: self._averaged].div_(divisor)
 
     def end(self) -> None:
         """Nothing is left."""
@@ -162,30 +218,34 @@ class SumOfSlices:
     root = None
     by_all = True
 
-    def __init__(self, host: Host, tensor: torch.Tensor) -> None:
-        self.action = _action("sum", tensor.dtype)
+    def __init__(self, host: Host, tensor: torch.Tensor, averaged: int) -> None:
+        self.action = _action("mean" if averaged else "sum", tensor.dtype)
         self.numel = tensor.numel()
         self.dtype = tensor.dtype
         self.tensor: torch.Tensor = tensor
+        self._averaged = averaged
         self._host = host
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Sum and write, block by block."""
-        for parts in self.blocks(entries):
-            total = add_up(parts)
-            for part in parts[1:]:
+        for block in self.blocks(entries):
+            total = block.add_up()
+            for part in block.parts[1:]:
                 part.copy_(total)
 
-    def blocks(self, entries: Sequence[bytes]) -> list[list[torch.Tensor]]:
+    def blocks(self, entries: Sequence[bytes]) -> list[Block]:
         """This rank's slice of every rank's tensor, cut into blocks."""
-        key = (self.dtype, self.numel, *entries)
-        found: list[list[torch.Tensor]] | None = self._host.routes.get(key)
+        key = (self.dtype, self.numel, self._averaged, *entries)
+        found: list[Block] | None = self._host.routes.get(key)
         if found is None:
-            low, high = slice_of(self.numel, self._host.place, len(self._host.peers))
+            places = len(self._host.peers)
+            low, high = slice_of(self.numel, self._host.place, places)
+            edge = min(max(low, self._averaged), high)
             step = BLOCK_BYTES // self.dtype.itemsize
             found = [
-                views(self._host, entries, self.dtype, start, min(start + step, high))
-                for start in range(low, high, step)
+                Block(views(self._host, entries, self.dtype, start, min(start + step, end)), divisor)
+                for begin, end, divisor in ((low, edge, places), (edge, high, 1))
+                for start in range(begin, end, step)
             ]
             self._host.routes[key] = found
         return found
@@ -200,9 +260,9 @@ class SumOfSlices:
 class StagedSum(SumOfSlices):
     """The same for a tensor that lies elsewhere."""
 
-    def __init__(self, host: Host, result: torch.Tensor, staging: Staging) -> None:
+    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
         self._memory = staging.take(result.nbytes)
-        super().__init__(host, self._memory[: result.nbytes].view(result.dtype))
+        super().__init__(host, self._memory[: result.nbytes].view(result.dtype), averaged)
         self._result, self._staging = result, staging
         self.tensor.copy_(result)
 
@@ -218,7 +278,7 @@ class Copy:
     by_all = False
 
     def __init__(self, host: Host, tensor: torch.Tensor, staging: Staging, root: int) -> None:
-        self.action = b"broadcast from" + root.to_bytes(2, "little")
+        self.action = f"broadcast by {root}".encode()
         self.numel = tensor.numel()
         self.root = root
         self._host, self._result, self._staging = host, tensor, staging
@@ -234,7 +294,8 @@ class Copy:
             self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self.numel))
 
     def end(self) -> None:
-        """Nothing is left."""
+        """Whoever called may let go of the tensor."""
+        del self._result
 
     def release(self) -> None:
         """The staging memory is free."""
@@ -257,19 +318,27 @@ def slice_of(numel: int, place: int, places: int) -> tuple[int, int]:
     return min(place * share, numel), min((place + 1) * share, numel)
 
 
-def add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order, in the memory of the first."""
-    total = parts[0]
-    if (wide := _WIDER.get(total.dtype)) is None:
-        for part in parts[1:]:
+@dataclass(frozen=True)
+class Block:
+    """The same elements of every rank's tensor."""
+
+    parts: Sequence[torch.Tensor]
+    divisor: int
+
+    def add_up(self) -> torch.Tensor:
+        """The sum in rank order, divided, in the memory of the first."""
+        total = self.parts[0]
+        if total.dtype in _WIDER:
+            wide = _widened(self.parts)
+            total.copy_(wide if self.divisor == 1 else wide.div_(self.divisor))
+            return total
+        for part in self.parts[1:]:
             total.add_(part)
-    else:
-        total.copy_(_widened(parts, wide))
-    return total
+        return total if self.divisor == 1 else total.div_(self.divisor)
 
 
-def _widened(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    total = parts[0].to(dtype)
+def _widened(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].to(_WIDER[parts[0].dtype])
     for part in parts[1:]:
         total.add_(part)
     return total

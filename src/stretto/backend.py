@@ -1,0 +1,322 @@
+"""A torch.distributed backend: collectives of one host in shared memory, for any program, torch's own DDP included.
+
+    import stretto.backend
+    dist.init_process_group("stretto")
+
+Importing this module registers the name with torch, which is what it is for; ``import stretto`` alone does not.
+
+On CPU tensors all_reduce, broadcast, all_gather, reduce_scatter and barrier, in all their variants, go through memory
+that the ranks share. Everything else goes through a Gloo group that the backend makes for itself: gather, scatter,
+reduce, all_to_all, send and recv, sparse tensors. So does everything in a group whose ranks do not all share memory
+(several hosts, containers, users): rank 0 logs the reason once, to ``stretto.transport``.
+
+[Note: synchronous]  A collective in shared memory is complete when the call returns, also with ``async_op=True``, whose
+work is done already: torch's C++ waits for futures without calling into Python, and there is no thread that could
+complete them. So a late rank stalls the others where they call, not where they wait; and ranks must issue all their
+collectives, those of different groups and sends too, in an order that works without ``async_op``.
+"""
+
+# torch's stubs have overloads that nothing calls, and other names for some parameters, where C++ has none.
+# mypy: disable-error-code="override, assignment, no-any-return"
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+    _DistributedBackendOptions,
+)
+
+from .errors import CommunicationError
+from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
+from .transport.collectives import Collectives, can_reduce
+
+_OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.PRODUCT: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+
+
+class Done(Work):
+    """The work of a collective that is complete."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """It is done."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It is: what fails raises at once."""
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that were written."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future that has them."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class StrettoProcessGroup(dist.ProcessGroup):
+    """What ``init_process_group("stretto")`` and ``new_group(backend="stretto")`` make.
+
+    Its ranks find out whether they share memory at their first collective. Other signatures of its methods than those
+    that ``torch.distributed`` and torch's C++ use are left to Gloo.
+
+    Args:
+        options: the store, rank, size and timeout, as torch gives them to a backend.
+
+    Raises:
+        CommunicationError: from collectives, a ``RuntimeError``: a rank has died, did not come within the timeout, or
+            called something else.
+    """
+
+    # torch lets Python derive from its process group, not from its backends. C++ hands what is not overridden here to
+    # the backend that is registered for the device.
+
+    def __init__(self, options: _DistributedBackendOptions) -> None:
+        store, rank, size = options.store, options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the one for classes of Python is not in the stub
+        self._gloo: Any = ProcessGroupGloo(store, rank, size, timeout=options.timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._rank = rank
+        self._ranks = options.global_ranks_in_group
+        self._turn = threading.RLock()  # several threads may use one group, as they may with Gloo
+        self._asked = size == 1
+        self._collectives: Collectives | None = None
+
+    def getBackendName(self) -> str:
+        """As torch's C++ asks for it."""
+        return "stretto"
+
+    @property
+    def in_shared_memory(self) -> bool | None:
+        """Whether the ranks share memory; None before the first collective, at which they find out."""
+        return self._collectives is not None if self._asked else None
+
+    def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
+        """``dist.all_reduce``."""
+        options = _options(AllreduceOptions, opts, more)
+        operation = _operation(options, tensors)
+        if operation is None or (shared := self._shared(tensors)) is None:
+            return self._gloo.allreduce(tensors, *_if_given(opts), **more)
+        with self._named("all_reduce"), _Flat(tensors) as (row,):
+            shared.all_reduce(_numbers(row), operation, _timeout(options))
+        return Done([*tensors])
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        """``dist.all_reduce_coalesced``: one after the other."""
+        options = AllreduceOptions()
+        if opts is not None:
+            options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
+        for tensor in tensors:
+            self.allreduce([tensor], options).wait()
+        return Done([*tensors])
+
+    def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
+        """``dist.broadcast``."""
+        options = _options(BroadcastOptions, opts, more)
+        if options is None or not _is_one(tensors) or (shared := self._shared(tensors)) is None:
+            return self._gloo.broadcast(tensors, *_if_given(opts), **more)
+        with self._named("broadcast"), _Flat(tensors) as (row,):
+            shared.broadcast(row, options.rootRank, _timeout(options))
+        return Done([*tensors])
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> Work:
+        """``dist.all_gather``: into one tensor for each rank."""
+        options = _options(AllgatherOptions, opts, more)
+        fits = options is not None and _is_one(input_tensors) and self._fit(output_tensors[0], input_tensors[0])
+        if not fits or (shared := self._shared([input_tensors[0], *output_tensors[0]])) is None:
+            return self._gloo.allgather(output_tensors, input_tensors, *_if_given(opts), **more)
+        with self._named("all_gather"), _Flat(output_tensors[0]) as rows:
+            shared.all_gather(rows, _flat(input_tensors[0]), _timeout(options))
+        return Done([*output_tensors[0]])
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+        """``dist.all_gather_single``, formerly ``all_gather_into_tensor``: one behind the other."""
+        options = opts or AllgatherOptions()
+        fits = output.dtype == input.dtype and output.numel() == self.size() * input.numel()
+        if not fits or (shared := self._shared([output, input])) is None:
+            return self._gloo._allgather_base(output, input, options)
+        with self._named("all_gather"), _Flat([output]) as (row,):
+            shared.all_gather(_parts(row, self.size()), _flat(input), _timeout(options))
+        return Done([output])
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> Work:
+        """``dist.reduce_scatter``: of one tensor for each rank."""
+        options = _options(ReduceScatterOptions, opts, more)
+        operation = _operation(options, output_tensors)
+        fits = operation is not None and self._fit(input_tensors[0], output_tensors[0])
+        if operation is None or not fits or (shared := self._shared([output_tensors[0], *input_tensors[0]])) is None:
+            return self._gloo.reduce_scatter(output_tensors, input_tensors, *_if_given(opts), **more)
+        with self._named("reduce_scatter"), _Flat(output_tensors) as (row,):
+            parts = [_numbers(_flat(tensor)) for tensor in input_tensors[0]]
+            shared.reduce_scatter(_numbers(row), parts, operation, _timeout(options))
+        return Done([*output_tensors])
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
+        """``dist.reduce_scatter_single``, formerly ``reduce_scatter_tensor``: of as many parts as ranks."""
+        options = opts or ReduceScatterOptions()
+        operation = _operation(options, [output])
+        fits = output.dtype == input.dtype and input.numel() == self.size() * output.numel()
+        if operation is None or not fits or (shared := self._shared([output, input])) is None:
+            return self._gloo._reduce_scatter_base(output, input, options)
+        with self._named("reduce_scatter"), _Flat([output]) as (row,):
+            parts = _parts(_numbers(_flat(input)), self.size())
+            shared.reduce_scatter(_numbers(row), parts, operation, _timeout(options))
+        return Done([output])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Several, one after the other."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, input, opts).wait()
+        return Done([*outputs])
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Several, one after the other."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input, opts).wait()
+        return Done([*outputs])
+
+    # The names that they had before
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """``dist.barrier``."""
+        options = BarrierOptions() if opts is None else opts
+        if timeout is not None:
+            options.timeout = timeout
+        if (shared := self._shared([])) is None:
+            return self._gloo.barrier(options)
+        with self._named("barrier"):
+            shared.barrier(_timeout(options))
+        return Done([])
+
+    def _fit(self, tensors: Sequence[torch.Tensor], one: torch.Tensor) -> bool:
+        """Whether these are one for each rank, and like that one; Gloo tells what is wrong if not."""
+        same = (one.dtype, one.numel())
+        return len(tensors) == self.size() and all((tensor.dtype, tensor.numel()) == same for tensor in tensors)
+
+    def _shared(self, tensors: Sequence[torch.Tensor]) -> Collectives | None:
+        """What does it in shared memory; None if these tensors, or all of this group, must go through Gloo."""
+        if not all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors):
+            return None
+        with self._turn:
+            if not self._asked:
+                self._asked = True  # before the question, which goes through this group
+                chosen = choose(ProcessGroupTransport(self), "auto")
+                if isinstance(chosen, SharedMemoryTransport):
+                    self._collectives = Collectives(chosen.host)
+        return self._collectives
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """One thread at a time, hidden from autograd as torch's backends are, and errors that say whose they are."""
+        try:
+            with self._turn, torch.inference_mode():  # tensors made in that mode can be written in no other
+                yield
+        except RuntimeError as error:
+            within = f" in the group of ranks {self._ranks}" if self._ranks else ""
+            raise CommunicationError(
+                f"rank {self._rank}: {what}{within} failed: {error}.\n"
+                "Look at the first error in the other ranks' logs, and start again, on all ranks."
+            ) from error
+
+
+class _Flat:
+    """Tensors as contiguous rows, which are put back where they had to be copies."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._rows = [_flat(tensor) for tensor in tensors]
+
+    def __enter__(self) -> list[torch.Tensor]:
+        return self._rows
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            for tensor, row in zip(self._tensors, self._rows, strict=True):
+                if row.data_ptr() != tensor.data_ptr():
+                    tensor.data.copy_(row.view(tensor.shape))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """In one row, if need be a copy."""
+    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _numbers(row: torch.Tensor) -> torch.Tensor:
+    """Complex ones as pairs of real ones, which sum alike."""
+    return torch.view_as_real(row).view(-1) if row.is_complex() else row
+
+
+def _parts(row: torch.Tensor, number: int) -> list[torch.Tensor]:
+    """As many equal parts, which may be empty."""
+    return [*row.view(number, -1)] if row.numel() else [row] * number
+
+
+def _is_one(tensors: Any) -> bool:
+    return isinstance(tensors, Sequence) and len(tensors) == 1
+
+
+def _operation(options: Any, tensors: Any) -> str | None:
+    """What it is called in shared memory; None if it is left to Gloo, which may refuse it."""
+    if options is None or not _is_one(tensors):
+        return None
+    name = _OPERATIONS.get(options.reduceOp.op)
+    if name is None or (tensors[0].is_complex() and name not in ("sum", "avg")):
+        return None
+    return name if can_reduce(name, tensors[0].dtype.to_real()) else None
+
+
+def _options(kind: type, given: Any, more: dict[str, Any]) -> Any:
+    """The options of a call, if they were given as such or not at all; else None."""
+    if given is None and not more:
+        return kind()
+    return given if isinstance(given, kind) else None
+
+
+def _if_given(opts: Any) -> list[Any]:
+    return [] if opts is None else [opts]
+
+
+def _timeout(options: Any) -> timedelta | None:
+    return options.timeout if options.timeout > timedelta(0) else None
+
+
+dist.Backend.register_backend("stretto", lambda options, _: StrettoProcessGroup(options), True, devices=["cpu"])

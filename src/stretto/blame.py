@@ -1,0 +1,53 @@
+"""What is told of ranks that have left or died, to those who wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .agreement import describe_ranks
+from .errors import PeerError
+from .notes import WAYS_TO_LEAVE, Note
+from .whereabouts import count
+
+EXPECTED = {"pass": "backward for this pass", "attach": "stretto.attach", "reduce": "stretto.reduce"}
+"""What every rank is to call on these occasions."""
+
+
+def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) -> PeerError:
+    """An error for ranks that say in these notes that they have left.
+
+    Args:
+        where: how the message begins.
+        occasion: a key of ``EXPECTED``.
+        notes: at least one.
+        passes: the number of this rank's pass; 0 before the first.
+    """
+    if failed := [note for note in notes if note.failed]:
+        first_hand = [note for note in failed if note.first_hand] or failed[:1]
+        told = "".join(f"  {note}\n" for note in first_hand)
+        ranks = describe_ranks(sorted({note.rank for note in first_hand}))
+        return PeerError(
+            f"{where}: {ranks} failed and left, so nobody can complete this {occasion}.\n{told}"
+            "Remove the cause and start again, on all ranks."
+        )
+    note = notes[0]
+    how = WAYS_TO_LEAVE[note.phase]
+    if note.passes is None or not passes:
+        return PeerError(
+            f"{where}: rank {note.rank} has left ({how}), so nobody can complete this {occasion}.\n"
+            f"Expected every rank to call {EXPECTED[occasion]}."
+        )
+    return PeerError(
+        f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
+        "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
+    )
+
+
+def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]]) -> PeerError:
+    """An error for ranks that ended without a note, given by rank and pid."""
+    told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
+    return PeerError(
+        f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n"
+        "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
+        "Start again, on all ranks."
+    )

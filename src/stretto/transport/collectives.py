@@ -1,0 +1,257 @@
+"""Collectives of one host on tensors that lie anywhere, done when the call returns.
+
+    tensor ──piece by piece──> staging memory ──> every rank reads everybody's ──> result
+
+A tensor passes through shared memory in pieces that stay in the processor's cache, a few of them under way at once: a
+large one needs no memory to speak of. All ranks post the pieces of a call in the same order. Few ranks reduce all of a
+piece each for itself, one meeting a piece; more of them reduce a strip each, and gather the strips in a second one.
+Either way an element is reduced over the ranks in their order, so the bits are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+
+from ..specs import dtype_name
+from .host import Host, Posted
+from .message import Message
+from .page import ENTRIES, Entry
+from .shared_memory import Copy, Staging
+
+KIB = 1024
+PIECE_BYTES = 1024 * KIB
+WINDOW_BYTES = 4 * PIECE_BYTES
+"""So much staging memory may be in use before a rank waits until all have read the oldest."""
+STRIPS_FROM_RANKS = 4
+"""From so many ranks on, each reduces a strip only, which is less memory traffic in all."""
+STRIPS_FROM_BYTES = 64 * KIB
+"""What is smaller is not worth a second meeting."""
+
+_OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def can_reduce(operation: str, dtype: torch.dtype) -> bool:
+    """Whether the operation is known here, and means something for the dtype."""
+    if operation not in _OPERATIONS:
+        return False
+    if operation in ("band", "bor", "bxor"):
+        return dtype in _WHOLE
+    return dtype in _FLOATING or (dtype in _WHOLE and operation != "avg")
+
+
+class Collectives:
+    """What the ranks of ``host`` do together. All of them make the same calls in the same order, one at a time.
+
+    Tensors are flat, contiguous and on the CPU; ``operation`` and dtype are such that :func:`can_reduce`. A call
+    returns when this rank's result is there; its arguments may be written again then.
+
+    Each call raises ``RuntimeError`` when a rank has died, when ranks call different things, and when a piece takes
+    longer than ``timeout`` (default, the patience of the host).
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._staging = Staging(host)
+        self._posted: collections.deque[Posted] = collections.deque(maxlen=ENTRIES)  # the host waits for older ones
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str, timeout: timedelta | None = None) -> None:
+        """Replace the tensor by its reduction over the ranks."""
+        pieces = _pieces(tensor, PIECE_BYTES)
+        if len(self._host.peers) >= STRIPS_FROM_RANKS and tensor.nbytes > STRIPS_FROM_BYTES:
+            self._reduce_strips(pieces, operation, timeout)
+        else:
+            self._run((Reduction(self._host, self._staging, [p], 0, p, operation) for p in pieces), timeout)
+
+    def _reduce_strips(self, pieces: Sequence[torch.Tensor], operation: str, timeout: timedelta | None) -> None:
+        """While a piece is reduced, the strips of the one before are gathered."""
+        ranks, place = len(self._host.peers), self._host.place
+        reduced: collections.deque[tuple[list[torch.Tensor], Posted]] = collections.deque()
+        for piece in pieces:
+            size = -(-piece.numel() // ranks)
+            strips = [piece[n * size : (n + 1) * size] for n in range(ranks)]  # the last ones may be shorter, or empty
+            message = Reduction(self._host, self._staging, [piece], place * size, strips[place], operation)
+            reduced.append((strips, self._post(message, timeout)))
+            if len(reduced) > 1:
+                self._gather_strips(*reduced.popleft(), timeout)
+        self._host.wait(self._gather_strips(*reduced.popleft(), timeout), timeout)
+
+    def _gather_strips(self, strips: Sequence[torch.Tensor], reduced: Posted, timeout: timedelta | None) -> Posted:
+        self._host.wait(reduced, timeout)
+        return self._post(Gathering(self._host, self._staging, strips[self._host.place], strips), timeout)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
+        """Replace the tensor by that of rank ``root``, who waits for the others only where the window is full."""
+        pieces = _pieces(tensor.view(torch.uint8), PIECE_BYTES)
+        self._run((Copy(self._host, piece, self._staging, root) for piece in pieces), timeout)
+
+    def all_gather(
+        self, results: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta | None = None
+    ) -> None:
+        """Write the tensor of each rank into one of ``results``, which are all as large."""
+        parts = [_pieces(result.view(torch.uint8), PIECE_BYTES) for result in results]
+        pieces = zip(_pieces(tensor.view(torch.uint8), PIECE_BYTES), *parts, strict=True)
+        self._run((Gathering(self._host, self._staging, piece, into) for piece, *into in pieces), timeout)
+
+    def reduce_scatter(
+        self,
+        result: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        operation: str,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Write into ``result`` the reduction of what the ranks have for this one: of ``tensors``, one for each."""
+        nbytes = max(PIECE_BYTES // len(tensors), 64)
+        parts = zip(_pieces(result, nbytes), *(_pieces(tensor, nbytes) for tensor in tensors), strict=True)
+        place = self._host.place
+        self._run(
+            (
+                Reduction(self._host, self._staging, strips, place * into.numel(), into, operation, "rs ")
+                for into, *strips in parts
+            ),
+            timeout,
+        )
+
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        """Return when all ranks have called."""
+        self._run([Meeting()], timeout)
+
+    def _run(self, messages: Iterable[Message], timeout: timedelta | None) -> None:
+        """Post one after the other as they are made, and wait for the last: they end in order."""
+        posted = None
+        for message in messages:
+            posted = self._post(message, timeout)
+        if posted is not None:
+            self._host.wait(posted, timeout)
+
+    def _post(self, message: Message, timeout: timedelta | None) -> Posted:
+        """Post; wait until others have read what was staged before, where that has become too much."""
+        posted = self._host.post(message)
+        self._posted.append(posted)
+        while self._staging.in_use > WINDOW_BYTES and len(self._posted) > 1:
+            self._host.wait(self._posted.popleft(), timeout, by_all=True)
+        return posted
+
+
+class Staged:
+    """A message for which each rank lays something into staging memory, where all read it."""
+
+    root = None
+    by_all = False
+
+    def __init__(self, host: Host, staging: Staging, parts: Sequence[torch.Tensor], action: bytes, numel: int) -> None:
+        self.action = action
+        self.numel = numel
+        self._host, self._staging = host, staging
+        dtype = parts[0].dtype
+        self.tensor: torch.Tensor = staging.take(sum(part.nbytes for part in parts))
+        room, at = self.tensor.view(dtype), 0
+        for part in parts:
+            room[at : at + part.numel()].copy_(part)
+            at += part.numel()
+
+    def seen(self, entries: Sequence[bytes], place: int, low: int, like: torch.Tensor) -> torch.Tensor:
+        """What the rank at ``place`` has laid there, from element ``low`` on, as many as ``like`` has."""
+        location = Entry.unpack(entries[place]).location.plus(low * like.itemsize)
+        return self._host.peers[place].memory.bytes_at(location, like.nbytes).view(like.dtype)
+
+    def release(self) -> None:
+        """All have read it."""
+        self._staging.give(self.tensor)
+
+
+class Reduction(Staged):
+    """Reduce what each rank laid there from element ``low`` on, as much as fits into ``result``."""
+
+    def __init__(
+        self,
+        host: Host,
+        staging: Staging,
+        parts: Sequence[torch.Tensor],
+        low: int,
+        result: torch.Tensor,
+        operation: str,
+        kind: str = "",
+    ) -> None:
+        action = f"{kind}{operation} {dtype_name(result.dtype)}".encode()
+        super().__init__(host, staging, parts, action, sum(part.numel() for part in parts))
+        self._low, self._result, self._operation = low, result, operation
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Reduce in rank order."""
+        parts = [self.seen(entries, place, self._low, self._result) for place in range(len(entries))]
+        reduce_into(self._result, parts, self._operation)
+
+    def end(self) -> None:
+        """Whoever called may let go of the tensor."""
+        del self._result
+
+
+class Gathering(Staged):
+    """Copy what each rank laid there into the one of ``results`` that is for it."""
+
+    def __init__(self, host: Host, staging: Staging, part: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+        super().__init__(host, staging, [part], b"all_gather", sum(result.numel() for result in results))
+        self._results = results
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Copy."""
+        for place, result in enumerate(self._results):
+            result.copy_(self.seen(entries, place, 0, result))
+
+    def end(self) -> None:
+        """Whoever called may let go of the tensors."""
+        del self._results
+
+
+class Meeting:
+    """Nothing but that all have come."""
+
+    action = b"barrier"
+    numel = 0
+    tensor: torch.Tensor | None = None
+    root = None
+    by_all = False
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """All have come."""
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """Nothing was held."""
+
+
+def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], operation: str) -> None:
+    """Reduce two or more parts in their order; half types are added and multiplied in float32, and rounded once."""
+    apply = _OPERATIONS[operation]
+    wide = _WIDER.get(result.dtype) if operation in ("sum", "avg", "prod") else None
+    first, second, *rest = parts
+    total = result if wide is None else torch.empty_like(result, dtype=wide)
+    apply(first if wide is None else first.to(wide), second, out=total)
+    for part in rest:
+        apply(total, part, out=total)
+    if operation == "avg":
+        total.div_(len(parts))
+    if wide is not None:
+        result.copy_(total)
+
+
+def _pieces(tensor: torch.Tensor, nbytes: int) -> Sequence[torch.Tensor]:
+    return [tensor] if tensor.nbytes <= nbytes else torch.split(tensor, nbytes // tensor.itemsize)

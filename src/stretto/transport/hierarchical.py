@@ -1,0 +1,323 @@
+"""Several hosts with several ranks each: gradients are summed inside each host before anything leaves it.
+
+    all ranks of a host publish ──> place p sums slice p ──> all-reduce with place p of every other host
+                                                         ──> place p writes slice p into the memory of all its host
+
+A rank's place is its index among the ranks of its host. A message has as many slices as the smallest host has ranks, so
+that each slice has one owner on every host; places beyond that own none. The owners of a slice all-reduce it in a ring:
+a host sends 2 (H - 1) / H of the message with H hosts, however many ranks it has. A flat ring over all P ranks sends
+2 (P - 1) / P over each link between hosts: twice as much at two hosts with many ranks each, 1.5 times with two each.
+
+Inside a host slices are summed in rank order, half types in float32; between hosts travels what the message holds, half
+types as such. Gloo computes each element on one rank and copies it to the others, so the bits are the same everywhere.
+See host.py for how the ranks of a host meet; the all-reduce between hosts is the work that a message has outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..specs import dtype_name
+from .base import Transport, Work
+from .host import Host
+from .shared_memory import BLOCK_BYTES, CLOSE_SECONDS, MIB, PIECE_BYTES, SMALL_BYTES, Block, Staging, slice_of, views
+
+Hosts = Sequence[Sequence[int]]
+"""The ranks of each host in order; hosts in the order of their first ranks."""
+
+
+def why_not(base: Transport) -> str | None:
+    """Why nothing but ``base`` can carry slices between hosts; None if a group of Gloo can be made."""
+    if getattr(base, "store", None) is None:
+        return f"{base.name} has no store, by which ranks of different hosts could find each other"
+    return None if dist.is_gloo_available() else "this torch was built without Gloo"
+
+
+class HierarchicalTransport:
+    """Collectives of ranks on several hosts, of which some share memory; tensors of other devices go over ``base``.
+
+    Made by :func:`stretto.transport.choose`, since ranks have to open each other's memory first. Collective.
+
+    Args:
+        host: the ranks of this host.
+        hosts: the ranks of each host.
+        base: a transport of all ranks, for objects and for tensors that are not in a host's memory.
+        name: of the meeting place in ``base``'s store; the same on all ranks, and never used before.
+    """
+
+    def __init__(self, host: Host, hosts: Hosts, base: Transport, name: str) -> None:
+        self.name = f"hierarchical ({base.world_size} ranks on {len(hosts)} hosts)"
+        self.rank = base.rank
+        self.world_size = base.world_size
+        self.bucket_cap_bytes = 4 * MIB
+        self.last_bucket_cap_bytes = MIB
+        self.own_channel = True
+        self.store = getattr(base, "store", None)
+        self.patience = host.patience
+        self._base = base
+        self._team = Team(host, tuple(map(tuple, hosts)), base, name)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """On the host, in memory that all its ranks map."""
+        if device.type != "cpu":
+            return self._base.allocate(numel, dtype, device)
+        return self._team.host.allocate(numel * dtype.itemsize).view(dtype)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum in place: in rank order inside each host, then over hosts."""
+        return self.all_reduce_mean(tensor, 0)
+
+    def all_reduce_mean(self, tensor: torch.Tensor, numel: int) -> Work:
+        """The same, with the first ``numel`` elements of each host's sum divided by the world size."""
+        if tensor.device.type != "cpu":
+            tensor[:numel].div_(self.world_size)
+            return self._base.all_reduce(tensor)
+        if tensor.is_complex():
+            tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
+        if tensor.numel() and self._team.host.page.arena.locate(tensor) is not None:
+            return self._post([Sum(self._team, tensor, numel)])
+        pieces, step = _pieces(tensor), PIECE_BYTES // tensor.itemsize
+        starts = range(0, len(pieces) * step, step)
+        return self._post(
+            [Sum(self._team, piece, numel - start, staged=True) for piece, start in zip(pieces, starts, strict=True)]
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """Each slice leaves the root's host by its owner there."""
+        if tensor.device.type != "cpu":
+            return self._base.broadcast(tensor, root)
+        return self._post([Copy(self._team, part, root) for part in _pieces(tensor.view(torch.uint8))])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Over ``base``."""
+        return self._base.all_gather_object(value)
+
+    @property
+    def process_group(self) -> Any:
+        """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
+        return getattr(self._base, "process_group", None)
+
+    def advance(self) -> None:
+        """Do what can be done for messages under way, without waiting."""
+        self._team.host.advance()
+
+    def flush(self, seconds: float) -> None:
+        """Let the others have what they need of this rank, as far as they come within so many seconds."""
+        self._team.host.flush(seconds)
+
+    def close(self) -> None:
+        """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""
+        self._team.host.flush(CLOSE_SECONDS)
+        self._team.counterparts.close()
+        self._base.close()
+
+    def _post(self, messages: Sequence[Message]) -> Work:
+        _ = self.process_group  # raises on every rank if it was destroyed, and the connections with it
+        return [self._team.host.post(message) for message in messages][-1]  # they end in order
+
+
+class Team:
+    """What the messages of one transport share: this rank's host, and the way to the others.
+
+    Args:
+        host, hosts, base, name: as those of the transport.
+    """
+
+    def __init__(self, host: Host, hosts: Hosts, base: Transport, name: str) -> None:
+        self.host = host
+        self.staging = Staging(host)
+        self.world_size = base.world_size
+        self.slices = min(map(len, hosts))
+        self.home = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
+        self.counterparts = Counterparts(base, host.patience)
+        self._hosts = hosts
+        if host.place < self.slices:
+            self.counterparts.connect(f"{name}/{host.place}", self.home, len(hosts))
+
+    def home_of(self, rank: int) -> tuple[int, int]:
+        """The number of its host, and its place there."""
+        found = next(number for number, ranks in enumerate(self._hosts) if rank in ranks)
+        return found, self._hosts[found].index(rank)
+
+    def slice_of(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """First and last (excluded) element of what this rank owns; small messages are not cut, the first owns all."""
+        slices = 1 if numel * dtype.itemsize <= SMALL_BYTES else self.slices
+        return slice_of(numel, self.host.place, slices)
+
+
+class Counterparts:
+    """The owners of one slice, one on each host, in the order of the hosts.
+
+    [Note: a group of our own]  ``new_group`` is collective over all ranks there are, though only those of one handle
+    attach. With ``use_local_synchronization`` it is not, but then names the group after the number of groups that this
+    rank has already: ranks that are in different numbers of them look for each other under different names until the
+    time is over. So the backend itself is made here, in a place of the store that no other handle has. It ends with
+    this transport, with the base's group and with the interpreter, whichever comes first: its threads, running into the
+    end of the interpreter, could abort it.
+
+    Args:
+        base: its store is where counterparts find each other.
+        seconds: that a collective may take.
+    """
+
+    def __init__(self, base: Transport, seconds: float) -> None:
+        self._store: Store | None = getattr(base, "store", None)
+        self._seconds = seconds
+        self._groups: list[Any] = []  # one or none
+        self._sum = dist.AllreduceOptions()  # its default is a sum
+        self._close = weakref.finalize(self, _end, self._groups, os.getpid())
+        if (group := getattr(base, "process_group", None)) is not None:
+            weakref.finalize(group, _end, self._groups, os.getpid()).atexit = False
+
+    def connect(self, name: str, number: int, hosts: int) -> None:
+        """Find the others. Collective among them.
+
+        Raises:
+            RuntimeError: they did not come, or cannot be reached.
+        """
+        assert self._store is not None, "asked by why_not"
+        store = PrefixStore(f"stretto/hosts/{name}", self._store)
+        limit = datetime.timedelta(seconds=self._seconds)
+        self._groups.append(dist.ProcessGroupGloo(store, number, hosts, limit))
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum over hosts, in place."""
+        work: Work = self._groups[0].allreduce([tensor], self._sum)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """From host number ``root``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        work: Work = self._groups[0].broadcast([tensor], options)
+        return work
+
+    def close(self) -> None:
+        """Let go of the others. Harmless twice."""
+        self._close()
+
+
+def _end(groups: list[Any], pid: int) -> None:
+    if pid == os.getpid():
+        groups.clear()
+    else:  # its threads did not follow the fork, and would be waited for: leave it to the end of the process
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+
+
+@dataclass(frozen=True)
+class Share:
+    """The slice of a message that this rank owns, in the memory of every rank of the host."""
+
+    source: torch.Tensor
+    """All of it, of the rank whose memory it leaves from and comes to."""
+    blocks: tuple[Block, ...]
+    """Cut to fit the processor's cache; the source's part comes first."""
+
+
+class Message:
+    """One message between all ranks; see host.py for when its methods are called.
+
+    Args:
+        team: those who take part.
+        action: the same on all ranks.
+        flat: what is to be replaced.
+        staged: it does not lie in the arena, and passes through memory that does.
+        source: the place whose memory is that of the host towards the other hosts.
+    """
+
+    root = None
+    by_all = True
+
+    def __init__(self, team: Team, action: bytes, flat: torch.Tensor, *, staged: bool, source: int) -> None:
+        self.action = action
+        self.numel = flat.numel()
+        self.tensor: torch.Tensor = team.staging.take(flat.nbytes) if staged else flat
+        self._team = team
+        self._flat = flat
+        self._staged = staged
+        self._source = source
+        self._averaged = 0  # so many elements, from the first on, are to be divided by the world size
+        self._share: Share | None = None
+
+    def begin(self, entries: Sequence[bytes]) -> Any:
+        """This rank's share: what is to be done inside the host, then what goes on outside."""
+        key = (self.action, self.numel, self._averaged, *entries)
+        routes = self._team.host.routes
+        if key not in routes:
+            routes[key] = self._cut(entries)
+        self._share = routes[key]
+        return None if self._share is None else self._leave(self._share)
+
+    def _cut(self, entries: Sequence[bytes]) -> Share | None:
+        dtype = self._flat.dtype
+        low, high = self._team.slice_of(self.numel, dtype)
+        if low == high:
+            return None
+        edge, step = min(max(low, self._averaged), high), BLOCK_BYTES // dtype.itemsize
+        blocks = []
+        for begin, end, divisor in ((low, edge, self._team.world_size), (edge, high, 1)):
+            for start in range(begin, end, step):
+                parts = views(self._team.host, entries, dtype, start, min(start + step, end))
+                blocks.append(Block((parts.pop(self._source), *parts), divisor))
+        return Share(views(self._team.host, entries, dtype, low, high)[self._source], tuple(blocks))
+
+    def _leave(self, share: Share) -> Work:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """The share is complete: write it into the memory of all ranks of the host."""
+        if self._share is not None:
+            for block in self._share.blocks:
+                for part in block.parts[1:]:
+                    part.copy_(block.parts[0])
+
+    def release(self) -> None:
+        """All shares are in place."""
+        if self._staged:
+            self._flat.copy_(self.tensor[: self._flat.nbytes].view(self._flat.dtype))
+            self._team.staging.give(self.tensor)
+
+
+class Sum(Message):
+    """The sum over all ranks, the first elements divided."""
+
+    def __init__(self, team: Team, flat: torch.Tensor, averaged: int, *, staged: bool = False) -> None:
+        action = f"{'mean' if averaged > 0 else 'sum'} {dtype_name(flat.dtype)}".encode()
+        super().__init__(team, action, flat, staged=staged, source=0)
+        self._averaged = averaged
+        if staged:
+            self.tensor[: flat.nbytes].view(flat.dtype).copy_(flat)
+
+    def _leave(self, share: Share) -> Work:
+        for block in share.blocks:
+            block.add_up()
+        return self._team.counterparts.all_reduce(share.source)
+
+
+class Copy(Message):
+    """One rank's bytes for all."""
+
+    def __init__(self, team: Team, flat: torch.Tensor, root: int) -> None:
+        self._from, place = team.home_of(root)
+        source = place if self._from == team.home else 0
+        super().__init__(team, b"broadcast from" + root.to_bytes(2, "little"), flat, staged=True, source=source)
+        if self._from == team.home and place == team.host.place:
+            self.tensor[: self.numel].copy_(flat)
+
+    def _leave(self, share: Share) -> Work:
+        return self._team.counterparts.broadcast(share.source, self._from)
+
+
+def _pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(flat, PIECE_BYTES // flat.itemsize)

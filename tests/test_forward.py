@@ -1,0 +1,315 @@
+"""A forward that fails on one rank, or that no backward follows: what the ranks know of each other's forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import pickle
+import re
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import stretto
+from stretto.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+FAILED = (
+    "rank {0}, pass {1}: forward failed on {2} before this pass and was caught, so this pass may mix batches.\n"
+    "{3}"
+    "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again on one "
+    "rank belongs into no_sync(), backward outside."
+)
+NOTE = "  rank {0}, pass {1}, forward: ValueError: bad token (test_forward.py:LINE in forward)\n"
+MORE = (
+    "rank {0}, pass {1}: some ranks ran forward more often for this pass than for the one before, others did not ({2})."
+    "\nIf a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "
+    "shifted by one from here on. Forwards that no backward follows belong under torch.no_grad(). Told once."
+)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 1)
+
+    def forward(self, x, fail=False):
+        if fail:
+            raise ValueError("bad token")
+        return self.inner(x).sum()
+
+
+class OwnState(Model):
+    def __getstate__(self):
+        return self.__dict__.copy()
+
+
+def x(value: float) -> torch.Tensor:
+    return torch.full((1, 2), value)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\.py:\d+ in", ".py:LINE in", text)
+
+
+def goes_on(transport, fails, batches: int = 5, wrap=stretto.attach):
+    """Train, leave out batches whose forward fails, and return what was raised and the gradients of each batch."""
+    model = Model()
+    wrap(model, transport=transport)
+    seen = []
+    for number in range(1, batches + 1):
+        model.zero_grad()
+        try:
+            model(x(transport.rank + 10.0 * number), fail=fails(transport.rank, number)).backward()
+        except (ValueError, stretto.PeerError) as error:
+            seen.append(f"{type(error).__name__}: {plain(str(error))}")
+        else:
+            seen.append(float(model.inner.weight.grad[0, 0]))
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_forward_that_fails_on_one_rank_and_is_caught_is_told_by_all(world: int) -> None:
+    def last(rank: int, number: int) -> bool:
+        return rank == world - 1 and number == 2
+
+    def worker(transport):
+        return goes_on(transport, last, 4 + (transport.rank == world - 1))
+
+    found = run_ranks(worker, world)
+    told = FAILED.format("{0}", 2, f"rank {world - 1}", NOTE.format(world - 1, 2))
+    first = sum(range(world)) / world
+    # The failing rank's batches 4 and 5 meet the others' 3 and 4.
+    later = [first + 10 * number + 10 / world for number in (3, 4)]
+    for rank in range(world - 1):
+        assert found[rank] == [first + 10, f"PeerError: {told.format(rank)}", *map(pytest.approx, later)]
+    mine = ["ValueError: bad token", f"PeerError: {told.format(world - 1)}"]
+    assert found[-1] == [first + 10, *mine, *map(pytest.approx, later)]
+
+
+def test_two_of_three_ranks_are_named() -> None:
+    found = run_ranks(lambda t: goes_on(t, lambda rank, number: rank > 0 and number == 2, 3 + (t.rank > 0)), 3)
+    told = FAILED.format("{0}", 2, "ranks 1, 2", NOTE.format(1, 2) + NOTE.format(2, 2))
+    for rank in range(3):
+        assert f"PeerError: {told.format(rank)}" in found[rank]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_forward_that_fails_on_every_rank_is_nobodys_news(world: int) -> None:
+    for seen in run_ranks(lambda t: goes_on(t, lambda rank, number: number in (1, 3)), world):
+        assert [entry for entry in seen if isinstance(entry, str)] == ["ValueError: bad token"] * 2
+        assert seen[1::2] == [20 + (world - 1) / 2, 40 + (world - 1) / 2]
+
+
+def test_a_failure_before_the_first_pass_of_a_copy_is_quoted() -> None:
+    """It has no name yet by which ranks could tell of it: they agree on one in the first pass."""
+
+    def wrap(model, transport):
+        return stretto.attach(model, transport=transport, init_sync=False)
+
+    found = run_ranks(lambda t: goes_on(t, lambda r, number: r == 1 and number == 1, 2 + t.rank, wrap), 2)
+    assert f"PeerError: {FAILED.format(0, 1, 'rank 1', NOTE.format(1, 1))}" in found[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_nothing_is_sent_out_of_turn(world: int) -> None:
+    """Two models on one group, and a collective of the user's own: the others may wait in any of them."""
+
+    def worker(transport):
+        first, second = Model(), Model()
+        for model in (first, second):
+            stretto.attach(model, transport=transport)
+        seen, own = [], []
+        for number in range(4 + (transport.rank == 1)):
+            try:
+                loss = second(x(1.0), fail=transport.rank == 1 and number == 2)
+                mine = torch.ones(3)
+                transport.all_reduce(mine).wait()
+                own.append(mine.tolist())
+                first(x(1.0)).backward()
+                loss.backward()
+            except (ValueError, stretto.PeerError) as error:
+                seen.append((number, type(error).__name__))
+        return seen, own
+
+    found = run_ranks(worker, world, timeout=10)
+    assert [seen for seen, _ in found] == [
+        [(2, "ValueError"), (3, "PeerError")] if rank == 1 else [(2, "PeerError")] for rank in range(world)
+    ]
+    assert all(own == [[float(world)] * 3] * 4 for _, own in found)
+
+
+def in_no_sync(sync, model):
+    return sync.no_sync()
+
+
+def in_eval(sync, model):
+    model.eval()
+    return contextlib.nullcontext()
+
+
+def without_gradients(sync, model):
+    return torch.no_grad()
+
+
+@pytest.mark.parametrize("how", [in_no_sync, in_eval, without_gradients])
+def test_a_forward_that_is_tried_again_or_evaluates_may_fail_on_one_rank(how) -> None:
+    def worker(transport):
+        model = Model()
+        sync = stretto.attach(model, transport=transport)
+        for number in range(3):
+            model.zero_grad()
+            if transport.rank == 1 and number == 1:
+                with how(sync, model), pytest.raises(ValueError, match="bad token"):
+                    model(x(1.0), fail=True)
+                model.train()
+            model(x(1.0 + transport.rank)).backward()
+            assert model.inner.weight.grad[0, 0] == 1.5
+
+    run_ranks(worker, 2)
+
+
+def test_models_inside_one_another_tell_as_well() -> None:
+    def worker(transport):
+        model = torch.nn.Sequential(Model(), Model().inner)
+        stretto.attach(model[0], transport=transport)
+        stretto.attach(model, transport=transport)
+        seen = []
+        for number in range(3 + transport.rank):
+            try:
+                hidden = model[0](x(1.0), fail=transport.rank == 1 and number == 1)
+                model[1](hidden.expand(1, 2)).sum().backward()
+            except (ValueError, stretto.PeerError) as error:
+                seen.append((number, type(error).__name__))
+        return seen
+
+    found = run_ranks(worker, 2)
+    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_batch_left_out_elsewhere_is_warned_of_once(caplog, world: int) -> None:
+    """An exception in the loss is the user's own; so is a loss that reaches no parameter."""
+
+    def worker(transport):
+        model = Model()
+        stretto.attach(model, transport=transport)
+        for number in range(5 + transport.rank % 2):
+            loss = model(x(1.0))
+            if transport.rank == 1 and number == 2:
+                continue
+            loss.backward()
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        run_ranks(worker, world)
+    counts = "; ".join(f"rank {rank} {2 if rank == 1 else 1}, 1 before" for rank in range(world))
+    told = sorted(record.getMessage() for record in caplog.records)
+    assert told == [MORE.format(rank, 3, counts) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("everywhere", [lambda number: 1 + number % 3, lambda number: 3])
+def test_forwards_that_are_alike_on_all_ranks_are_no_news(caplog, everywhere) -> None:
+    def worker(transport):
+        model = Model()
+        sync = stretto.attach(model, transport=transport)
+        for number in range(6):
+            losses = [model(x(1.0)) for _ in range(everywhere(number))]
+            for _ in range(transport.rank):  # and these count nowhere
+                with sync.no_sync():
+                    model(x(1.0))
+                with torch.no_grad():
+                    model(x(1.0))
+                model.eval()(x(1.0))
+                model.train()
+            sum(losses).backward()
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        run_ranks(worker, 2)
+    assert not caplog.records
+
+
+# Where the watch stands
+
+
+def attached(model: torch.nn.Module, act) -> None:
+    """On two ranks, with the model attached: ``act(model, sync)``."""
+
+    def worker(transport):
+        own = copy.deepcopy(model)
+        act(own, stretto.attach(own, transport=transport))
+
+    run_ranks(worker, 2)
+
+
+@pytest.mark.parametrize("kind", [Model, OwnState])
+def test_copies_of_an_attached_module_are_plain(kind: type) -> None:
+    def act(model, sync):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = [copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))]
+        for one in [*copies, torch.load(file, weights_only=False)]:
+            shallow = kind is OwnState and one is copies[1]  # its state is the other's own dictionary
+            assert shallow or one._compiled_call_impl is None
+            assert torch.equal(one(x(1.0)), model(x(1.0)))
+
+    attached(kind(), act)
+
+
+def test_detach_clears_the_slot_and_keeps_what_was_compiled_in_place() -> None:
+    class Compiled:
+        calls = 0
+
+        def __call__(self, *args, **kwargs):
+            self.calls += 1
+            return torch.zeros(())
+
+    def worker(transport):
+        plain_one, compiled = Model(), Model()
+        slot = compiled._compiled_call_impl = Compiled()
+        syncs = [stretto.attach(model, transport=transport) for model in (plain_one, compiled)]
+        compiled(x(1.0))
+        for sync in syncs:
+            sync.detach()
+        assert slot.calls == 1 and compiled._compiled_call_impl is slot and plain_one._compiled_call_impl is None
+
+    run_ranks(worker, 2)
+
+
+def test_what_is_compiled_in_place_after_attaching_stays() -> None:
+    def act(model, sync):
+        model.compile(backend="eager")
+        mine = model._compiled_call_impl
+        sync.detach()
+        assert model._compiled_call_impl is mine
+
+    attached(Model(), act)
+
+
+def test_the_compiler_takes_an_attached_module_whole_and_once() -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def worker(transport):
+        model = Model()
+        stretto.attach(model, transport=transport)
+        if transport.rank == 0:
+            compiled = torch.compile(model, backend=counter, fullgraph=True)
+            for _ in range(4):
+                compiled(x(1.0))
+
+    torch._dynamo.reset()
+    run_ranks(worker, 2)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_scripting_an_attached_module() -> None:
+    def act(model, sync):
+        if sync.rank == 0:  # it is not made for threads
+            assert torch.equal(torch.jit.script(model)(x(1.0)), model(x(1.0)))
+
+    attached(torch.nn.Sequential(torch.nn.Linear(2, 1)), act)

@@ -1,0 +1,229 @@
+"""Two hosts with a network between them: what leaves a host, and what happens when a rank of another host dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stretto
+from stretto.testing_network import EmulatedHosts, sent_bytes
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[EmulatedHosts]:
+    try:
+        emulated = EmulatedHosts()
+    except OSError as error:
+        pytest.skip(f"{error}")
+    with emulated:
+        yield emulated
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(300, 1000), torch.nn.Tanh(), torch.nn.Linear(1000, 300))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 300, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss(model: torch.nn.Module, data: torch.Tensor) -> torch.Tensor:
+    return (model(data) - data).square().mean()
+
+
+def train(rank: int, transport: str) -> tuple[str, float, list[torch.Tensor]]:
+    """Returns the transport's name, bytes that left this host per byte of gradients, and all gradients."""
+    model = small_model()
+    sync = stretto.attach(model, transport=transport, bucket_cap_mb=0.5)  # type: ignore[arg-type]
+    gradients = []
+    loss(model, batch(rank, 0)).backward()  # the order of buckets is learnt in the first pass
+    dist.barrier()
+    before = sent_bytes()
+    for step in range(STEPS):
+        model.zero_grad()
+        loss(model, batch(rank, step)).backward()
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    dist.barrier()
+    sent = sent_bytes() - before
+    name = sync.describe().splitlines()[0]
+    sync.detach()
+    return name, sent / sum(gradient.nbytes for gradient in gradients), gradients
+
+
+@pytest.mark.parametrize("sizes, flat, apart", [([2, 2], 3 / 2, 1), ([3, 3], 5 / 3, 1)])
+def test_one_share_of_the_gradients_leaves_a_host(
+    hosts: EmulatedHosts, sizes: list[int], flat: float, apart: float
+) -> None:
+    """A flat ring of P ranks sends 2 (P - 1) / P of them over each link between hosts, ours one of two hosts."""
+    world = sum(sizes)
+    ours, group = hosts.spawn_ranks(train, sizes, "auto"), hosts.spawn_ranks(train, sizes, "process_group")
+    for rank in range(world):
+        assert ours[rank][0] == f"rank {rank} of {world} over hierarchical ({world} ranks on 2 hosts)"
+        assert group[rank][0] == f"rank {rank} of {world} over process_group (gloo)"
+        assert apart < ours[rank][1] < 1.06 * apart, "with headers, barriers and acknowledgements"
+        assert flat < group[rank][1] < 1.06 * flat
+        assert ours[rank][1] / group[rank][1] < 1.04 * apart / flat
+        assert all(torch.equal(*pair) for pair in zip(ours[rank][2], ours[0][2], strict=True))
+
+    model, gradients = small_model(), []
+    for step in range(STEPS):
+        model.zero_grad()
+        loss(model, torch.cat([batch(rank, step) for rank in range(world)])).backward()
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    torch.testing.assert_close(ours[0][2], gradients)
+
+
+# Life and death
+
+
+def die_in_a_pass(rank: int, victim: int, folder: str) -> None:
+    model = small_model()
+    sync = stretto.attach(model)
+    for step in range(100):
+        if rank == victim and step == 3:
+            Path(folder, "died").write_text(f"{time.time()} {os.getpid()}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            loss(model, batch(rank, step)).backward()
+        except stretto.StrettoError as error:
+            Path(folder, f"told{rank}").write_text(f"{time.time()} {type(error).__name__}: {error}")
+            raise
+    sync.detach()
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_of_another_host_that_was_killed_is_named_within_seconds(
+    hosts: EmulatedHosts, tmp_path: Path, victim: int
+) -> None:
+    with pytest.raises(RuntimeError):
+        hosts.spawn_ranks(die_in_a_pass, [2, 2], victim, str(tmp_path), timeout=60)
+    died, pid = (tmp_path / "died").read_text().split()
+    for rank in {0, 1, 2, 3} - {victim}:
+        when, _, text = (tmp_path / f"told{rank}").read_text().partition(" ")
+        assert float(when) - float(died) < 10, text
+        assert text.startswith(f"PeerError: rank {rank}, pass 4: "), text
+        assert f"rank {victim} (pid {pid})" in text, text
+
+
+def end_without_a_word(rank: int, how: str) -> None:
+    """Ends as programs do that neither detach nor destroy anything."""
+    model = small_model()
+    sync = stretto.attach(model)
+    for step in range(3):
+        loss(model, batch(rank, step)).backward()
+    if how == "destroy first":
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif how == "detach":
+        sync.detach()
+    else:
+        globals()["kept"] = model, sync
+
+
+@pytest.mark.parametrize("how", ["nothing", "detach", "destroy first"])
+def test_programs_end_without_a_sound(hosts: EmulatedHosts, how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    hosts.spawn_ranks(end_without_a_word, [2, 1], how)
+    assert capfd.readouterr() == ("", "")
+
+
+# The hosts themselves
+
+
+def test_the_cable_can_be_slowed_down(hosts: EmulatedHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("tc") is not None:
+        with EmulatedHosts() as others:
+            others.limit("1gbit")
+            for host in range(2):
+                command = others.command(host, "tc", "qdisc", "show", "dev", "stretto0")
+                told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                assert "tbf" in told and "rate 1Gbit" in told and "lat 50ms" in told
+            with pytest.raises(OSError, match=r"emulated host 0: tc qdisc .*: .*very fast"):
+                others.limit("very fast")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(OSError) as caught:
+        hosts.limit("1gbit")
+    assert str(caught.value) == "the cable cannot be slowed down: tc is not installed"
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(OSError) as caught:
+        EmulatedHosts()
+    assert str(caught.value) == "hosts cannot be emulated: ip, unshare, nsenter is not installed"
+
+
+def test_what_is_not_permitted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tool in ("ip", "unshare", "nsenter"):
+        (tmp_path / tool).write_text("#!/bin/sh\necho 'Operation not permitted' >&2; exit 1\n")
+        (tmp_path / tool).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(OSError) as caught:
+        EmulatedHosts()
+    assert str(caught.value) == "hosts cannot be emulated: Operation not permitted"
+
+
+def fail(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("it does not work")
+
+
+def sleep(rank: int) -> None:
+    time.sleep(1000)
+
+
+def test_failures_and_late_ranks_are_told(hosts: EmulatedHosts) -> None:
+    with pytest.raises(RuntimeError, match="it does not work"):
+        hosts.spawn_ranks(fail, [1, 1])
+    with pytest.raises(TimeoutError) as caught:
+        hosts.spawn_ranks(sleep, [1, 1], timeout=0.1)
+    assert str(caught.value) == "ranks [0, 1] did not end within 0 s"
+
+
+BUILD = """
+import subprocess, time
+from stretto.testing_network import EmulatedHosts
+hosts = EmulatedHosts()
+sleepers = [subprocess.Popen(hosts.command(host, "sleep", "987654")) for host in range(2)]
+print("built", flush=True)
+time.sleep(1000)
+"""
+
+
+def sleepers() -> list[str]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x00987654" in _read(path)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_hosts_end_with_the_program_however_it_ends(hosts: EmulatedHosts) -> None:
+    program = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE)
+    assert program.stdout is not None and program.stdout.readline() == b"built\n"
+    while len(sleepers()) < 2:
+        time.sleep(0.05)
+    program.kill()
+    program.wait()
+    program.stdout.close()
+    until = time.monotonic() + 20
+    while sleepers() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not sleepers()

@@ -1,0 +1,613 @@
+"""Whatever a rank waits for, it ends with the others' names and words: attaching, rejoining, hooks, rows, reduce()."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_peers import DIED, LEFT, ranks, within
+
+import stretto
+from stretto import DistributedDataParallel as DDP
+from stretto.testing import run_ranks, spawn_ranks
+
+pytestmark = pytest.mark.timeout(100)
+
+EVERYWHERE = pytest.mark.parametrize("transport", ["auto", "process_group"])
+CONNECTION = re.compile(r"\[\S*?(Connection closed|Timed out|Connection reset)[^\n]*|\S*not done within \d+ s")
+NOT_HERE = (
+    "rank {0}, {1}: what ranks hold could not be gathered over process_group (gloo): {2}\n"
+    "rank {0} waits at train.py:LINE in {3}; {4}.\n"
+    "Expected every rank to call {5}. Look at the first error in the other ranks' logs."
+)
+ENDED = (
+    "rank {0}, attach: rank 1 has left (its process has ended), so nobody can complete this attach.\n"
+    "Expected every rank to call stretto.attach."
+)
+
+
+def explained(text: str) -> str:
+    """Without what the transport said."""
+    return re.sub(r"\(gloo\): [^\n]*", "(gloo): {2}", text).replace("not done within 3 s", "{2}")
+
+
+def ranks_without_a_model(folder: Path, body: str, world: int, **how):
+    """As ``ranks``, before anything was attached."""
+    return ranks(folder, "sync.detach(); time.sleep(0.5)\n" + textwrap.dedent(body), world, **how)
+
+
+# Attaching
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_does_not_attach_is_named(tmp_path: Path, world: int) -> None:
+    body = """
+        def evaluate():
+            time.sleep(9)
+        evaluate() if rank == 1 else told(lambda: stretto.attach(Model()))
+    """
+    found = ranks_without_a_model(tmp_path, body, world, patience=3.0)
+    for rank in {0, 2} & set(range(world)):
+        others = {0: "rank 1 has not come here so far", 2: "rank 0 {}; rank 1 has not come here so far"}[rank]
+        told = explained(within(found[rank][1], "CommunicationError", 13))
+        if world == 2:
+            assert told == NOT_HERE.format(0, "attach", "{2}", "<lambda>", others, "stretto.attach"), found[rank]
+        assert "rank 1 has not come here so far" in told and "Expected every rank to call stretto.attach." in told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_ends_before_the_others_attach_is_quoted(tmp_path: Path, world: int) -> None:
+    body = """
+        step()
+        time.sleep(rank != 1)
+        if rank != 1:
+            told(lambda: stretto.attach(Model()))
+    """
+    found = ranks(tmp_path, body, world, end=False)
+    for rank in {0, 2} & set(range(world)):
+        assert within(found[rank][1], "PeerError", 6) == ENDED.format(rank)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_is_killed_while_others_attach_is_named(tmp_path: Path, world: int) -> None:
+    body = """
+        step()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told(lambda: stretto.attach(Model()))
+    """
+    found = ranks(tmp_path, body, world)
+    for rank in {0, 2} & set(range(world)):
+        told = within(found[rank][1], "PeerError", 6)
+        assert told == DIED.format(rank).replace("pass 2", "attach").replace("this pass", "this attach")
+
+
+# A pass
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("transport", "world"), [("process_group", 2), ("auto", 3)])
+def test_a_rank_that_is_killed_while_all_follow_a_change_is_named(tmp_path: Path, world: int, transport: str) -> None:
+    body = """
+        step()
+        model.b = torch.nn.Linear(3, 1)
+        if rank == 1:
+            sync._reducer._rejoin.all_together = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+        told()
+        time.sleep(3)
+        os._exit(0)
+    """
+    found = ranks(tmp_path, body, world, transport=transport)
+    for rank in {0, 2} & set(range(world)):
+        assert within(found[rank][1], "PeerError", 6) == DIED.format(rank)
+
+
+@EVERYWHERE
+@pytest.mark.ranks
+def test_a_rank_that_hangs_while_all_follow_a_change_is_named(tmp_path: Path, transport: str) -> None:
+    body = """
+        def hang(**_):
+            time.sleep(9)
+
+        step()
+        model.b = torch.nn.Linear(3, 1)
+        if rank == 1:
+            sync._reducer._rejoin.all_together = hang
+        told()
+    """
+    found = ranks(tmp_path, body, patience=3.0, transport=transport)
+    told = explained(within(found[0][1], "CommunicationError", 13))
+    over = {"auto": "shared_memory: {2}", "process_group": "process_group (gloo): {2}"}[transport]
+    assert told == (
+        f"rank 0, pass 2: what ranks hold could not be gathered over {over}\n"
+        "rank 0 waits at train.py:LINE in step; rank 1 has begun 2 passes and is at train.py:LINE in hang.\n"
+        "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
+    )
+
+
+SPARSE = """
+    sync.detach()
+    torch.manual_seed(0)
+    rows = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1))
+    sync = stretto.attach(rows, transport=transport)
+
+    def once():
+        rows(torch.tensor([rank])).sum().backward()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "world", "transport"),
+    [
+        ("detached", 2, "auto"),
+        ("killed", 3, "auto"),
+        ("killed", 2, "process_group"),
+        ("hangs", 2, "auto"),
+        ("hangs", 3, "process_group"),
+    ],
+)
+def test_waiting_for_rows_of_sparse_gradients(tmp_path: Path, how: str, world: int, transport: str) -> None:
+    body = f"""
+        def hang(*_):
+            time.sleep(9)
+
+        once()
+        if rank == 1 and {how == "detached"}:
+            sync.detach()
+            time.sleep(4)
+            os._exit(0)
+        if rank == 1:
+            sync._reducer.sparse.exchange = hang if {how == "hangs"} else lambda *_: os.kill(os.getpid(), 9)
+        told(once)
+        time.sleep(3)
+        os._exit(0)
+    """
+    found = ranks(
+        tmp_path, textwrap.dedent(SPARSE) + textwrap.dedent(body), world, patience=3.0, transport=transport, end=False
+    )
+    for rank in {0, 2} & set(range(world)):
+        if how == "killed":
+            assert within(found[rank][1], "PeerError", 6) == DIED.format(rank)
+        elif how == "detached":
+            assert "rank 1 finished after 1 pass (it was detached)" in within(found[rank][1], "PeerError", 6)
+        else:
+            told = explained(within(found[rank][1], "CommunicationError", 13))
+            assert "the sparse gradients of 0.weight could not be reduced over " in told
+            assert "; rank 1 has begun 2 passes and is at train.py:LINE in hang" in told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "world", "transport"),
+    [("detached", 2, "auto"), ("killed", 3, "process_group"), ("hangs", 2, "process_group")],
+)
+def test_waiting_for_a_comm_hook(tmp_path: Path, how: str, world: int, transport: str) -> None:
+    body = f"""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        def hang():
+            time.sleep(9)
+
+        sync.register_comm_hook(None, allreduce_hook)
+        step()
+        if rank == 1:
+            if {how == "detached"}:
+                sync.detach()
+                time.sleep(4)
+                os._exit(0)
+            hang() if {how == "hangs"} else os.kill(os.getpid(), 9)
+        else:
+            told()
+        time.sleep(3)
+        os._exit(0)
+    """
+    found = ranks(tmp_path, body, world, patience=3.0, transport=transport)
+    for rank in {0, 2} & set(range(world)):
+        if how == "killed":
+            assert within(found[rank][1], "PeerError", 6) == DIED.format(rank)
+        elif how == "detached":
+            assert "rank 1 finished after 1 pass (it was detached)" in within(found[rank][1], "PeerError", 6)
+        else:
+            told = within(found[rank][1], "CommunicationError", 14)
+            assert re.match(r"rank 0, pass 2: bucket \d \([a-z.]+\) could not be reduced over ", told), told
+            assert "; rank 1 has begun 1 pass and is at train.py:LINE in hang" in told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["process_group"])
+def test_who_waits_for_a_forward_that_failed_is_told_of_it_meanwhile(tmp_path: Path, transport: str) -> None:
+    body = """
+        step()
+        if rank == 1:
+            told(wrong=True)
+            time.sleep(3)
+        told()
+        step(); right()
+    """
+    (_, printed, complaint), (_, other, _) = ranks(tmp_path, body, transport=transport)
+    note = "rank 1, pass 2, forward: KeyError: 'no such token' (train.py:LINE in forward)"
+    waits = f"rank 0, pass 2: this rank waits, since forward has failed on another.\n  {note}"
+    assert re.sub(r"py:\d+", "py:LINE", complaint) == f"{waits}\n"
+    assert f"  {note}\n" in within(printed, "PeerError", 8)
+    assert "KeyError" in other and "PeerError" in other
+
+
+# reduce()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("how", "world"), [("hangs", 2), ("killed", 3)])
+def test_waiting_in_reduce(tmp_path: Path, how: str, world: int) -> None:
+    body = f"""
+        if rank == 1:
+            time.sleep(9) if {how == "hangs"} else os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            told(lambda: stretto.reduce([torch.ones(4)]))
+    """
+    found = ranks_without_a_model(tmp_path, body, world, patience=3.0, end=False)
+    for rank in {0, 2} & set(range(world)):
+        told = explained(within(found[rank][1], "CommunicationError", 13))
+        assert told.startswith(
+            f"rank {rank}, reduce: what ranks hold could not be gathered over process_group (gloo): "
+        )
+        assert "rank 1 has not come here so far" in told
+        assert told.endswith(
+            "Expected every rank to call stretto.reduce. Look at the first error in the other ranks' logs."
+        )
+
+
+def _reduce_differently(rank: int) -> list[str]:
+    said = []
+    for tensors, how in [
+        ([torch.ones(4 + rank), torch.ones(2)], {}),
+        ([torch.ones(4, dtype=torch.float64 if rank else torch.float32)], {}),
+        ([torch.ones(4)] * (1 + rank), {}),
+        ([torch.ones(4)], {"op": "sum" if rank else "mean"}),
+        ([torch.ones(4, dtype=torch.int64 if rank else torch.float32)], {}),
+    ]:
+        try:
+            stretto.reduce(tensors, **how)
+        except stretto.SetupError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    mine = torch.full((3,), float(rank))
+    stretto.reduce([mine.t(), None])
+    return [*said, float(mine[0])]
+
+
+DIFFER = "ModelMismatchError: reduce: the {0} ranks do not give the same tensors.\n  {1}\n{2}"
+SAME = "Give the same tensors in the same order on every rank."
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_reduce_different_tensors_are_told_the_same(world: int) -> None:
+    """Gloo ends the process where messages differ in length."""
+    if world == 3:
+        found = spawn_ranks(_reduce_differently, 3)
+        assert "(4,) float32 on rank 0; (5,) float32 on rank 1; (6,) float32 on rank 2" in found[2][0]
+        assert found[0][:3] == found[1][:3] == found[2][:3]
+        return
+    first, second = spawn_ranks(_reduce_differently, 2)
+    assert (
+        first[:4]
+        == second[:4]
+        == [
+            DIFFER.format(2, "tensor 0: (4,) float32 on rank 0; (5,) float32 on rank 1", SAME),
+            DIFFER.format(2, "tensor 0: (4,) float32 on rank 0; (4,) float64 on rank 1", SAME),
+            DIFFER.format(2, "tensor 1: missing on rank 0; (4,) float32 on rank 1", SAME),
+            DIFFER.format(2, "option op, bucket_cap_mb: ('mean', 10) on rank 0; ('sum', 10) on rank 1", SAME),
+        ]
+    )
+    problem = "reduce: tensor 0 is torch.strided of torch.int64; give dense floating ones"
+    assert second[4] == f"UnsupportedError: {problem}"
+    told = f"reduce, rank 0: other ranks cannot take part, so this one cannot:\n  rank 1: {problem}"
+    assert first[4] == f"ModelMismatchError: {told}"
+    assert first[5] == second[5] == 0.5
+
+
+# Handles: their names, copies of them, groups that are gone
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("transport", "world"), [("auto", 2), ("process_group", 3)])
+def test_a_copy_on_one_rank_is_its_own_affair(tmp_path: Path, world: int, transport: str) -> None:
+    body = """
+        import copy, gc, pickle
+        from stretto import DistributedDataParallel as DDP
+
+        first = DDP(Model(), transport=transport)
+        first(x).backward()
+        if rank == 0:
+            average, again = copy.deepcopy(first), pickle.loads(pickle.dumps(first))
+            average(x)
+            del average, again
+            gc.collect()
+        second = DDP(Model(), transport=transport)
+        for _ in range(2):
+            time.sleep(1.5 * (rank == 0))  # the others read notes meanwhile
+            second(x).backward()
+            first(x).backward()
+        if rank == 1:
+            second.synchronizer.detach()
+            time.sleep(3)
+            os._exit(0)
+        told(lambda: second(x).backward())
+    """
+    found = ranks(tmp_path, body, world, end=False, transport=transport)
+    assert found[1][:2] == (0, ""), found
+    for rank in {0, 2} & set(range(world)):
+        assert "rank 1 finished after 2 passes (it was detached)" in within(found[rank][1], "PeerError", 5)
+
+
+@pytest.mark.ranks
+def test_copies_on_all_ranks_train(tmp_path: Path) -> None:
+    body = """
+        import copy
+        from stretto import DistributedDataParallel as DDP
+
+        first = DDP(Model())
+        first(x).backward()
+        if rank == 0:
+            copy.deepcopy(first)
+        second = copy.deepcopy(first)
+        for _ in range(3):
+            second.zero_grad()
+            second(x).backward()
+        model = second.module
+        right()
+        if rank == 1:
+            second.synchronizer.detach()
+            time.sleep(2)
+        else:
+            told(lambda: second(x).backward())
+    """
+    found = ranks(tmp_path, body)
+    assert found[1] == (0, "", "")
+    assert "rank 1 finished after 3 passes (it was detached)" in within(found[0][1], "PeerError", 4)
+
+
+def _after_the_group(rank: int) -> str:
+    threads = len(sys._current_frames())
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    for transport in ("auto", "process_group"):
+        handle = stretto.attach(model, transport=transport)
+        wrapped = DDP(other, transport=transport)
+        for one in (model, wrapped):
+            one(torch.ones(1, 2)).sum().backward()
+        folder = os.environ["STRETTO_MEETING"]
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{transport}", rank=rank, world_size=2)
+        handle.detach()
+        handle.detach()
+        stretto.attach(model, transport=transport).detach()
+        again = DDP(wrapped.module, transport=transport)
+        again.zero_grad()
+        again(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        assert torch.equal(other.weight.grad, torch.full((1, 2), 1.5))
+        again.synchronizer.detach()
+    return f"{len(sys._current_frames()) - threads} more threads"
+
+
+@pytest.mark.ranks
+def test_a_destroyed_group_keeps_nobody(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("STRETTO_MEETING", str(tmp_path))
+    assert spawn_ranks(_after_the_group, 2) == ["0 more threads"] * 2
+
+
+def _one_thread_for_all(rank: int) -> int:
+    keep = [stretto.attach(torch.nn.Linear(2, 1)) for _ in range(5)]
+    found = [thread.name for thread in threading.enumerate()].count("stretto")
+    for sync in keep:
+        sync.detach()
+    return found + [thread.name for thread in threading.enumerate()].count("stretto")
+
+
+@pytest.mark.ranks
+def test_handles_of_one_group_share_a_thread() -> None:
+    assert spawn_ranks(_one_thread_for_all, 2) == [1, 1]
+
+
+# Launchers of multiprocessing
+
+LAUNCHED = """
+import sys, time, torch, torch.distributed as dist, torch.multiprocessing as mp, stretto
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = torch.nn.Linear(4, 4)
+    stretto.attach(model)
+    model(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        raise ValueError("bad label")
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except stretto.PeerError as error:
+        open(f"{folder}/said", "w").write(str(error))
+
+
+if __name__ == "__main__":
+    how, folder = sys.argv[1:]
+    if how == "mp.spawn":
+        mp.spawn(work, (folder,), nprocs=2)
+    context = mp.get_context(how)
+    processes = [context.Process(target=work, args=(rank, folder)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["mp.spawn", "spawn", "fork", "forkserver"])
+def test_what_ends_a_child_of_multiprocessing_is_quoted(tmp_path: Path, how: str) -> None:
+    (tmp_path / "launch.py").write_text(LAUNCHED)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(tmp_path / "launch.py"), how, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert "ValueError: bad label" in done.stderr
+    if how == "mp.spawn" and not (tmp_path / "said").exists():
+        return  # it terminates the others as soon as it sees one end
+    assert re.sub(r"py:\d+", "py:LINE", (tmp_path / "said").read_text()) == (
+        "rank 0, pass 2: rank 1 failed and left, so nobody can complete this pass.\n"
+        "  rank 1, pass 2, outside backward: ValueError: bad label (launch.py:LINE in work)\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+# A pass that cannot be given up
+
+
+@pytest.mark.ranks
+def test_a_rank_that_cannot_give_up_says_that_it_is_lost(tmp_path: Path) -> None:
+    body = """
+        def hook(state, bucket):
+            if rank == 1 and sync.statistics.passes == 1:
+                raise OSError("hook broke")
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / world)
+
+        sync.register_comm_hook(None, hook)
+        step()
+        told()
+        if rank == 1:
+            told()
+        time.sleep(3)
+        os._exit(0)
+    """
+    (_, printed, _), (_, other, complaint) = ranks(tmp_path, body)
+    assert within(printed, "PeerError", 6) == LEFT.format(0, 2, "backward: OSError: hook broke (train.py:LINE in hook)")
+    said = "rank 1, pass 2: backward failed, and the pass could not be given up."
+    assert complaint.startswith(f"{said}\nTraceback")
+    first, second = other.split("CommunicationError", 1)
+    assert within(first, "OSError", 3) == "hook broke"
+    assert within("CommunicationError" + second, "CommunicationError", 3) == (
+        "rank 1, pass 2 failed on this rank and could not be given up, so it has lost its place among the others.\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+@pytest.mark.ranks
+def test_a_hook_that_fails_once_leaves_all_ranks_in_step(tmp_path: Path) -> None:
+    body = """
+        calls = 0
+
+        def hook(state, bucket):
+            global calls
+            calls += 1
+            if rank == 1 and calls == 6:
+                raise OSError("hook broke")
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / world)
+
+        sync.register_comm_hook(None, hook)
+        step(); right()
+        told()
+        step(); right()
+    """
+    (code, printed, complaint), (other, _, _) = ranks(tmp_path, body)
+    assert (code, other, complaint) == (0, 0, "")
+    assert "rank 1, pass 2, backward: OSError: hook broke" in within(printed, "PeerError", 3)
+
+
+# Changes beside a comm hook, and looks at the replicas beside ranks that have no batches
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_layer_added_on_one_rank_beside_a_comm_hook_is_told_by_all(world: int) -> None:
+    def worker(transport):
+        def hook(_, bucket):
+            transport.all_reduce(bucket.buffer().div_(world)).wait()
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        sync = stretto.attach(model, transport=transport)
+        sync.register_comm_hook(None, hook)
+        model(torch.ones(1, 2)).sum().backward()
+        if transport.rank == 1:
+            model.append(torch.nn.Linear(2, 1))
+        with pytest.raises(stretto.SetupError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        return str(caught.value)
+
+    assert run_ranks(worker, world) == [
+        f"rank {rank}, pass 2: the module has changed since it was attached (2 parameters added (1.weight, 1.bias) on "
+        "rank 1), and a comm hook keeps what it knows by bucket, so the plan cannot follow.\n"
+        "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_without_batches_takes_part_in_looking_at_replicas(world: int) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport, check_every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            if transport.rank == 1 and number > 1:
+                sync.shadow_pass()  # and no step: its values stay behind
+                continue
+            model.zero_grad()
+            model(torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
+            optimizer.step()
+        if transport.rank != 1:
+            with torch.no_grad():
+                model.bias += transport.rank
+            with pytest.raises(stretto.ReplicaError) if world == 3 else contextlib.nullcontext():
+                model(torch.ones(1, 2)).sum().backward()
+        else:
+            with pytest.raises(stretto.ReplicaError) if world == 3 else contextlib.nullcontext():
+                sync.shadow_pass()
+
+    run_ranks(worker, world, timeout=10)
+
+
+def _join_and_check(rank: int) -> int:
+    model = DDP(torch.nn.Linear(2, 1), check_every=1)
+    with model.join():
+        for _ in range(2 + 2 * rank):
+            model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    return model.synchronizer.statistics.passes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_join_beside_looks_at_the_replicas(world: int) -> None:
+    assert len(spawn_ranks(_join_and_check, world)) == world
+
+
+@pytest.mark.ranks
+def test_the_drop_in_and_the_compiler_tell_too(tmp_path: Path) -> None:
+    body = """
+        from stretto import DistributedDataParallel as DDP
+
+        for model in (DDP(Model()), DDP(torch.compile(Model(), backend="eager"))):
+            for number in range(4 + rank):
+                model.zero_grad()
+                told(lambda: model(x, wrong=rank == 1 and number == 2).backward())
+        part = torch.nn.Linear(3, 1)
+        whole, model = torch.compile(part, backend="eager", fullgraph=True), DDP(part)
+        for number in range(3):
+            model.zero_grad()
+            whole(x).sum().backward()
+            assert torch.equal(part.bias.grad, torch.full((1,), 2.0))
+    """
+    for code, printed, complaint in ranks(tmp_path, body):
+        assert code == 0, complaint
+        assert printed.count("PeerError") == 2 and printed.count("  rank 1, pass 3, forward: ") == 2, printed

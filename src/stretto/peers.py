@@ -233,7 +233,7 @@ class Peers:
     def _done_within(self, work: Any, seconds: timedelta) -> bool:
         try:
             return done_within(work, seconds)
-        except PeerError:  # the transport has seen a rank die, and knows nothing of its last words
+        except CommunicationError:  # the transport has seen a rank die, or go, and knows nothing of its last words
             self._look_for_blame()
             raise
 

@@ -21,9 +21,9 @@ import torch
 from warm import Rank, fork_ranks, in_warm_process
 
 import stretto
+from stretto.beside import Beside
 from stretto.consensus import Consensus
 from stretto.launch import LaunchQueue
-from stretto.reducer import Reducer
 from stretto.transport import memory, shared_memory
 from stretto.transport.host import Host
 
@@ -143,7 +143,7 @@ def test_a_rank_is_killed_at_a_hundred_random_points_of_training(tmp_path: Path)
 
 PLACES = {
     "before it says that it has published, or finished": (Host, "_say", [*range(1, 24), 60, 61, 62, 63]),
-    "while it sums": (shared_memory, "add_up", [1, 2, 7]),
+    "while it sums": (shared_memory.Block, "add_up", [1, 2, 7]),
     "between two blocks of a sum": (shared_memory.SumOfSlices, "begin", [1, 2]),
     "before it reads a small message": (shared_memory.SumForAll, "begin", [1, 2, 9]),
     "while it takes memory": (memory, "create", [2]),
@@ -152,7 +152,7 @@ PLACES = {
     "before the first pass": (LaunchQueue, "adopt", [1]),
     "before a plan is cut": (Consensus, "_replan", [1]),
     "with a plan that is not in use yet": (LaunchQueue, "adopt", [2]),
-    "before buffers are sent": (Reducer, "_send_buffers", [1, 2]),
+    "before buffers are sent": (Beside, "_send_buffers", [1, 2]),
     "before it waits": (Host, "wait", [1, 2, 12]),
     "while ranks tell whether they see each other": (transport_choose, "_open", [1]),
 }
@@ -160,6 +160,7 @@ PLACES = {
 
 def kill_at(folder: str, place: str) -> None:
     owner, function, numbers = PLACES[place]
+    assert callable(getattr(owner, function))
     for number in numbers:
         victim = number % 3
         ranks = fork_ranks(train_until_it_fails, 3, folder, Deadly(victim, owner, function, number))

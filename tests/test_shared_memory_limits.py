@@ -344,9 +344,17 @@ def test_one_rank_has_no_memory(tmp_path: Path, when: str, limit: str, reason: s
         plain = re.sub(r"\d+ MiB asked", "MiB asked", text) if when == "in training" else text
         if rank == 1:
             assert (kind, plain) == ("CommunicationError", NO_MEMORY.format(1, reason))
-        else:
+        elif when == "in training":
             assert (kind, plain) == ("PeerError", TOLD.format(rank, reason))
-            assert raised - failed < 3
+        else:
+            quoted = "CommunicationError: " + NO_MEMORY.format(1, reason)
+            assert (kind, re.sub(r"py:\d+", "py:LINE", plain)) == (
+                "PeerError",
+                f"rank {rank}, attach: rank 1 failed and left, so nobody can complete this attach.\n"
+                f"  rank 1, attach: {quoted} (memory.py:LINE in _new_segment)\n"
+                "Remove the cause and start again, on all ranks.",
+            )
+        assert raised - failed < 3
 
 
 def test_a_limit_of_descriptors_is_told_and_nothing_is_left() -> None:

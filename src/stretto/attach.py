@@ -141,7 +141,8 @@ def attach(
         if isinstance(transport, str) and not settled:
             base = _choose(module, base, transport, peers)
         return _attach(module, base, peers, options, others, init_sync=init_sync)
-    except BaseException:
+    except BaseException as error:
+        peers.tell_failed("attach", error, error.__traceback__, leaves=True)
         peers.close()
         raise
 

@@ -66,7 +66,7 @@ class Note:
 
     def __str__(self) -> str:
         place = f" ({self.place})" if self.place else ""
-        number = "" if self.number is None else f", pass {self.number}"
+        number = f", pass {self.number}" if self.number else ""
         what = self.error or "failed; its own log has the error"
         return f"rank {self.rank}{number}, {self.phase}: {what}{place}"
 

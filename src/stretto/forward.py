@@ -53,6 +53,7 @@ class ForwardWatch:
         """How often forward ran before this pass, and before the one before."""
         self._told_once = False
         if module is not None:
+            _leave_to_what_is_called()
             self._compiled = module._compiled_call_impl
             module.__dict__["_compiled_call_impl"] = self
 
@@ -110,3 +111,10 @@ class ForwardWatch:
             where,
             told,
         )
+
+
+def _leave_to_what_is_called() -> None:
+    """torch.compile is to trace what this frame calls, as it would without it, and not the frame itself."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(ForwardWatch.__call__.__code__, skip)

@@ -43,6 +43,8 @@ _LOOK_SECONDS = 0.2
 """How long a rank sleeps before it looks whether the others still live."""
 _OUTSIDE_SECONDS = 0.002
 """How long it waits for what goes on outside, while messages wait for peers: one cannot sleep on both."""
+_SHORTEST_SECONDS = 0.001
+"""Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
 
 
 class Posted:
@@ -263,7 +265,7 @@ class Host:
     def _sleep(self, posted: Posted, seconds: float) -> bool:
         """Until a word has changed without which nothing goes on. False if time went by instead."""
         if self._outside and (work := self._outside[0].outside) is not None:
-            limit = min(seconds, _OUTSIDE_SECONDS) if self._waiting else seconds
+            limit = max(min(seconds, _OUTSIDE_SECONDS) if self._waiting else seconds, _SHORTEST_SECONDS)
             with contextlib.suppress(RuntimeError):  # raised again where its end is looked for
                 work.wait(timedelta(seconds=limit))
             return bool(work.is_completed())

@@ -14,7 +14,7 @@ import stretto
 SOURCE = Path(stretto.__file__).parent
 
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
-    {"errors", "events", "specs", "plan", "engine", "arrivals"},
+    {"errors", "events", "specs", "plan", "engine", "arrivals", "record", "clocks", "report", "advice"},
     {"transport", "replan", "scaling", "words"},
     {"slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "backend"},
     {"waiting", "whereabouts", "notes", "channel", "watch", "blame"},
@@ -24,6 +24,8 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"rejoin"},
     {"consensus"},
     {"reducer"},
+    {"recorder", "describe", "analysis", "trace"},
+    {"tracing"},
     {"handle"},
     {"attach"},
     {"tensors"},

@@ -59,13 +59,16 @@ class Inspection:
     """``check_replicas`` at the end of every n-th pass, on all ranks, those without batches included.
 
     Args:
-        every: n.
+        every: n; None for never.
         tensors: what is to be equal on all ranks, by name; None if the module was freed.
         gather: as for ``check_replicas``.
     """
 
     def __init__(
-        self, every: int, tensors: Callable[[], Mapping[str, torch.Tensor] | None], gather: Callable[[Any], list[Any]]
+        self,
+        every: int | None,
+        tensors: Callable[[], Mapping[str, torch.Tensor] | None],
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         self._every = every
         self._tensors = tensors
@@ -73,7 +76,7 @@ class Inspection:
 
     def due(self, number: int) -> bool:
         """Whether this pass ends with one."""
-        return number % self._every == 0
+        return self._every is not None and number % self._every == 0
 
     def run(self, number: int, *, idle: bool = False) -> None:
         """Collective. ``idle``: this rank does not step any more, so its values are not those of the others."""

@@ -29,6 +29,12 @@ class Observer(Protocol):
         sync.observe(PrintLaunches())
     """
 
+    def forward_started(self, pass_number: int) -> None:
+        """The attached module was called, in training mode; the pass has not begun. Other methods are not seen."""
+
+    def forward_ended(self, pass_number: int) -> None:
+        """It has returned."""
+
     def pass_started(self, pass_number: int) -> None:
         """The first gradient of a pass has arrived."""
 
@@ -38,8 +44,17 @@ class Observer(Protocol):
     def bucket_full(self, pass_number: int, bucket: int, closed_by: str) -> None:
         """All gradients of the bucket are there; ``closed_by`` is the parameter that came last."""
 
+    def launch_started(self, pass_number: int, bucket: int) -> None:
+        """The bucket is about to be handed to the transport or the comm hook."""
+
     def bucket_launched(self, pass_number: int, bucket: int, nbytes: int) -> None:
-        """The bucket was handed to the transport or the comm hook."""
+        """It was handed over."""
+
+    def work_under_way(self, pass_number: int, bucket: int, work: Any) -> None:
+        """What it was exchanged for: a :class:`~stretto.transport.Work`, for those who want to know when it ends."""
+
+    def backward_ended(self, pass_number: int) -> None:
+        """The outermost backward has run; what has not left leaves now, and then this rank waits."""
 
     def bucket_reduced(self, pass_number: int, bucket: int) -> None:
         """The bucket holds the result on this rank."""
@@ -63,10 +78,15 @@ Subscription = tuple[object, Callable[..., None]]
 class Events:
     """For each event, the methods to call; empty lists when nobody watches."""
 
+    forward_started: list[Subscription]
+    forward_ended: list[Subscription]
     pass_started: list[Subscription]
     gradient_ready: list[Subscription]
     bucket_full: list[Subscription]
+    launch_started: list[Subscription]
     bucket_launched: list[Subscription]
+    work_under_way: list[Subscription]
+    backward_ended: list[Subscription]
     bucket_reduced: list[Subscription]
     buffers_sent: list[Subscription]
     pass_settled: list[Subscription]

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .launch import LaunchQueue
 from .peers import Peers
 from .words import Control
 
@@ -34,16 +35,22 @@ class ForwardWatch:
 
     Args:
         module: the attached one; held weakly. None if it was freed already.
+        queue: knows the pass, and who watches.
         counts: whether a forward that begins now belongs to a pass; asked only in training mode with gradients.
         failed: told of an exception that came out of such a forward.
     """
 
     def __init__(
-        self, module: torch.nn.Module | None, counts: Callable[[], bool], failed: Callable[[Exception], object]
+        self,
+        module: torch.nn.Module | None,
+        queue: LaunchQueue,
+        counts: Callable[[], bool],
+        failed: Callable[[Exception], object],
     ) -> None:
         self._module = None if module is None else weakref.ref(module)
         self._counts = counts
         self._failed = failed
+        self._queue = queue
         self._compiled: Any = None
         self._runs = 0
         self._before: int | None = None
@@ -68,12 +75,18 @@ class ForwardWatch:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled() and self._counts()):
             return call(*args, **kwargs)
         self._runs += 1
+        queue, events = self._queue, self._queue.events
+        if events.forward_started:
+            events.emit(events.forward_started, queue.pass_number + 1)
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
         except Exception as error:
             self._has_failed = True
             self._failed(error)
             raise
+        if events.forward_ended:
+            events.emit(events.forward_ended, queue.pass_number + 1)
+        return result
 
     def _found(self) -> torch.nn.Module | None:
         return None if self._module is None else self._module()

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
 from .check import Inspection, check_replicas
 from .comm_hooks import CommHook, Hook
-from .errors import SetupError, name_list
+from .describe import describe
+from .errors import SetupError
 from .events import Events
 from .family import unite
 from .membership import Membership, trained
 from .options import Buffers, Options
 from .peers import Peers
 from .plan import BucketPlan
+from .recorder import Sampler
 from .reducer import Reducer
+from .report import Report
 from .scaling import WEIGHT_BITS, Scaling
 from .sparse import SparseGradients
+from .tracing import tracing
 from .transport.base import Transport
 from .usage import Statistics
 
@@ -53,6 +59,7 @@ class Synchronizer:
         self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
+        self._sampler: Sampler | None = None
         if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
             rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
@@ -69,6 +76,8 @@ class Synchronizer:
                 inspection=_inspection(module, options, peers),
                 sparse=rows,
             )
+            self._sampler = Sampler(self._reducer)
+            self._reducer.start_watching(self._sampler)
             unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
 
     @property
@@ -243,42 +252,60 @@ class Synchronizer:
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
-        self._events.add(observer)
         if self._reducer is not None:
-            self._reducer.observers_changed()
+            self._reducer.start_watching(observer)
 
     def stop_observing(self, observer: object) -> None:
         """Undo :meth:`observe`."""
-        self._events.remove(observer)
+        if self._reducer is not None:
+            self._reducer.stop_watching(observer)
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan."""
-        if self._reducer is None:
-            return "1 rank: backward is left alone, nothing is communicated."
-        return "\n".join(
-            [
-                f"rank {self.rank} of {self.world_size} over {self._reducer.transport.name}",
-                f"gradients: {self._how()}, in place when backward returns",
-                *self._beside_the_plan(),
-                f"buffers ({len(self._buffer_places)}): {_BUFFERS_IN_WORDS[self.buffers]}",
-                str(self.plan),
-            ]
-        )
+        return describe(self._reducer, self._options, self._buffer_places)
 
-    def _how(self) -> str:
-        assert self._reducer is not None
-        if self._reducer.comm_hook is not None:
-            return f"comm hook {self._reducer.comm_hook.hook!r}"
-        asked = self._options
-        kind = "weighted mean" if asked.weighted and asked.reduce == "mean" else asked.reduce
-        when = "after backward" if asked.delay else "while backward runs"
-        return f"{kind} over ranks, sent {when}"
+    def report(self) -> Report:
+        """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
 
-    def _beside_the_plan(self) -> list[str]:
-        names = [] if self._reducer is None else self._reducer.sparse.names
-        if not names:
-            return []
-        return [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"]
+        Of passes 4 to 8 after attaching and then one in a hundred, at most the last 20 of the plan in use; on
+        accelerators times are the host's. Times of hosts are compared through the process group's store.
+
+        Raises:
+            CommunicationError: a rank does not come.
+
+        Example::
+
+            report = sync.report()
+            if sync.rank == 0:
+                print(report)
+                print(report.breakdown.percent_hidden, report.advice)
+        """
+        if self._reducer is None or self._peers is None or self._sampler is None:
+            return nothing_seen(self.rank, self.world_size, self.plan)
+        return report_of(self._reducer, self._peers, self._sampler.records, tied_names(self.module))
+
+    @contextlib.contextmanager
+    def trace(self, folder: str | os.PathLike[str]) -> Iterator[None]:
+        """Record every pass inside into ``folder``, one file a rank, for ``stretto trace``. Collective where it begins.
+
+        Each pass is on disk when it has settled; an exception is written down and goes on. Where there is one rank,
+        nothing is recorded. While it lasts each gradient is looked at when it arrives, some microseconds each.
+
+        Raises:
+            TraceError: a rank cannot write; the same on all.
+            CommunicationError: a rank does not come.
+
+        Example::
+
+            with sync.trace("trace"):
+                for batch in itertools.islice(loader, 20):
+                    train_on(batch)
+        """
+        if self._reducer is None or self._peers is None:
+            yield
+            return
+        with tracing(self._reducer, self._peers, folder, tied_names(self.module)):
+            yield
 
     def detach(self) -> None:
         """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""
@@ -286,6 +313,8 @@ class Synchronizer:
             self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
             self._reducer.detach()
             self._reducer = None
+        if self._sampler is not None:
+            self._sampler.stop()
         if self._transport is not None:
             self._transport.close()
 
@@ -303,7 +332,7 @@ def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Te
     return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
 
 
-def _inspection(module: torch.nn.Module, options: Options, peers: Peers) -> Inspection | None:
+def _inspection(module: torch.nn.Module, options: Options, peers: Peers) -> Inspection:
     """What is looked at when a pass has settled, without keeping the module alive."""
     alive = weakref.ref(module)
 
@@ -311,11 +340,4 @@ def _inspection(module: torch.nn.Module, options: Options, peers: Peers) -> Insp
         found = alive()
         return None if found is None else _replicated(found, options)
 
-    return Inspection(options.check_every, tensors, peers.gather) if options.check_every else None
-
-
-_BUFFERS_IN_WORDS = {
-    "rank0": "follow rank 0's at the end of every pass",
-    "mean": "become their mean over ranks at the end of every pass (integers follow rank 0's)",
-    "none": "stay as they are on each rank",
-}
+    return Inspection(options.check_every, tensors, peers.gather)

@@ -172,6 +172,8 @@ class LaunchQueue:
             says: what the last bucket is to tell.
         """
         self._says = says
+        if self.events.backward_ended:
+            self.events.emit(self.events.backward_ended, self.pass_number)
         for bucket in self.buckets[self.launched :]:
             if self._skip(bucket):
                 continue
@@ -280,6 +282,8 @@ class LaunchQueue:
 
     def _launch(self, bucket: Bucket) -> None:
         nbytes = bucket.payload_bytes
+        if self.events.launch_started:
+            self.events.emit(self.events.launch_started, self.pass_number, bucket.index)
         if self.tells:
             bucket.write_footer(self._weight, self._says if bucket.is_last else ())
         if self.comm_hook is None and bucket.skipped:
@@ -298,6 +302,8 @@ class LaunchQueue:
         self.total_bytes += nbytes
         if self.events.bucket_launched:
             self.events.emit(self.events.bucket_launched, self.pass_number, bucket.index, nbytes)
+        if self.events.work_under_way:
+            self.events.emit(self.events.work_under_way, self.pass_number, bucket.index, bucket.work)
 
     def _send(self, bucket: Bucket) -> None:
         if self.preset is not None:

@@ -45,7 +45,7 @@ from .scaling import Scaling, encode_weight
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
-from .usage import NeverUsed, Statistics, used_by
+from .usage import NeverUsed, Statistics, statistics_of, used_by
 from .words import Control, ControlWords
 
 
@@ -78,12 +78,13 @@ class Reducer:
         peers: Peers,
         *,
         delay: bool = False,
-        inspection: Inspection | None = None,
+        inspection: Inspection,
         sparse: SparseGradients,
     ) -> None:
         self.synchronize = True
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         self._events = events
+        self.stop_watching = events.remove
         self.members = members
         self.delay = delay
         self._inspection = inspection
@@ -97,7 +98,7 @@ class Reducer:
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self._queue, self._tracker, sparse, events)
-        self._forward = ForwardWatch(members.module(), self._is_between, self._failing.in_forward)
+        self._forward = ForwardWatch(members.module(), self._queue, self._is_between, self._failing.in_forward)
         self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward)
         self._never_used = NeverUsed(self._queue)
         self.family: Family = Family([self])
@@ -122,8 +123,7 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        nbytes = self._queue.total_bytes + self._beside.total_bytes
-        return Statistics(self._passes, self._queue.total_launched, nbytes, self._consensus.plans)
+        return statistics_of(self._queue, self._passes, self._beside.total_bytes, self._consensus.plans)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -178,8 +178,9 @@ class Reducer:
         self._queue.close()
         self.members.stop()
 
-    def observers_changed(self) -> None:
-        """Whoever observes single gradients wants to see each when it arrives."""
+    def start_watching(self, observer: object) -> None:
+        """Tell it of events from now on. Whoever observes single gradients wants to see each when it arrives."""
+        self._events.add(observer)
         if self._events.gradient_ready:
             self._tracker.watch_all()
 
@@ -276,17 +277,15 @@ class Reducer:
                 self._events.emit(self._events.pass_settled, self._queue.pass_number)
             if changed and not self._queue.tells:
                 self._rejoin.refuse()
-            self._consensus.hear(words, at_once=changed or self._inspects())
+            self._consensus.hear(words, at_once=changed or self._inspection.due(self._queue.pass_number))
             if self._beside.given_up:
                 raise self._consensus.failure(self._beside.given_up)
             self._inspect()
 
-    def _inspects(self) -> bool:
-        return self._inspection is not None and self._inspection.due(self._queue.pass_number)
-
     def _inspect(self, *, idle: bool = False) -> None:
-        if self._inspection is not None and self._inspects() and not self._beside.given_up:
-            self._inspection.run(self._queue.pass_number, idle=idle)
+        number = self._queue.pass_number
+        if self._inspection.due(number) and not self._beside.given_up:
+            self._inspection.run(number, idle=idle)
 
     def _wait(self, buffers: CoalescedMessages, *, release: bool) -> ControlWords:
         words = self._queue.wait(release=release, handed_out=release and self._tracker.handed_out())

@@ -130,6 +130,12 @@ class Slots:
 
     # Who else looks
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, of earlier passes too where users keep their gradients."""
+        wire = [] if self._wire is None else [self._wire]
+        return sum(flat.nbytes for flat in (*wire, *(memory.flat for memory in (self._memory, *self._left))))
+
     def in_use(self) -> int:
         """How many tensors of others lie in the slots: ``.grad`` of parameters, and whatever users keep."""
         return use_count(self._memory.number) - self._own - len(self._regions)

@@ -221,11 +221,11 @@ class DelayTransport(RecordingTransport):
 class _DelayedWork:
     def __init__(self, inner: Work, through: float) -> None:
         self._inner: Any = inner
-        self._through = through
+        self.ended_at = through
 
     def is_completed(self) -> bool:
         return bool(self._inner.is_completed())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
         self._inner.wait(*[timeout] if timeout else [])
-        time.sleep(max(0.0, self._through - time.perf_counter()))
+        time.sleep(max(0.0, self.ended_at - time.perf_counter()))

@@ -34,6 +34,14 @@ class Statistics:
     """Gradient bytes handed to the transport or the comm hook."""
     plans: int = 0
     """Plans used, the first one included."""
+    bucket_memory: int = 0
+    """Bytes that buckets hold now: gradients with what travels behind them, and what users kept of earlier passes."""
+
+
+def statistics_of(queue: LaunchQueue, passes: int, nbytes_beside: int, plans: int) -> Statistics:
+    """Counts of a queue, with those that others keep."""
+    memory = sum(bucket.memory.nbytes for bucket in queue.buckets)
+    return Statistics(passes, queue.total_launched, queue.total_bytes + nbytes_beside, plans, memory)
 
 
 def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:

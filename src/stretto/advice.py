@@ -1,0 +1,122 @@
+"""What a report's numbers say should be changed: computed sentences, most important first, never more than three.
+
+Each rule looks at the report alone and says nothing where the gain would be small: below ``WORTH`` of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .report import Report, ms, share
+from .specs import format_bytes
+
+MOST = 3
+WORTH = 0.03
+"""Of a step: less is noise."""
+TOO_MUCH = 1.2
+"""Communication over backward, above which overlap is not the cure."""
+SMALL = 256 * 1024
+"""Bytes in a bucket, on average, below which it is worth a thought that there are many."""
+
+
+def advise(report: Report, tied: Mapping[str, str]) -> tuple[str, ...]:
+    """At most three sentences.
+
+    Args:
+        report: of one rank.
+        tied: names of parameters, and under what other name the module uses them too.
+    """
+    if not report.passes or report.world_size == 1:
+        return ()
+    rules = (_straggler(report), _too_much(report), _waits(report, tied), _last_bucket(report), _many_launches(report))
+    said = sorted((one for one in rules if one is not None), key=lambda one: -one[0])
+    return tuple(sentence for gain, sentence in said if gain >= WORTH * report.breakdown.step)[:MOST]
+
+
+Said = tuple[float, str] | None
+"""Seconds that it is about, and the sentence."""
+
+
+def _straggler(report: Report) -> Said:
+    """All wait for one rank."""
+    one = report.straggler
+    if one is None or one.behind is None or one.last is None:
+        return None
+    first = min(report.ranks, key=lambda other: other.behind or 0.0)
+    slow, fast = one.breakdown, first.breakdown
+    parts = {
+        "forward": slow.forward - fast.forward,
+        "backward": slow.backward - fast.backward,
+        "the optimizer": slow.optimizer - fast.optimizer,
+        "what lies between passes (data?)": slow.other - fast.other,
+    }
+    where = max(parts, key=lambda part: parts[part])
+    return (
+        one.behind,
+        f"Rank {one.rank} ends backward last in {share(one.last, 1)} of the passes, {ms(one.behind)} behind the first: "
+        f"the others wait for it; most of the difference lies in {where}.",
+    )
+
+
+def _too_much(report: Report) -> Said:
+    """More communication than backward could ever hide."""
+    mine = report.breakdown
+    if report.straggler is not None or not mine.backward or mine.communication <= TOO_MUCH * mine.backward:
+        return None
+    return (
+        mine.exposed,
+        f"Communication is {mine.communication / mine.backward:.1f}x backward: overlap cannot hide it. Send less, by "
+        "register_comm_hook(None, bf16_compress_hook), or less often, by accumulating under no_sync().",
+    )
+
+
+def _waits(report: Report, tied: Mapping[str, str]) -> Said:
+    """One late gradient holds a bucket, and what is full behind it."""
+    waits = [
+        (one.full - one.before_last, one)
+        for one in report.buckets
+        if one.full is not None and one.before_last is not None and one.closed_by
+    ]
+    gap, one = max(waits, key=lambda wait: wait[0], default=(0.0, None))
+    if one is None or gap < 0.1 * report.breakdown.backward:
+        return None
+    why = f", which is used as `{tied[one.closed_by]}` too" if one.closed_by in tied else ""
+    behind = sum(other.full is not None and other.full < (one.full or 0) for other in report.buckets[one.bucket + 1 :])
+    also = f", and {behind} full buckets behind it" if behind else ""
+    before = [name for name in one.parameters if name != one.closed_by][-1]
+    return (
+        min(gap, report.breakdown.exposed),
+        f"Bucket {one.bucket} waits {ms(gap)} for `{one.closed_by}`{why}{also}: let the rest leave before it with "
+        f'attach(launch_after=["{before}"]).',
+    )
+
+
+def _last_bucket(report: Report) -> Said:
+    """What leaves when backward has ended cannot be hidden."""
+    if len(report.buckets) < 2 or report.straggler is not None:
+        return None
+    last, others = report.buckets[-1], sorted(one.nbytes for one in report.buckets[:-1])
+    if last.nbytes <= others[len(others) // 2]:
+        return None
+    exposed, size = last.seen - last.launched, format_bytes(last.nbytes)
+    if len(last.parameters) == 1:
+        change = "a parameter is never cut, so freeze it, or send it as bf16 by a comm hook"
+    else:
+        change = "lower attach(last_bucket_cap_mb=)"
+    return (
+        exposed,
+        f"The last bucket, which leaves when backward has ended, takes {ms(exposed)}: it holds {size} "
+        f"(`{last.closed_by or last.parameters[-1]}` comes last); {change}.",
+    )
+
+
+def _many_launches(report: Report) -> Said:
+    """A message costs, whatever is in it."""
+    number, mine = len(report.buckets), report.breakdown
+    if number < 2 or report.nbytes / number > SMALL:
+        return None
+    return (
+        mine.launching,
+        f"{ms(mine.launching)} of backward go into handing over {number} buckets of "
+        f"{format_bytes(report.nbytes / number)} on average: larger ones cost less, raise attach(bucket_cap_mb=).",
+    )

@@ -1,0 +1,168 @@
+"""From the records of all ranks to a report.
+
+records of some passes ──> Seen (this rank) ──gather──> side by side ──> Report ──> advice.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .advice import advise
+from .clocks import Clock, compare_clocks
+from .peers import Peers
+from .plan import BucketPlan
+from .record import NANO, Launch, PassRecord
+from .reducer import Reducer
+from .report import Breakdown, BucketReport, RankReport, Report
+
+
+def report_of(
+    reducer: Reducer, peers: Peers, records: Collection[tuple[PassRecord, BucketPlan]], tied: Mapping[str, str]
+) -> Report:
+    """Collective: what ranks have seen is gathered, and their clocks compared.
+
+    Args:
+        reducer: of this rank.
+        peers: by whom one gathers.
+        records: of this rank, oldest first. Those made under another plan than the last are left out.
+        tied: names of parameters, and under what other name the module uses them too.
+
+    Raises:
+        CommunicationError: a rank does not come.
+    """
+    plan = max(records, key=lambda pair: pair[0].number)[1] if records else reducer.plan
+    mine = [record for record, used in records if used == plan]
+    everyone: list[Seen] = peers.gather(seen_in(mine))
+    transport = reducer.transport
+    clocks = compare_clocks(getattr(transport, "store", None), transport.rank, peers.gather)
+    known = [clock.uncertainty * NANO for clock in clocks if clock is not None]
+    report = Report(
+        transport.rank,
+        transport.world_size,
+        transport.name,
+        len(mine),
+        breakdown_of(mine),
+        buckets_of(mine, plan),
+        side_by_side(everyone, clocks),
+        nbytes=int(statistics.median(sum(one.nbytes for one in record.launches) for record in mine)) if mine else 0,
+        bucket_memory=reducer.statistics.bucket_memory,
+        clock_uncertainty=max(known) if len(known) == len(clocks) else None,
+        plan=plan.hash,
+    )
+    return replace(report, advice=advise(report, tied))
+
+
+def nothing_seen(rank: int, world_size: int, plan: BucketPlan) -> Report:
+    """Where there is one rank, or no reducer any more."""
+    nothing = breakdown_of([])
+    return Report(rank, world_size, "nothing", 0, nothing, (), (), 0, 0, None, plan.hash)
+
+
+def tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """The first name of each parameter that has several, and its second."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            tied.setdefault(first[id(parameter)], name)
+    return tied
+
+
+def breakdown_of(records: Sequence[PassRecord]) -> Breakdown:
+    """Medians over records of one rank; zeros if there are none."""
+
+    def median(value: Callable[[PassRecord], float]) -> float:
+        return statistics.median(map(value, records)) if records else 0.0
+
+    return Breakdown(
+        forward=median(lambda one: one.forward),
+        backward=median(lambda one: one.backward),
+        exposed=median(lambda one: one.exposed),
+        launching=median(lambda one: one.launching),
+        hidden=median(lambda one: one.hidden),
+        optimizer=median(lambda one: one.stepping),
+        other=median(lambda one: one.other),
+        step=median(lambda one: one.step),
+    )
+
+
+def buckets_of(records: Sequence[PassRecord], plan: BucketPlan) -> tuple[BucketReport, ...]:
+    """The buckets of a plan, in launch order, as far as they were sent."""
+    found = []
+    for number, spec in enumerate(plan.buckets):
+        seen = [(record, one) for record in records for one in record.launches if one.bucket == number]
+        if seen:
+            names = tuple(plan.parameters[index].name for index in spec.indices)
+            found.append(_bucket(seen, names))
+    return tuple(found)
+
+
+def _bucket(seen: Sequence[tuple[PassRecord, Launch]], names: tuple[str, ...]) -> BucketReport:
+    def median(value: Callable[[Launch], int | None]) -> float | None:
+        found = [(at - record.started) * NANO for record, one in seen if (at := value(one)) is not None]
+        return statistics.median(found) if found else None
+
+    def always(value: Callable[[Launch], int]) -> float:
+        return median(value) or 0.0
+
+    arrivals = [sorted(_arrivals(record, names)) for record, _ in seen]
+    firsts = [times[0] for times in arrivals if times]
+    before = [times[-2] for times in arrivals if len(times) > 1]
+    last = seen[-1][1]
+    return BucketReport(
+        last.bucket,
+        last.nbytes,
+        names,
+        statistics.mode(one.closed_by for _, one in seen),
+        first=statistics.median(firsts) if firsts else None,
+        before_last=statistics.median(before) if before else None,
+        full=median(lambda one: one.full),
+        launched=always(lambda one: one.begin),
+        ended=always(lambda one: one.end),
+        seen=always(lambda one: one.seen),
+    )
+
+
+def _arrivals(record: PassRecord, names: Sequence[str]) -> list[float]:
+    """When the gradient of each came last, in seconds since the first of the pass."""
+    came = {name: at for name, at in record.gradients if name in names}
+    return [(at - record.started) * NANO for at in came.values()]
+
+
+# All ranks
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank brings to a report."""
+
+    breakdown: Breakdown
+    ends: Mapping[int, int]
+    """By pass: when its backward ended, by its own clock."""
+
+
+def seen_in(records: Sequence[PassRecord]) -> Seen:
+    """By this rank."""
+    return Seen(breakdown_of(records), {one.number: one.backward_ended for one in records})
+
+
+def side_by_side(everyone: Sequence[Seen], clocks: Sequence[Clock | None]) -> tuple[RankReport, ...]:
+    """Who was how late, over the passes that all ranks have recorded."""
+    common = set.intersection(*(set(one.ends) for one in everyone))
+    if not common or any(clock is None for clock in clocks):
+        return tuple(RankReport(rank, one.breakdown, None, None) for rank, one in enumerate(everyone))
+    ends = [
+        {number: one.ends[number] + clock.offset for number in common}
+        for one, clock in zip(everyone, clocks, strict=True)
+        if clock is not None
+    ]
+    reports = []
+    for rank, one in enumerate(everyone):
+        behind = [(ends[rank][number] - min(other[number] for other in ends)) * NANO for number in common]
+        last = [ends[rank][number] == max(other[number] for other in ends) for number in common]
+        reports.append(RankReport(rank, one.breakdown, statistics.median(behind), sum(last) / len(last)))
+    return tuple(reports)

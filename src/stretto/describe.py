@@ -1,0 +1,49 @@
+"""What happens in a pass of an attached model, in plain words."""
+
+from __future__ import annotations
+
+from .buffers import BufferPlaces
+from .errors import name_list
+from .options import Options
+from .reducer import Reducer
+
+
+def describe(reducer: Reducer | None, options: Options, places: BufferPlaces) -> str:
+    """Several lines, the plan at the end.
+
+    Args:
+        reducer: None where there is one rank.
+        options: what ``attach`` was asked for.
+        places: the module's buffers.
+    """
+    if reducer is None:
+        return "1 rank: backward is left alone, nothing is communicated."
+    transport = reducer.transport
+    return "\n".join(
+        [
+            f"rank {transport.rank} of {transport.world_size} over {transport.name}",
+            f"gradients: {_how(reducer, options)}, in place when backward returns",
+            *_sparse(reducer),
+            f"buffers ({len(places)}): {_BUFFERS_IN_WORDS[places.policy]}",
+            str(reducer.plan),
+        ]
+    )
+
+
+def _how(reducer: Reducer, options: Options) -> str:
+    if reducer.comm_hook is not None:
+        return f"comm hook {reducer.comm_hook.hook!r}"
+    kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
+    return f"{kind} over ranks, sent {'after backward' if options.delay else 'while backward runs'}"
+
+
+def _sparse(reducer: Reducer) -> list[str]:
+    names = reducer.sparse.names
+    return [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"] if names else []
+
+
+_BUFFERS_IN_WORDS = {
+    "rank0": "follow rank 0's at the end of every pass",
+    "mean": "become their mean over ranks at the end of every pass (integers follow rank 0's)",
+    "none": "stay as they are on each rank",
+}

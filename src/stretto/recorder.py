@@ -1,0 +1,248 @@
+"""From events to records: a stopwatch that is there only while somebody looks.
+
+    events ──> Recorder ──> PassRecord ──> report.py, trace.py
+    Sampler ── switches a Recorder on for a few passes, so that ``report()`` has something to say without being asked
+
+When a bucket's result was there is known from what the transport gives: the future of torch's collectives, a look at a
+message of shared memory after each call that may have moved it, or what a synthetic link says of itself. What tells
+nothing was there when this rank had waited for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .plan import BucketPlan
+from .record import Launch, PassRecord, Span
+from .reducer import Reducer
+
+FIRST_PASSES = range(4, 9)
+"""Looked at without being asked: the plan is learnt by then, memory is warm."""
+EVERY = 100
+"""And then one pass in so many."""
+KEPT = 20
+"""So many records are kept for a report."""
+
+now = time.perf_counter_ns
+
+
+class Recorder:
+    """An observer that makes a :class:`PassRecord` of each pass that settles. One rank, not collective.
+
+    Args:
+        watched: whose passes; held weakly.
+        keep: called with each record, and the plan it was made under.
+    """
+
+    def __init__(self, watched: Reducer, keep: Callable[[PassRecord, BucketPlan], object]) -> None:
+        self._watched = weakref.ref(watched)
+        self._keep = keep
+        self._hooks: list[Any] = []
+        self._parameters: set[int] = set()
+        self._forget()
+
+    def start(self) -> None:
+        """From now on. Harmless twice."""
+        watched = self._watched()
+        if self._hooks or watched is None:
+            return
+        self._forget()
+        self._parameters = {id(parameter) for parameter in watched.parameters}
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        watched.start_watching(self)
+
+    def stop(self) -> None:
+        """Look no more. Harmless twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if (watched := self._watched()) is not None:
+            watched.stop_watching(self)
+
+    def _forget(self) -> None:
+        self._began = now()
+        self._started = self._ended = 0
+        self._forwards: list[Span] = []
+        self._optimizer: list[Span] = []
+        self._open: list[tuple[Any, int]] = []  # what has begun and not ended: optimizers, and None for a forward
+        self._buffers: int | None = None
+        self._empty()
+
+    def _empty(self) -> None:
+        """Of what belongs to the pass alone."""
+        self._gradients: list[tuple[str, int]] = []
+        self._full: dict[int, tuple[str, int]] = {}
+        self._flights: dict[int, Flight] = {}
+
+    # The step around the pass
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
+            self._open.append((optimizer, now()))
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._close(optimizer, self._optimizer)
+
+    def _close(self, what: Any, spans: list[Span]) -> None:
+        for place in reversed(range(len(self._open))):
+            if self._open[place][0] is what:
+                spans.append(Span(self._open.pop(place)[1], now()))
+                return
+
+    def forward_started(self, pass_number: int) -> None:
+        """See :class:`~stretto.events.Observer`, as for the methods below."""
+        self._open.append((None, now()))
+
+    def forward_ended(self, pass_number: int) -> None:
+        """An inner call of the module's own forward is part of the outer one."""
+        self._close(None, self._forwards)
+
+    # The pass
+
+    def pass_started(self, pass_number: int) -> None:
+        """A pass before may have been given up; what it left is no part of this one."""
+        self._empty()
+        self._started = now()
+        self._ended = 0
+
+    def gradient_ready(self, pass_number: int, name: str) -> None:
+        """Called for every gradient: this is why nobody is watched without need."""
+        self._gradients.append((name, now()))
+
+    def bucket_full(self, pass_number: int, bucket: int, closed_by: str) -> None:
+        """Its gradients are there; earlier buckets may still be missing some."""
+        self._full[bucket] = closed_by, now()
+
+    def launch_started(self, pass_number: int, bucket: int) -> None:
+        """The transport is called."""
+        self._flights[bucket] = Flight(now())
+
+    def bucket_launched(self, pass_number: int, bucket: int, nbytes: int) -> None:
+        """The call has returned, and may have moved earlier buckets too."""
+        flight = self._flights[bucket]
+        flight.handed_over, flight.nbytes = now(), nbytes
+        self._look()
+
+    def work_under_way(self, pass_number: int, bucket: int, work: Any) -> None:
+        """Ask it to tell when it ends."""
+        self._flights[bucket].follow(work)
+
+    def bucket_reduced(self, pass_number: int, bucket: int) -> None:
+        """This rank has waited for it."""
+        self._flights[bucket].seen = now()
+        self._look()
+
+    def backward_ended(self, pass_number: int) -> None:
+        """What leaves from here on leaves exposed."""
+        self._ended = now()
+
+    def buffers_sent(self, pass_number: int, messages: int, nbytes: int) -> None:
+        """Behind the last bucket."""
+        self._buffers = now()
+
+    def pass_settled(self, pass_number: int) -> None:
+        """The record is complete. Recording may have begun amid the pass: then there is none."""
+        settled, watched = now(), self._watched()
+        assert watched is not None, "it has just settled"
+        plan = watched.plan
+        whole = self._started and self._ended and all(one.seen for one in self._flights.values())
+        if whole and self._started >= self._began:
+            self._keep(self._record(pass_number, settled, plan), plan)
+        self._forget()
+        self._began = settled
+
+    def _look(self) -> None:
+        for flight in self._flights.values():
+            flight.look()
+
+    def _record(self, number: int, settled: int, plan: BucketPlan) -> PassRecord:
+        launches = []
+        for bucket, flight in self._flights.items():
+            name, full = self._full.get(bucket, ("", None))
+            end = max(flight.handed_over, min(flight.end or flight.seen, flight.seen))
+            launches.append(
+                Launch(bucket, flight.nbytes, name, full, flight.begin, flight.handed_over, end, flight.seen)
+            )
+        return PassRecord(
+            number,
+            plan.hash,
+            self._began,
+            self._started,
+            self._ended,
+            settled,
+            tuple(self._forwards),
+            tuple(self._optimizer),
+            tuple(self._gradients),
+            tuple(launches),
+            self._buffers,
+        )
+
+
+class Flight:
+    """A bucket that is being recorded."""
+
+    __slots__ = ("_work", "begin", "end", "handed_over", "nbytes", "seen")
+
+    def __init__(self, begin: int) -> None:
+        self.begin = self.handed_over = begin
+        self.nbytes = self.end = self.seen = 0
+        self._work: Any = None
+
+    def follow(self, work: Any) -> None:
+        """Find out when it ends, in one of the ways that its kind has."""
+        self._work = work
+        future: Any = getattr(work, "future", None)  # of a comm hook
+        if future is None and hasattr(work, "get_future") and not hasattr(work, "is_over"):
+            future = work.get_future()
+        if hasattr(future, "add_done_callback"):
+            future.add_done_callback(self._ended)
+        self.look()
+
+    def _ended(self, _: Any) -> None:
+        self.end = self.end or now()
+
+    def look(self) -> None:
+        """Whether the work says that it has ended, without doing anything for it."""
+        if self._work is None or self.end:
+            return
+        ended_at = getattr(self._work, "ended_at", None)  # of a synthetic link, in seconds
+        if ended_at is not None:
+            self.end = int(ended_at * 1e9) if ended_at * 1e9 <= now() else 0
+        elif getattr(self._work, "is_over", False):
+            self.end = now()
+
+
+class Sampler:
+    """Records a few passes by itself: the first after learning, then one in a hundred.
+
+    An observer of nothing but the ends of passes: what a run pays while no pass is recorded.
+
+    Args:
+        watched: whose passes.
+    """
+
+    def __init__(self, watched: Reducer) -> None:
+        self.records: collections.deque[tuple[PassRecord, BucketPlan]] = collections.deque(maxlen=KEPT)
+        self._recorder = Recorder(watched, lambda record, plan: self.records.append((record, plan)))
+
+    def pass_settled(self, pass_number: int) -> None:
+        """Is the next one to be looked at?"""
+        following = pass_number + 1
+        if following in FIRST_PASSES or not following % EVERY:
+            self._recorder.start()
+        else:
+            self._recorder.stop()
+
+    def stop(self) -> None:
+        """Look no more. Harmless twice."""
+        self._recorder.stop()

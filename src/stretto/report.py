@@ -1,0 +1,178 @@
+"""Where the time of a step went: the breakdown of VLDB 2020 (figure 6), each bucket's way, and who was late.
+
+Values and their text; analysis.py makes them, advice.py says what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .specs import format_bytes
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of one step on one rank; medians over the recorded passes. They need not add up to ``step`` exactly."""
+
+    forward: float
+    """In the attached module; 0 if another method ran forward, which is not seen."""
+    backward: float
+    """Loss and backward, without what communication took of it."""
+    exposed: float
+    """Communication during which this rank computed nothing."""
+    launching: float
+    """The part of exposed that lies in backward: buckets being handed over."""
+    hidden: float
+    """Communication that went on while backward computed: no time of its own."""
+    optimizer: float
+    """In ``step()`` of optimizers that hold parameters of the module."""
+    other: float
+    """Data, zeroing, whatever else."""
+    step: float
+    """From one settled pass to the next."""
+
+    @property
+    def communication(self) -> float:
+        """Hidden and exposed together."""
+        return self.exposed + self.hidden
+
+    @property
+    def percent_hidden(self) -> float:
+        """Of communication; 100 where there is none."""
+        return 100.0 if not self.communication else 100 * self.hidden / self.communication
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """One bucket's way, in seconds since the first gradient of the pass; medians."""
+
+    bucket: int
+    nbytes: int
+    parameters: tuple[str, ...]
+    closed_by: str
+    """The parameter whose gradient most often came last; empty if that never happened."""
+    first: float | None
+    """Its first gradient; None if single gradients were not recorded."""
+    before_last: float | None
+    """The last gradient but one."""
+    full: float | None
+    """All its gradients were there; None if some had none."""
+    launched: float
+    ended: float
+    """The result was there."""
+    seen: float
+    """This rank had waited for it."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank beside the others."""
+
+    rank: int
+    breakdown: Breakdown
+    behind: float | None
+    """Seconds by which its backward ended after that of the first rank to end it, median over passes; None if clocks
+    cannot be compared."""
+    last: float | None
+    """The share of passes in which it was the last."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :meth:`Synchronizer.report` returns. ``print(report)`` is made to be read; ``to_dict`` is for programs."""
+
+    rank: int
+    world_size: int
+    transport: str
+    passes: int
+    """So many were recorded; all figures are of them."""
+    breakdown: Breakdown
+    """Of this rank."""
+    buckets: tuple[BucketReport, ...]
+    ranks: tuple[RankReport, ...]
+    nbytes: int
+    """Gradient bytes that this rank hands over in a pass."""
+    bucket_memory: int
+    """Bytes that buckets hold on this rank."""
+    clock_uncertainty: float | None
+    """Seconds by which times of different hosts may be wrong; None if they could not be compared."""
+    plan: str
+    """The plan's hash."""
+    advice: tuple[str, ...] = ()
+    """At most three sentences, most important first: what to change, and why."""
+
+    @property
+    def straggler(self) -> RankReport | None:
+        """The rank that the others wait for: the last in most passes, and not just by chance."""
+        late = [one for one in self.ranks if one.behind is not None and one.last is not None and one.last > 0.6]
+        slowest = max(late, key=lambda one: one.behind or 0.0, default=None)
+        return slowest if slowest and (slowest.behind or 0.0) > 0.02 * self.breakdown.step else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; times in seconds, sizes in bytes."""
+        return asdict(self) | {"percent_hidden": self.breakdown.percent_hidden}
+
+    def __str__(self) -> str:
+        return "\n".join([*self._headline(), "", *_steps(self.ranks), "", *self._buckets(), *self._end()])
+
+    def _headline(self) -> list[str]:
+        mine = self.breakdown
+        if not self.passes:
+            return [
+                f"rank {self.rank} of {self.world_size} over {self.transport}: no pass was recorded so far.",
+                "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them.",
+            ]
+        return [
+            f"rank {self.rank} of {self.world_size} over {self.transport}, medians of {self.passes} passes",
+            f"a step takes {ms(mine.step)}; buckets are on their way for {ms(mine.communication)}: backward hides "
+            f"{mine.percent_hidden:.0f} %, {ms(mine.exposed)} are exposed, {share(mine.exposed, mine.step)} of the step",
+            f"{format_bytes(self.nbytes)} of gradients in {len(self.buckets)} buckets, which hold "
+            f"{format_bytes(self.bucket_memory)} of memory",
+        ]
+
+    def _buckets(self) -> list[str]:
+        if not self.buckets:
+            return []
+        head = "bucket      size      full  launched     ended      seen  closed by"
+        rows = [
+            f"{one.bucket:6}  {format_bytes(one.nbytes):>8}  {ms(one.full):>8}  {ms(one.launched):>8}  "
+            f"{ms(one.ended):>8}  {ms(one.seen):>8}  {one.closed_by or '-'}"
+            for one in self.buckets
+        ]
+        return ["buckets of this rank, times since its first gradient", head, *rows]
+
+    def _end(self) -> list[str]:
+        lines = []
+        if self.clock_uncertainty is None and len(self.ranks) > 1:
+            lines.append("clocks of different hosts could not be compared: who was late is not known")
+        elif self.clock_uncertainty:
+            lines.append(f"times of different hosts are right to {ms(self.clock_uncertainty)}")
+        return ["", *lines, *self.advice] if lines or self.advice else []
+
+
+def _steps(ranks: Sequence[RankReport]) -> list[str]:
+    head = "rank   forward  backward   exposed  (hidden)  optimizer    other      step    behind"
+    rows = []
+    for one in ranks:
+        b = one.breakdown
+        late = "?" if one.behind is None else ms(one.behind)
+        rows.append(
+            f"{one.rank:4}  {ms(b.forward):>8}  {ms(b.backward):>8}  {ms(b.exposed):>8}  {ms(b.hidden):>8}  "
+            f"{ms(b.optimizer):>9}  {ms(b.other):>7}  {ms(b.step):>8}  {late:>8}"
+        )
+    return [head, *rows]
+
+
+def ms(seconds: float | None) -> str:
+    """Milliseconds for people, three digits."""
+    if seconds is None:
+        return "-"
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 10 else f"{value:.2f} ms"
+
+
+def share(part: float, whole: float) -> str:
+    """``12 %``."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"

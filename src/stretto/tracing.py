@@ -1,0 +1,53 @@
+"""Recording of every pass of an attached model into a folder: ``with sync.trace(folder)``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+from .clocks import compare_clocks
+from .peers import Peers
+from .recorder import Recorder
+from .reducer import Reducer
+from .trace import TraceError, TraceWriter, header_of
+
+
+@contextlib.contextmanager
+def tracing(reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied: Mapping[str, str]) -> Iterator[None]:
+    """Collective where it begins, since clocks are compared there; where it ends each rank is on its own.
+
+    Args:
+        reducer: of this rank.
+        peers: the other ranks.
+        folder: where each rank writes its file.
+        tied: names of parameters, and under what other name the module uses them too.
+
+    Raises:
+        TraceError: on every rank, if one of them cannot write.
+        CommunicationError: a rank does not come.
+    """
+    transport = reducer.transport
+    clocks = compare_clocks(getattr(transport, "store", None), transport.rank, peers.gather)
+    header = header_of(transport.rank, transport.world_size, transport.name, clocks[transport.rank], tied)
+    writer, problem = None, ""
+    try:
+        writer = TraceWriter(folder, header)
+    except TraceError as error:
+        problem = str(error)
+    problems = {rank: one for rank, one in enumerate(peers.gather(problem)) if one}
+    if writer is None or problems:
+        if writer is not None:
+            writer.close("another rank cannot write")
+        raise TraceError("; ".join(f"rank {rank}: {one}" for rank, one in problems.items()))
+    recorder = Recorder(reducer, writer.keep)
+    recorder.start()
+    end = "closed"
+    try:
+        yield
+    except BaseException as error:
+        end = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        recorder.stop()
+        writer.close(end)

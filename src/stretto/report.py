@@ -127,7 +127,7 @@ class Report:
         return [
             f"rank {self.rank} of {self.world_size} over {self.transport}, medians of {self.passes} passes",
             f"a step takes {ms(mine.step)}; buckets are on their way for {ms(mine.communication)}: backward hides "
-            f"{mine.percent_hidden:.0f} %, {ms(mine.exposed)} are exposed, {share(mine.exposed, mine.step)} of the step",
+            f"{mine.percent_hidden:.0f} %, {ms(mine.exposed)} exposed, {share(mine.exposed, mine.step)} of the step",
             f"{format_bytes(self.nbytes)} of gradients in {len(self.buckets)} buckets, which hold "
             f"{format_bytes(self.bucket_memory)} of memory",
         ]

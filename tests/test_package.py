@@ -24,8 +24,8 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"rejoin"},
     {"consensus"},
     {"reducer"},
-    {"recorder", "describe", "analysis", "trace"},
-    {"tracing"},
+    {"recorder", "describe", "analysis", "trace", "pieces"},
+    {"tracing", "timeline"},
     {"handle"},
     {"attach"},
     {"tensors"},
@@ -35,6 +35,8 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"__init__"},
     {"testing"},
     {"testing_network"},
+    {"looks"},
+    {"chrome", "plots", "page", "sketch"},
 ]
 
 

@@ -62,7 +62,9 @@ class Recorder:
         watched.start_watching(self)
 
     def stop(self) -> None:
-        """Look no more. Harmless twice."""
+        """Look no more. Harmless twice, and then it costs nothing."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -186,6 +186,7 @@ def _train_on_ranks(code: str) -> None:
             "loader": [(torch.randn(3, 2), torch.randn(3, 1))] * 5,
         }
         exec(code, scope)
+        scope["sync"].detach()
 
     run_ranks(worker, 2)
 

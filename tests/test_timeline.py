@@ -172,6 +172,7 @@ def test_on_a_link_with_known_delays_hidden_and_exposed_are_right_to_5_percent(t
             for _ in range(5):
                 carrier.transfers.clear()
                 model(torch.ones(2, 8)).sum().backward()
+        sync.detach()
 
     run_ranks(worker, 2)
     for rank, measured in zip(timeline_of(read_trace(tmp_path)).ranks, truths, strict=True):

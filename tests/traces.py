@@ -121,6 +121,7 @@ def recorded(
         with sync.trace(folder):
             for _ in range(passes):
                 step()
+        sync.detach()
 
     run_ranks(worker, ranks)
     return read_trace(folder)

@@ -154,6 +154,7 @@ PLACES = {
     "with a plan that is not in use yet": (LaunchQueue, "adopt", [2]),
     "before buffers are sent": (Beside, "_send_buffers", [1, 2]),
     "before it waits": (Host, "wait", [1, 2, 12]),
+    "before ranks have met": (transport_choose, "_exchange_offers", [1, 1]),
     "while ranks tell whether they see each other": (transport_choose, "_open", [1]),
 }
 

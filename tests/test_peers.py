@@ -89,9 +89,10 @@ def told(do=None, **how):
 
 
 def hang(*_, **__):
-    "Until all the others have told what they have to tell."
+    "Until all the others have told what they have to tell, and have ended: Gloo can abort who is left."
     while not all(os.path.exists(f"{folder}/told{other}") for other in range(world) if other != rank):
         time.sleep(0.1)
+    time.sleep(1.5)
 
 
 def right():
@@ -303,6 +304,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
         def evaluate():
             while not os.path.exists(f"{folder}/told0"):
                 time.sleep(0.1)
+            time.sleep(1.5)
 
         stretto.peers.ASK_SECONDS = 1.5
         step()

@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from stretto.analysis import Seen, breakdown_of, buckets_of, side_by_side, tied_
 from stretto.clocks import Clock, compare_clocks, identity
 from stretto.plan import BucketPlan, plan_buckets
 from stretto.record import Launch, PassRecord, Span, covered
-from stretto.recorder import Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
@@ -164,18 +164,20 @@ def test_a_handle_that_is_dropped_amid_recording_takes_the_recorder_with_it() ->
     """It holds what is under way, and so memory that ranks share; torch's hooks on optimizers are of the process."""
     from torch.optim import optimizer as hooks
 
-    def worker(transport: Any, detach: bool) -> None:
+    def worker(transport: Any, detach: bool) -> weakref.ref[Any]:
         model = Layers(1, 0.0)
         sync = stretto.attach(model, transport=transport)
         for _ in range(5):
             model(torch.ones(2, 8)).sum().backward()
         if detach:
             sync.detach()
+        assert sync.sampler is not None
+        return weakref.ref(sync.sampler)
 
-    run_ranks(lambda transport: worker(transport, detach=False), 2)
+    dropped = run_ranks(lambda transport: worker(transport, detach=False), 2)
     for _ in range(2):
         gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is Recorder]
+    assert [one() for one in dropped] == [None, None]
     torch.optim.SGD([torch.zeros(1)]).step()
     run_ranks(lambda transport: worker(transport, detach=True), 2)
     assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks

@@ -6,7 +6,10 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from hypothesis import settings
+
+import stretto.testing
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -27,6 +30,7 @@ def one_thread():
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         _forget_launcher(patch)  # also for fixtures that live longer than a test
+        patch.setattr(stretto.testing, "mp", warm.Ranks())
         yield
     torch.set_num_threads(before)
 

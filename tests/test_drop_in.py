@@ -56,6 +56,24 @@ ONLY_INSIDE = {"_ddp_sink_clone", "_delay_grad_buffer", "_delay_grad_views", "_a
 """State of torch's own mechanisms, which nothing outside of its class reads."""
 
 
+def check_member(name, wrapped):
+    """It is there, or refused by name."""
+    if table()[name] == "refused":
+        if name in REFUSED:
+            with pytest.raises(UnsupportedError, match=f"DistributedDataParallel.{name} is not supported by"):
+                getattr(wrapped, name)()
+        else:
+            assert not hasattr(wrapped, name)
+    elif name not in ONLY_IN_USE | ONLY_INSIDE:
+        if wrapped.process_group is not None or name == "module":
+            getattr(wrapped, name)
+        else:  # a property may want a group, so it is not asked
+            inspect.getattr_static(wrapped, name)
+        theirs = inspect.getattr_static(TorchDDP, name, None)
+        ours = inspect.getattr_static(type(wrapped), name, None)
+        assert not (inspect.isfunction(theirs) and not inspect.isfunction(ours)), name
+
+
 @pytest.fixture(scope="module")
 def wrapped():
     """Alone, without a group."""
@@ -69,18 +87,7 @@ class TestSurface:
 
     @pytest.mark.parametrize("name", MEMBERS)
     def test_a_member_is_there_unless_it_is_refused(self, name, wrapped):
-        if table()[name] == "refused":
-            if name in REFUSED:
-                with pytest.raises(UnsupportedError, match=f"DistributedDataParallel.{name} is not supported by"):
-                    getattr(wrapped, name)()
-            else:
-                assert not hasattr(wrapped, name)
-        elif name not in ONLY_IN_USE | ONLY_INSIDE:
-            if name != "module":  # a property may want a group, so it is not asked
-                inspect.getattr_static(wrapped, name)
-            theirs = inspect.getattr_static(TorchDDP, name, None)
-            ours = inspect.getattr_static(type(wrapped), name, None)
-            assert not (inspect.isfunction(theirs) and not inspect.isfunction(ours)), name
+        check_member(name, wrapped)
 
     def test_methods_take_the_arguments_of_torchs(self):
         for name in MEMBERS:

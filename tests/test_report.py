@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -155,6 +157,29 @@ def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
         sync.detach()
 
     run_ranks(worker, 2)
+    assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks
+
+
+def test_a_handle_that_is_dropped_amid_recording_takes_the_recorder_with_it() -> None:
+    """It holds what is under way, and so memory that ranks share; torch's hooks on optimizers are of the process."""
+    from torch.optim import optimizer as hooks
+
+    def worker(transport: Any, detach: bool) -> weakref.ref[Any]:
+        model = Layers(1, 0.0)
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(5):
+            model(torch.ones(2, 8)).sum().backward()
+        if detach:
+            sync.detach()
+        assert sync.sampler is not None
+        return weakref.ref(sync.sampler)
+
+    dropped = run_ranks(lambda transport: worker(transport, detach=False), 2)
+    for _ in range(2):
+        gc.collect()
+    assert [one() for one in dropped] == [None, None]
+    torch.optim.SGD([torch.zeros(1)]).step()
+    run_ranks(lambda transport: worker(transport, detach=True), 2)
     assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks
 
 

@@ -154,6 +154,7 @@ PLACES = {
     "with a plan that is not in use yet": (LaunchQueue, "adopt", [2]),
     "before buffers are sent": (Beside, "_send_buffers", [1, 2]),
     "before it waits": (Host, "wait", [1, 2, 12]),
+    "before ranks have met": (transport_choose, "_exchange_offers", [1, 1]),
     "while ranks tell whether they see each other": (transport_choose, "_open", [1]),
 }
 
@@ -175,6 +176,33 @@ def kill_at(folder: str, place: str) -> None:
 def test_a_rank_is_killed_at_a_chosen_point(tmp_path: Path, place: str) -> None:
     """Attaching, the first pass and its plan, and later ones."""
     in_warm_process(kill_at, str(tmp_path), place)
+
+
+def attach_beside_a_dead_rank(rank: int, tell: Tell) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(stretto.CommunicationError) as caught:
+        model_and_handle()
+    return str(caught.value)
+
+
+def ranks_of_which_one_never_attaches(folder: str) -> list[str]:
+    ranks = fork_ranks(attach_beside_a_dead_rank, 3, folder)
+    return [ranks[rank].hear() for rank in (0, 2)]
+
+
+def test_a_rank_that_was_killed_before_it_attached_is_one_that_did_not_come(tmp_path: Path) -> None:
+    """It has told nobody its pid; whoever waits says where everybody is, beside the transport's own words."""
+    for rank, text in zip((0, 2), in_warm_process(ranks_of_which_one_never_attaches, str(tmp_path)), strict=True):
+        first, places, expected = text.splitlines()
+        assert first.startswith(
+            f"rank {rank}, attach: what ranks hold could not be gathered over process_group (gloo): "
+        )
+        assert places.startswith(f"rank {rank} waits at test_shared_memory_faults.py:")
+        assert "; rank 1 has not come here so far" in places
+        assert expected == (
+            "Expected every rank to call stretto.attach. Look at the first error in the other ranks' logs."
+        )
 
 
 # A backward that fails, on a rank that then does not come back for a while
@@ -206,7 +234,7 @@ def fail_and_sleep(rank: int, tell: Tell, late: float) -> Any:
         model[2](model[1](hidden)).sum().backward()
     except (ValueError, stretto.PeerError) as error:
         took, text = time.monotonic() - began, f"{type(error).__name__}: {error}"
-    time.sleep(max(0.0, began + 8 - time.monotonic()))  # on all ranks: nobody is to complain of waiting
+    time.sleep(max(0.0, began + 5 - time.monotonic()))  # on all ranks: nobody is to complain of waiting
     step(model, rank)
     return took, text, sum(p.grad.sum().item() for p in model.parameters())
 

@@ -53,7 +53,7 @@ def ranks_without_a_model(folder: Path, body: str, world: int, **how):
 def test_a_rank_that_does_not_attach_is_named(tmp_path: Path, world: int) -> None:
     body = """
         def evaluate():
-            time.sleep(9)
+            hang()
         evaluate() if rank == 1 else told(lambda: stretto.attach(Model()))
     """
     found = ranks_without_a_model(tmp_path, body, world, patience=3.0)
@@ -118,9 +118,6 @@ def test_a_rank_that_is_killed_while_all_follow_a_change_is_named(tmp_path: Path
 @pytest.mark.ranks
 def test_a_rank_that_hangs_while_all_follow_a_change_is_named(tmp_path: Path, transport: str) -> None:
     body = """
-        def hang(**_):
-            time.sleep(9)
-
         step()
         model.b = torch.nn.Linear(3, 1)
         if rank == 1:
@@ -161,13 +158,10 @@ SPARSE = """
 )
 def test_waiting_for_rows_of_sparse_gradients(tmp_path: Path, how: str, world: int, transport: str) -> None:
     body = f"""
-        def hang(*_):
-            time.sleep(9)
-
         once()
         if rank == 1 and {how == "detached"}:
             sync.detach()
-            time.sleep(4)
+            hang()
             os._exit(0)
         if rank == 1:
             sync._reducer.sparse.exchange = hang if {how == "hangs"} else lambda *_: os.kill(os.getpid(), 9)
@@ -198,15 +192,12 @@ def test_waiting_for_a_comm_hook(tmp_path: Path, how: str, world: int, transport
     body = f"""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        def hang():
-            time.sleep(9)
-
         sync.register_comm_hook(None, allreduce_hook)
         step()
         if rank == 1:
             if {how == "detached"}:
                 sync.detach()
-                time.sleep(4)
+                hang()
                 os._exit(0)
             hang() if {how == "hangs"} else os.kill(os.getpid(), 9)
         else:
@@ -253,7 +244,7 @@ def test_who_waits_for_a_forward_that_failed_is_told_of_it_meanwhile(tmp_path: P
 def test_waiting_in_reduce(tmp_path: Path, how: str, world: int) -> None:
     body = f"""
         if rank == 1:
-            time.sleep(9) if {how == "hangs"} else os.kill(os.getpid(), signal.SIGKILL)
+            hang() if {how == "hangs"} else os.kill(os.getpid(), signal.SIGKILL)
         else:
             told(lambda: stretto.reduce([torch.ones(4)]))
     """
@@ -342,7 +333,7 @@ def test_a_copy_on_one_rank_is_its_own_affair(tmp_path: Path, world: int, transp
             first(x).backward()
         if rank == 1:
             second.synchronizer.detach()
-            time.sleep(3)
+            hang()
             os._exit(0)
         told(lambda: second(x).backward())
     """
@@ -370,7 +361,7 @@ def test_copies_on_all_ranks_train(tmp_path: Path) -> None:
         right()
         if rank == 1:
             second.synchronizer.detach()
-            time.sleep(2)
+            hang()
         else:
             told(lambda: second(x).backward())
     """

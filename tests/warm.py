@@ -1,5 +1,6 @@
 """Ranks as processes that cost little: forked from one warm process, in which torch is imported once.
 
+spawn_ranks(worker, 2)                      # of stretto.testing: its ranks too are forked, from a server
 in_warm_process(scenario, folder)           # from a test; runs scenario(folder) in a new process and returns its result
     ranks = fork_ranks(worker, 3, folder)   # there, as often as wanted: each runs worker(rank, tell)
 """
@@ -10,6 +11,7 @@ import ctypes
 import datetime
 import gc
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -28,11 +30,42 @@ import torch.distributed as dist
 PR_SET_PDEATHSIG = 1
 
 
+PRELOAD = ["stretto.testing", "torch.optim", "torch._dynamo", "pytest", "hypothesis"]
+"""Seconds of import, each time a rank starts. torch's optimizers and its wrapper's forward import the compiler."""
+
+
+class Ranks:
+    """In the place of ``multiprocessing`` in stretto.testing."""
+
+    def get_context(self, method: str) -> Ranks:
+        """Whatever was asked for."""
+        return self
+
+    def Process(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """One that begins with this process's environment of now, not with that of the server."""
+        context = fork_server(PRELOAD)
+        return context.Process(target=_in_environment, args=(dict(os.environ), target, args))
+
+
+def fork_server(preload: list[str]) -> Any:
+    """A context whose processes have these modules. One server at a time: for others it starts anew."""
+    server = multiprocessing.forkserver._forkserver
+    if server._preload_modules != preload:
+        server._stop()
+        server.set_forkserver_preload(preload)
+    return mp.get_context("forkserver")
+
+
+def _in_environment(variables: dict[str, str], target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    target(*args)
+
+
 def in_warm_process(scenario: Callable[..., Any], *args: Any, timeout: float = 110.0) -> Any:
     """What ``scenario(*args)`` returns in a process of its own, whose forks are safe: it has run nothing before."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_warm, args=(theirs, scenario, args))
+    ours, theirs = mp.Pipe(duplex=False)
+    process = Ranks().Process(target=_warm, args=(theirs, scenario, args))
     process.start()
     theirs.close()
     try:

@@ -30,6 +30,10 @@ EVERY = 100
 KEPT = 20
 """So many records are kept for a report."""
 
+_left_over: collections.deque[Any] = collections.deque()
+"""Hooks on optimizers whose recorder was dropped. torch may be going through its table just then, so they are removed
+when another recorder begins."""
+
 now = time.perf_counter_ns
 
 
@@ -55,16 +59,21 @@ class Recorder:
             return
         self._forget()
         self._parameters = {id(parameter) for parameter in watched.parameters}
+        while _left_over:
+            _left_over.popleft().remove()
         self._hooks = [
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ends),
+            register_optimizer_step_pre_hook(_weakly(self._optimizer_begins)),
+            register_optimizer_step_post_hook(_weakly(self._optimizer_ends)),
         ]
+        self._dropped = weakref.finalize(self, _left_over.extend, self._hooks)
+        self._dropped.atexit = False
         watched.start_watching(self)
 
     def stop(self) -> None:
         """Look no more. Harmless twice, and then it costs nothing."""
         if not self._hooks:
             return
+        self._dropped.detach()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -184,6 +193,17 @@ class Recorder:
             tuple(launches),
             self._buffers,
         )
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """torch's table of hooks would keep the recorder, and with it all that a dropped handle has had under way."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*arguments)
+
+    return call
 
 
 class GradientRecorder(Recorder):

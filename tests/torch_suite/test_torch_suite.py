@@ -5,7 +5,6 @@ those that end in a complaint that torch's error did not come: there the complai
 """
 
 import ast
-import multiprocessing
 import multiprocessing.forkserver
 import os
 import pathlib
@@ -14,6 +13,7 @@ import time
 
 import pytest
 import torch
+import warm
 from listed import CANNOT_RUN, TORCH_COMPLAINS
 
 pytestmark = pytest.mark.ranks
@@ -44,8 +44,7 @@ NAMES = names()
 @pytest.fixture(scope="module")
 def fork_server():
     """torch and its tests are imported once; a rank is a fork, ready at once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch_suite_stage"])
+    context = warm.fork_server(["torch_suite_stage"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # until 3.13 the server does not get sys.path
         multiprocessing.forkserver.ensure_running()

@@ -7,19 +7,16 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report import ms, share
-from .console import FINE, WRONG, AsJson, CommandError, note, progress, say, say_json, table
+from .console import FINE, WRONG, AsJson, CommandError, note, say, say_json, table
 
 if TYPE_CHECKING:
     from ..report import Report
     from .digits import Trained
 
-RANKS = 2
 ENOUGH = 0.9
 """Of unseen digits that have to be read right; a guess is right in a tenth."""
 TIMEOUT = 120.0
@@ -47,20 +44,14 @@ def demo(as_json: AsJson = False) -> int:
 
 
 def _train(folder: str) -> dict[str, Trained]:
-    from ..testing import spawn_ranks
     from .digits import STEPS, WAYS, train
+    from .ranks import RANKS, work
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    here, there = Pipe(duplex=False)
-    with ThreadPoolExecutor(1) as pool, progress("training three times", STEPS * len(WAYS)) as done:
-        ranks = pool.submit(spawn_ranks, train, RANKS, folder, RANKS, there, timeout=TIMEOUT)
-        while not ranks.done():
-            if here.poll(0.05):
-                done(here.recv())
-        try:
-            found: list[list[Trained]] = ranks.result()
-        except (RuntimeError, TimeoutError) as error:
-            raise CommandError(f"the demo failed: {str(error).strip().splitlines()[-1]}", WRONG) from error
+    try:
+        found = work("training three times", STEPS * len(WAYS), train, folder, RANKS, timeout=TIMEOUT)
+    except (RuntimeError, TimeoutError) as error:
+        raise CommandError(f"the demo failed: {str(error).strip().splitlines()[-1]}", WRONG) from error
     return {one.way: one for one in found[0]}
 
 
@@ -94,12 +85,12 @@ def _show(
     seconds: float,
 ) -> None:
     ddp, before, after = (runs[way] for way in ("torch DDP", "before", "after"))
-    say(f"{RANKS} processes trained one network on {after.data}, each on its part of every batch.\n")
-    say("BEFORE: one all-reduce when backward has ended\n")
+    say(f"Two processes trained one network on {after.data}, each on its part of every batch.\n")
+    say("BEFORE: one all-reduce over Gloo when backward has ended\n")
     say(f"{sketches['before']}\n")
     say("AFTER: stretto.attach(model)\n")
     say(f"{sketches['after']}\n\n{reports['after']}\n\n{after.plan}\n")
-    rows = [("", "torch DDP", "before", "after")]
+    rows: list[tuple[str, ...]] = [("", "torch DDP", "before", "after")]
     for name, cells in (
         ("first loss", [f"{one.losses[0]:.6f}" for one in (ddp, before, after)]),
         ("last loss", [f"{one.losses[-1]:.6f}" for one in (ddp, before, after)]),

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.util
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -64,7 +66,7 @@ def make_net() -> nn.Sequential:
     """Some 180,000 parameters in seven layers."""
     layers: list[nn.Module] = [nn.Flatten()]
     widths = [64, 192, 192, 192, 192, 192, 10]
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -72,10 +74,13 @@ def make_net() -> nn.Sequential:
 def digits() -> tuple[torch.Tensor, torch.Tensor, str]:
     """Pictures of 8 by 8 points, which digit each shows, and whose digits they are."""
     if importlib.util.find_spec("sklearn") and importlib.util.find_spec("numpy"):
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        return torch.from_numpy(images).float() / 16, torch.from_numpy(labels).long(), "scikit-learn's handwritten digits"
+        handwritten: Any = importlib.import_module("sklearn.datasets")
+        images, labels = handwritten.load_digits(return_X_y=True)
+        return (
+            torch.from_numpy(images).float() / 16,
+            torch.from_numpy(labels).long(),
+            "scikit-learn's handwritten digits",
+        )
     return *drawn_digits(_DRAWN), "drawn digits (scikit-learn, with handwritten ones, is not installed)"
 
 
@@ -126,7 +131,7 @@ def _train(way: Way, rank: int, ranks: int, folder: str, tell: Connection, befor
             batch = learn[torch.randint(len(learn), (BATCH,), generator=chance)][rank::ranks]
             optimizer.zero_grad()
             loss = cross_entropy(model(images[batch]), labels[batch])
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - began)

@@ -117,9 +117,11 @@ def advise(findings: Findings) -> list[str]:
 def _of_memory(findings: Findings) -> str:
     left = findings.machine.available_memory
     if findings.speed is not None and findings.speed.no_shared_memory:
-        return f"No shared memory because {findings.speed.no_shared_memory}: gradients go through Gloo inside this host."
+        return (
+            f"No shared memory because {findings.speed.no_shared_memory}: gradients go through Gloo inside this host."
+        )
     if left is not None and left < LITTLE_MEMORY:
-        return f"Only {format_bytes(left)} of memory are left, out of which buckets are taken: raise the container's limit."
+        return f"Only {format_bytes(left)} of memory are left, out of which buckets are taken: raise the limit."
     return ""
 
 

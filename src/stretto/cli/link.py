@@ -17,9 +17,9 @@ class Link:
     """Between any two neighbours of a ring, the same both ways at once.
 
     The ring all-reduce of S bytes over n ranks is 2(n-1) messages one after the other, of S/n bytes each:
-    2(n-1) a + 2(n-1)/n S b, with the latency a of a message and b seconds a byte. The bandwidth term is the least that any
-    algorithm needs (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009);
-    what summing costs is left out.
+    2(n-1) a + 2(n-1)/n S b, with the latency a of a message and b seconds a byte. The bandwidth term is the least that
+    any algorithm needs (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    2009). What summing costs is left out.
     """
 
     bandwidth: float

@@ -85,5 +85,6 @@ def _told(error: BaseException) -> str:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    where = f" ({frame.tb_frame.f_code.co_filename}:{frame.tb_lineno})" if frame is not None else ""
+    file = "" if frame is None else frame.tb_frame.f_code.co_filename
+    where = f" ({file}:{frame.tb_lineno})" if frame is not None and file != __file__ else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

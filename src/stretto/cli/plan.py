@@ -22,7 +22,9 @@ OTHER_CAPS = (0.25, 1.0, 4.0, 25.0)
 
 
 def plan(
-    target: Annotated[str, typer.Argument(help="script.py:factory or package.module:factory, called without arguments")],
+    target: Annotated[
+        str, typer.Argument(help="script.py:factory or package.module:factory, called without arguments")
+    ],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many take part.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of the link, each way: 1gbit, 100mbit, 125MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="Of one message: 100us, 0.2ms.")] = "100us",
@@ -88,15 +90,14 @@ def _caps(cap_mb: float) -> list[float]:
 
 
 def _other_caps(specs: Sequence[ParameterSpec], link: Link, cap_mb: float) -> str:
-    rows = [("bucket_cap_mb", "buckets", "latency", "all-reduce", "last bucket")]
+    rows: list[tuple[str, ...]] = [("bucket_cap_mb", "buckets", "latency", "all-reduce", "last bucket")]
     for cap in _caps(cap_mb):
         sizes = _sizes(_plan(specs, cap))
         number = len(sizes)
         times = (number * link.waiting(), link.all_reduces(sizes), link.all_reduce(sizes[-1]))
         rows.append((f"{cap:g}", str(number), *map(ms, times)))
-    return (
-        "Small buckets leave earlier and pay latency more often; the last one is never hidden:\n"
-        + table(rows, left=())
+    return "Small buckets leave earlier and pay latency more often; the last one is never hidden:\n" + table(
+        rows, left=()
     )
 
 
@@ -123,7 +124,5 @@ def _as_value(made: BucketPlan, link: Link, specs: Sequence[ParameterSpec], cap_
         "sent": link.sent(sum(sizes)),
         "waiting": len(sizes) * link.waiting(),
         "seconds": link.all_reduces(sizes),
-        "by_cap_mb": {
-            cap: {"buckets": len(found), "seconds": link.all_reduces(found)} for cap, found in caps.items()
-        },
+        "by_cap_mb": {cap: {"buckets": len(found), "seconds": link.all_reduces(found)} for cap, found in caps.items()},
     }

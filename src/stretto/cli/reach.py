@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from .machine import Interface, is_loopback
 
@@ -91,7 +92,7 @@ def reach_the_store(hostname: str, interfaces: Sequence[Interface]) -> list[Reac
     ways = [(one.name, address) for one in interfaces if one.up for address in one.addresses]
     ways += [("hostname", hostname)]
     try:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         return [Reached(name, address, f"no store starts here: {_first_line(error)}") for name, address in ways]
     return [Reached(name, address, _why_not_reached(address, store.port)) for name, address in ways]
@@ -104,7 +105,7 @@ def _why_not_reached(address: str, port: int) -> str:
         return error.strerror or str(error)
     try:
         patience = timedelta(seconds=PATIENCE)
-        client = dist.TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
+        client = TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
         client.set(f"stretto/doctor/{address}", "here")
     except RuntimeError as error:
         return _first_line(error)

@@ -42,7 +42,7 @@ def run(
     if outcome.stopped_by is not None:
         note(f"stopped by {signal.Signals(outcome.stopped_by).name}; all ranks have ended")
     elif (failure := outcome.failure) is not None:
-        note(f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid})")
+        note(f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended")
         if failure.traceback:
             print(f"--- traceback of rank {failure.rank} ---\n{failure.traceback}", file=sys.stderr, flush=True)
     if as_json:

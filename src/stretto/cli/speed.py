@@ -5,9 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,9 +13,8 @@ import torch
 
 from ..errors import SetupError
 from ..plan import MIB
-from ..testing import spawn_ranks
 from ..transport import ProcessGroupTransport, Transport, choose
-from .console import progress
+from .ranks import work
 
 SIZES = (4, MIB, 25 * MIB)
 _ROUNDS = {4: 300, MIB: 60, 25 * MIB: 12}
@@ -65,14 +62,8 @@ def measure(*, quick: bool) -> Speed:
         RuntimeError: a rank failed; with its traceback.
         TimeoutError: they did not end.
     """
-    here, there = Pipe(duplex=False)
-    with ThreadPoolExecutor(1) as pool, progress("measuring two ranks", 1.0) as done:
-        ranks = pool.submit(spawn_ranks, _measure_on_rank, 2, _QUICK if quick else _ROUNDS, there, timeout=_TIMEOUT)
-        while not ranks.done():
-            if here.poll(0.05):
-                done(here.recv())
-        results: list[Speed] = ranks.result()
-    return results[0]
+    rounds = _QUICK if quick else _ROUNDS
+    return work("measuring two ranks", 1.0, _measure_on_rank, rounds, timeout=_TIMEOUT)[0]
 
 
 def _measure_on_rank(rank: int, rounds: Mapping[int, int], tell: Connection) -> Speed:

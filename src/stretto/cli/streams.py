@@ -64,7 +64,7 @@ class Stream:
         return f"/proc/self/fd/{self._writing}"
 
     def close(self, seconds: float) -> None:
-        """Wait until all that was written is forwarded. What a rank has left running may hold the pipe: not for ever."""
+        """Wait until all is forwarded, but not for ever: what a rank has left running may hold the pipe."""
         os.close(self._writing)
         self._thread.join(seconds)
 

@@ -40,6 +40,8 @@ def trace(
         raise CommandError(f"--rank {rank}: the trace has ranks 0 to {len(traces) - 1}")
     outputs = {"chrome": chrome or folder / "trace.json", "html": html, "picture": picture}
     asked = {kind: path for kind, path in outputs.items() if path is not None}
+    if picture is not None and picture.suffix.lower() not in (".png", ".svg"):
+        raise CommandError(f"{picture}: a picture ends in .png or .svg")
     for path in asked.values():
         _spare_the_trace(path, folder)
         check_writable(path)
@@ -70,7 +72,9 @@ def _how_it_ended(traces: Sequence[RankTrace]) -> tuple[list[str], bool]:
     for one in traces:
         last = f"after pass {one.passes[-1].number}" if one.passes else "before the first pass settled"
         if one.end is None:
-            notes.append(f"the trace of rank {one.rank} is cut off {last}: killed, still running, or not all was copied")
+            notes.append(
+                f"the trace of rank {one.rank} is cut off {last}: killed, still running, or not all was copied"
+            )
         elif one.end != "closed":
             notes.append(f"the trace of rank {one.rank} ends {last} by {' '.join(one.end.split())}")
     return notes, any(one.end is None for one in traces)

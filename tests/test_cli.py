@@ -19,6 +19,7 @@ import torch
 
 import stretto
 from stretto.cli import execute
+from stretto.cli.cores import cores
 from stretto.cli.digits import drawn_digits
 from stretto.cli.doctor import Findings, advise, faults
 from stretto.cli.launch import Failure, first_failure
@@ -63,7 +64,7 @@ def test_run_gives_ranks_arguments_threads_and_prefixes(tmp_path: Path) -> None:
     )
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = command("run", "--ranks", 2, path, "--ranks", "7", "-m", env=env)
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    threads = max(1, cores() // 2)
     text = f"['--ranks', '7', '-m'] [0, 1] {threads}"
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[rank 0] {text}", f"[rank 1] {text}"])
     assert sorted(done.stderr.splitlines()) == [f"[rank {n}] to stderr, without a newline" for n in (0, 1)]
@@ -145,6 +146,14 @@ def test_run_takes_modules(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])")
     done = command("run", "-n", 1, "-m", "script", "--ranks", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[rank 0] __main__ ['--ranks']\n")
+
+
+def test_cores_that_a_container_is_given(tmp_path: Path) -> None:
+    there = len(os.sched_getaffinity(0))
+    assert cores(tmp_path) == there
+    for quota, expected in (("max", there), ("100000", 1), (str(there * 100_000 - 50_000), there), ("10000", 1)):
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        assert cores(tmp_path) == expected
 
 
 BEGINNING = "Traceback (most recent call last):"
@@ -390,6 +399,20 @@ def test_digits_are_drawn_alike_and_can_be_told_apart() -> None:
 
 
 # Bad input
+
+
+@pytest.mark.parametrize("sink, code", [("/dev/full", 1), ("/dev/null", 0)])
+def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
+    line = [sys.executable, "-m", "stretto", "--help"]
+    with open(sink, "w") as out:
+        done = subprocess.run(line, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == code
+    assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
+
+
+def test_without_a_command_there_is_help(capsys) -> None:
+    assert execute([]) == 2
+    assert capsys.readouterr().out.startswith("Usage: stretto ")
 
 
 def test_help_and_version_of_the_entry_point() -> None:

@@ -31,7 +31,7 @@ STEPS = 240
 BATCH = 64
 """Of all ranks together."""
 SEED = 0
-_TRACED = range(STEPS - 10, STEPS)
+_TRACED = range(STEPS - 40, STEPS)
 _WARM = 20
 _DRAWN = 1800
 _GLYPHS = (

@@ -240,6 +240,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for _ in range(3):
                 model(torch.randn(3, 16)).sum().backward()
                 optimizer.step()
+        sync.detach()
 
     run_ranks(worker, 2)
     return folder

@@ -19,6 +19,7 @@ import torch
 
 import stretto
 from stretto.cli import execute
+from stretto.cli.console import CommandError, write
 from stretto.cli.cores import cores
 from stretto.cli.digits import drawn_digits
 from stretto.cli.doctor import Findings, advise, faults
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 
 def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "stretto", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(line, capture_output=True, text=True, timeout=110, **options)
 
 
 def script(folder: Path, text: str) -> Path:
@@ -392,6 +393,17 @@ def test_demo_trains_and_gives_the_losses_of_ddp() -> None:
     assert len(told["reports"]["before"]["buckets"]) == 1 < len(told["reports"]["after"]["buckets"])
 
 
+def test_a_demo_that_cannot_run_is_one_line(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("rank 0:\nTraceback (most recent call last):\nMemoryError: too much\n")
+
+    monkeypatch.setattr("stretto.cli.ranks.work", fails)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert execute(["demo"]) == 1
+    text = "the demo failed: MemoryError: too much"
+    assert capsys.readouterr() == ("", f"stretto: {text}\n")
+
+
 def test_digits_are_drawn_alike_and_can_be_told_apart() -> None:
     images, labels = drawn_digits(300)
     again, _ = drawn_digits(300)
@@ -409,6 +421,25 @@ def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
         done = subprocess.run(line, stdout=out, stderr=subprocess.PIPE, text=True)
     assert done.returncode == code
     assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.html"
+    path.write_text("old")
+
+    def half(unfinished: Path) -> None:
+        unfinished.write_text("ne")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CommandError) as caught:
+        write(path, half)
+    assert str(caught.value) == f"{path} cannot be written: No space left on device"
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["old"]
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(CommandError) as caught:
+        write(path, lambda unfinished: unfinished.write_text("new"))
+    assert str(caught.value) == f"{path} cannot be written: permission denied"
+    assert path.read_text() == "old"
 
 
 def test_without_a_command_there_is_help(capsys) -> None:

@@ -71,11 +71,12 @@ def execute(arguments: Sequence[str]) -> int:
         note(" ".join(str(error).split("\n")))
         return getattr(error, "exit_code", BAD_INPUT)
     except KeyboardInterrupt:
-        note("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         return FINE
     except Exception as error:
+        if type(error).__name__ == "Abort":  # what older parsers make of Ctrl-C
+            return INTERRUPTED
         if hasattr(error, "format_message"):  # of the parser, whose classes have no public name in all its versions
             note(f"{_one_line(error.format_message())} (stretto --help)".replace("\n", " "))
             return BAD_INPUT

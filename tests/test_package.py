@@ -37,6 +37,8 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"testing_network"},
     {"looks"},
     {"chrome", "plots", "page", "sketch"},
+    {"cli"},
+    {"__main__"},
 ]
 
 

@@ -142,7 +142,7 @@ def available_bytes() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 found.append(int(line.split()[1]) * 1024)
-    for limit, used, reclaimable in _control_groups():
+    for limit, used, reclaimable in control_groups():
         with contextlib.suppress(OSError, ValueError):
             cached = [
                 int(line.split()[1])
@@ -153,7 +153,7 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
-def _control_groups() -> list[tuple[Path, Path, Path]]:
+def control_groups() -> list[tuple[Path, Path, Path]]:
     """Files with the limit, the use and the statistics of memory, of version 2 and of version 1, of all that hold us.
 
     In a container the path may be that of the host; then only the outermost is there.

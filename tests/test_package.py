@@ -35,6 +35,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"__init__"},
     {"testing"},
     {"testing_network"},
+    {"bench"},
 ]
 
 

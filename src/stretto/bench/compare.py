@@ -164,7 +164,7 @@ def measure(rank: int, job: Job) -> Measured:
     gc.collect()
     gc.freeze()
     title = f"{title_of(job.workload)}, {dist.get_world_size()} ranks"
-    with _let_go(entrants):
+    with letting_go(entrants):
         seconds = run_rounds(blocks, job, job.effort.rounds, title)
     return Measured({name: [s / steps for s in times] for name, times in seconds.items()}, stands_for, skipped, steps)
 
@@ -216,7 +216,7 @@ def fastest(contestant: Contestant, make: Callable[[], Workload], steps: int, jo
     if not entrants:
         return next(iter(skipped.values()))
     blocks = {name: functools.partial(training.steps, steps) for name, training in entrants.items()}
-    with _let_go(entrants):
+    with letting_go(entrants):
         title, seconds = f"choosing {contestant.name}", job.effort.seconds / 4
         found = run_rounds(blocks, job, min(PRELIMINARY, job.effort.rounds), title, seconds)
     blocks.clear()
@@ -227,7 +227,7 @@ def fastest(contestant: Contestant, make: Callable[[], Workload], steps: int, jo
 
 
 @contextlib.contextmanager
-def _let_go(entrants: Entrants) -> Iterator[None]:
+def letting_go(entrants: Entrants) -> Iterator[None]:
     """Afterwards nothing holds the process group, so that it can end."""
     try:
         yield

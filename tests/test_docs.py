@@ -84,7 +84,8 @@ def examples_in_docstrings() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", sorted(examples_in_docstrings()))
-def test_examples_in_docstrings_run(name: str) -> None:
+def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     code = examples_in_docstrings()[name]
 
     def worker(transport):
@@ -112,6 +113,8 @@ def test_examples_in_docstrings_run(name: str) -> None:
             "dist": type("dist", (), {"init_process_group": staticmethod(lambda *_: None)}),
             "contextlib": __import__("contextlib"),
             "threading": __import__("threading"),
+            "itertools": __import__("itertools"),
+            "train_on": lambda batch: model(batch[0]).sum().backward(),
             "plan_buckets": stretto.plan.plan_buckets,
             "describe_parameters": stretto.specs.describe_parameters,
             "BucketPlan": stretto.BucketPlan,

@@ -53,6 +53,7 @@ def train(rank: int, transport: str) -> tuple[str, float, list[torch.Tensor]]:
     loss(model, batch(rank, 0)).backward()  # the order of buckets is learnt in the first pass
     dist.barrier()
     before = sent_bytes()
+    dist.barrier()  # nobody sends before all have read
     for step in range(STEPS):
         model.zero_grad()
         loss(model, batch(rank, step)).backward()

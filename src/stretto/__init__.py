@@ -18,8 +18,10 @@ from .errors import (
 from .events import Observer
 from .handle import Synchronizer
 from .plan import BucketPlan, BucketSpec
+from .report import Report
 from .specs import ParameterSpec
 from .tensors import reduce
+from .trace import TraceError
 from .usage import Statistics
 
 __version__ = _version("stretto")
@@ -36,10 +38,12 @@ __all__ = [
     "PeerError",
     "PlanError",
     "ReplicaError",
+    "Report",
     "SetupError",
     "Statistics",
     "StrettoError",
     "Synchronizer",
+    "TraceError",
     "UnsupportedError",
     "attach",
     "reduce",

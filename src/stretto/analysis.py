@@ -1,6 +1,7 @@
 """From the records of all ranks to a report.
 
 records of some passes ──> Seen (this rank) ──gather──> side by side ──> Report ──> advice.py
+traces of all ranks ──> Seen of each ───────────────────────┘
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .plan import BucketPlan
 from .record import NANO, Launch, PassRecord
 from .reducer import Reducer
 from .report import Breakdown, BucketReport, RankReport, Report
+from .trace import RankTrace
 
 
 def report_of(
@@ -39,17 +41,69 @@ def report_of(
     everyone: list[Seen] = peers.gather(seen_in(mine))
     transport = reducer.transport
     clocks = compare_clocks(getattr(transport, "store", None), transport.rank, peers.gather)
+    return _report(
+        _Place(transport.rank, transport.world_size, transport.name, reducer.statistics.bucket_memory),
+        mine,
+        plan,
+        everyone,
+        clocks,
+        tied,
+    )
+
+
+def reports_from(traces: Sequence[RankTrace]) -> list[Report]:
+    """The report of each rank, in rank order, over all passes of its trace that were made under the last plan.
+
+    Args:
+        traces: of all ranks of one run. The memory that buckets hold is taken to be what they carry.
+    """
+    under_last = [_under_last_plan(one) for one in traces]
+    everyone = [seen_in(records) for records, _ in under_last]
+    clocks = [one.clock for one in traces]
+    reports = []
+    for trace, (records, plan) in zip(traces, under_last, strict=True):
+        memory = sum(map(plan.bucket_bytes, range(len(plan.buckets))))
+        place = _Place(trace.rank, trace.world_size, trace.transport, memory)
+        reports.append(_report(place, records, plan, everyone, clocks, trace.tied))
+    return reports
+
+
+def _under_last_plan(trace: RankTrace) -> tuple[list[PassRecord], BucketPlan]:
+    if not trace.passes:
+        return [], next(iter(trace.plans.values()), BucketPlan((), (), 1, 0))
+    last = trace.passes[-1].plan
+    return [record for record in trace.passes if record.plan == last], trace.plans[last]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of whom a report is."""
+
+    rank: int
+    world_size: int
+    transport: str
+    bucket_memory: int
+
+
+def _report(
+    place: _Place,
+    mine: Sequence[PassRecord],
+    plan: BucketPlan,
+    everyone: Sequence[Seen],
+    clocks: Sequence[Clock | None],
+    tied: Mapping[str, str],
+) -> Report:
     known = [clock.uncertainty * NANO for clock in clocks if clock is not None]
     report = Report(
-        transport.rank,
-        transport.world_size,
-        transport.name,
+        place.rank,
+        place.world_size,
+        place.transport,
         len(mine),
         breakdown_of(mine),
         buckets_of(mine, plan),
         side_by_side(everyone, clocks),
         nbytes=int(statistics.median(sum(one.nbytes for one in record.launches) for record in mine)) if mine else 0,
-        bucket_memory=reducer.statistics.bucket_memory,
+        bucket_memory=place.bucket_memory,
         clock_uncertainty=max(known) if len(known) == len(clocks) else None,
         plan=plan.hash,
     )

@@ -267,8 +267,8 @@ class Synchronizer:
     def report(self) -> Report:
         """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
 
-        Of passes 4 to 8 after attaching and then one in a hundred, at most the last 20 of the plan in use; on
-        accelerators times are the host's. Times of hosts are compared through the process group's store.
+        Of passes 4 to 8 after attaching, then one in a hundred, and those that were traced: the last 20 of the plan in
+        use. On accelerators times are the host's. Clocks of hosts are compared through the process group's store.
 
         Raises:
             CommunicationError: a rank does not come.
@@ -301,10 +301,10 @@ class Synchronizer:
                 for batch in itertools.islice(loader, 20):
                     train_on(batch)
         """
-        if self._reducer is None or self._peers is None:
+        if self._reducer is None or self._peers is None or self._sampler is None:
             yield
             return
-        with tracing(self._reducer, self._peers, folder, tied_names(self.module)):
+        with tracing(self._reducer, self._peers, folder, tied_names(self.module), self._sampler.keep):
             yield
 
     def detach(self) -> None:

@@ -16,7 +16,7 @@ includes the time in which a peer had not come yet.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 NANO = 1e-9
@@ -33,6 +33,10 @@ class Span:
     def seconds(self) -> float:
         """How long."""
         return (self.end - self.begin) * NANO
+
+    def moved(self, by: int) -> Span:
+        """So many nanoseconds later."""
+        return Span(self.begin + by, self.end + by)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ class Launch:
     """When the result was there, as far as the transport tells; at the latest ``seen``."""
     seen: int
     """When this rank had waited for it."""
+
+    def moved(self, by: int) -> Launch:
+        """So many nanoseconds later."""
+        full = None if self.full is None else self.full + by
+        times = (full, self.begin + by, self.handed_over + by, self.end + by, self.seen + by)
+        return Launch(self.bucket, self.nbytes, self.closed_by, *times)
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,21 @@ class PassRecord:
     def other(self) -> float:
         """Seconds of the step outside all this: data, the zeroing of gradients, what is not seen."""
         return max(0.0, self.step - self.forward - self.backward - self.exposed - self.stepping)
+
+    def moved(self, by: int) -> PassRecord:
+        """The same by a clock that is so many nanoseconds ahead."""
+        return replace(
+            self,
+            began=self.began + by,
+            started=self.started + by,
+            backward_ended=self.backward_ended + by,
+            settled=self.settled + by,
+            forwards=tuple(one.moved(by) for one in self.forwards),
+            optimizer=tuple(one.moved(by) for one in self.optimizer),
+            gradients=tuple((name, at + by) for name, at in self.gradients),
+            launches=tuple(one.moved(by) for one in self.launches),
+            buffers=None if self.buffers is None else self.buffers + by,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

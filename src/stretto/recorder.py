@@ -80,7 +80,7 @@ class Recorder:
 
     def _empty(self) -> None:
         """Of what belongs to the pass alone."""
-        self._gradients: list[tuple[str, int]] = []
+        self.gradients: list[tuple[str, int]] = []
         self._full: dict[int, tuple[str, int]] = {}
         self._flights: dict[int, Flight] = {}
 
@@ -114,10 +114,6 @@ class Recorder:
         self._empty()
         self._started = now()
         self._ended = 0
-
-    def gradient_ready(self, pass_number: int, name: str) -> None:
-        """Called for every gradient: this is why nobody is watched without need."""
-        self._gradients.append((name, now()))
 
     def bucket_full(self, pass_number: int, bucket: int, closed_by: str) -> None:
         """Its gradients are there; earlier buckets may still be missing some."""
@@ -182,10 +178,18 @@ class Recorder:
             settled,
             tuple(self._forwards),
             tuple(self._optimizer),
-            tuple(self._gradients),
+            tuple(self.gradients),
             tuple(launches),
             self._buffers,
         )
+
+
+class GradientRecorder(Recorder):
+    """The same, with the time of each gradient: then each is looked at when it arrives, some microseconds each."""
+
+    def gradient_ready(self, pass_number: int, name: str) -> None:
+        """See :class:`~stretto.events.Observer`."""
+        self.gradients.append((name, now()))
 
 
 class Flight:
@@ -233,7 +237,11 @@ class Sampler:
 
     def __init__(self, watched: Reducer) -> None:
         self.records: collections.deque[tuple[PassRecord, BucketPlan]] = collections.deque(maxlen=KEPT)
-        self._recorder = Recorder(watched, lambda record, plan: self.records.append((record, plan)))
+        self._recorder = Recorder(watched, self.keep)
+
+    def keep(self, record: PassRecord, plan: BucketPlan) -> None:
+        """Also what others have recorded."""
+        self.records.append((record, plan))
 
     def pass_settled(self, pass_number: int) -> None:
         """Is the next one to be looked at?"""

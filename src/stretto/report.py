@@ -115,15 +115,15 @@ class Report:
         return asdict(self) | {"percent_hidden": self.breakdown.percent_hidden}
 
     def __str__(self) -> str:
+        if not self.passes:
+            return (
+                f"rank {self.rank} of {self.world_size} over {self.transport}: no pass was recorded so far.\n"
+                "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them."
+            )
         return "\n".join([*self._headline(), "", *_steps(self.ranks), "", *self._buckets(), *self._end()])
 
     def _headline(self) -> list[str]:
         mine = self.breakdown
-        if not self.passes:
-            return [
-                f"rank {self.rank} of {self.world_size} over {self.transport}: no pass was recorded so far.",
-                "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them.",
-            ]
         return [
             f"rank {self.rank} of {self.world_size} over {self.transport}, medians of {self.passes} passes",
             f"a step takes {ms(mine.step)}; buckets are on their way for {ms(mine.communication)}: backward hides "
@@ -170,7 +170,8 @@ def ms(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     value = seconds * 1e3
-    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 10 else f"{value:.2f} ms"
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f} ms"
 
 
 def share(part: float, whole: float) -> str:

@@ -221,11 +221,27 @@ class DelayTransport(RecordingTransport):
 class _DelayedWork:
     def __init__(self, inner: Work, through: float) -> None:
         self._inner: Any = inner
-        self.ended_at = through
+        self._through = through
+        self._over = self._overdue = False
+
+    @property
+    def ended_at(self) -> float | None:
+        """When it was through; None while a peer has not come, whatever the link says."""
+        now = time.perf_counter()
+        if not self._over:
+            self._over = self.is_completed()
+            if self._over and self._overdue:  # the peer came since one has looked last
+                self._through = now
+            self._overdue = now > self._through
+        return self._through if self._over else None
 
     def is_completed(self) -> bool:
         return bool(self._inner.is_completed())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        come = self._over or self.is_completed()
         self._inner.wait(*[timeout] if timeout else [])
-        time.sleep(max(0.0, self.ended_at - time.perf_counter()))
+        if not come:
+            self._through = max(self._through, time.perf_counter())
+        self._over = True
+        time.sleep(max(0.0, self._through - time.perf_counter()))

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from .clocks import compare_clocks
 from .peers import Peers
-from .recorder import Recorder
+from .plan import BucketPlan
+from .record import PassRecord
+from .recorder import GradientRecorder
 from .reducer import Reducer
 from .trace import TraceError, TraceWriter, header_of
 
+Keep = Callable[[PassRecord, BucketPlan], object]
+
 
 @contextlib.contextmanager
-def tracing(reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied: Mapping[str, str]) -> Iterator[None]:
+def tracing(
+    reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied: Mapping[str, str], also: Keep
+) -> Iterator[None]:
     """Collective where it begins, since clocks are compared there; where it ends each rank is on its own.
 
     Args:
@@ -22,6 +28,7 @@ def tracing(reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied
         peers: the other ranks.
         folder: where each rank writes its file.
         tied: names of parameters, and under what other name the module uses them too.
+        also: told of each record.
 
     Raises:
         TraceError: on every rank, if one of them cannot write.
@@ -40,7 +47,12 @@ def tracing(reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied
         if writer is not None:
             writer.close("another rank cannot write")
         raise TraceError("; ".join(f"rank {rank}: {one}" for rank, one in problems.items()))
-    recorder = Recorder(reducer, writer.keep)
+
+    def keep(record: PassRecord, plan: BucketPlan) -> None:
+        also(record, plan)
+        writer.keep(record, plan)
+
+    recorder = GradientRecorder(reducer, keep)
     recorder.start()
     end = "closed"
     try:

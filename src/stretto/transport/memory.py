@@ -42,6 +42,7 @@ _ALIGNMENT = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _MAP_FIXED = 16
 _TURN_SECONDS = 5.0
+_UNLIMITED = 2**60  # version 1 writes the largest number of pages there is
 
 SEGMENTS = 512
 _LINE = struct.Struct("<QQQ")  # number of the segment (0: none), file descriptor, bytes
@@ -151,6 +152,15 @@ def available_bytes() -> int | None:
             ]
             found.append(int(limit.read_text()) - int(used.read_text()) + max(cached, default=0))
     return min(found, default=None)
+
+
+def memory_limit() -> int | None:
+    """What the control groups of this process allow; None if they allow all that there is."""
+    found = []
+    for limit, _, _ in _control_groups():
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(limit.read_text()))
+    return min((one for one in found if one < _UNLIMITED), default=None)
 
 
 def _control_groups() -> list[tuple[Path, Path, Path]]:

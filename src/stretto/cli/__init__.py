@@ -1,0 +1,83 @@
+"""The command line: ``stretto``, and ``python -m stretto``. One file a command; this one puts them together.
+
+Exit codes: 0, all is well; 1, what was asked about has failed or is broken; 2, the question was no good; 130, Ctrl-C.
+``stretto run`` ends with the exit code of the rank that failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from ..errors import StrettoError
+from .console import BAD_INPUT, FINE, WRONG, note
+from .demo import demo
+from .doctor import doctor
+from .plan import plan
+from .run import run
+from .trace import trace
+
+INTERRUPTED = 130
+
+
+def make_app() -> typer.Typer:
+    """All commands."""
+    made = typer.Typer(
+        help="Data-parallel training for PyTorch: start it, look into it, find out what is wrong.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for command in (demo, plan, trace, doctor):
+        made.command()(command)
+    made.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run)
+    return made
+
+
+app = make_app()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and leave with its exit code.
+
+    Args:
+        arguments: default, those of the process.
+    """
+    code = execute(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `stretto plan ... | head`; the interpreter would complain of it when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(code)
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Errors become one line on stderr."""
+    try:
+        told = app(args=[*arguments], prog_name="stretto", standalone_mode=False)
+        return told if isinstance(told, int) else FINE
+    except StrettoError as error:
+        note(" ".join(str(error).split("\n")))
+        return getattr(error, "exit_code", BAD_INPUT)
+    except KeyboardInterrupt:
+        note("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return FINE
+    except Exception as error:
+        if hasattr(error, "format_message"):  # of the parser, whose classes have no public name in all its versions
+            note(f"{_one_line(error.format_message())} (stretto --help)".replace("\n", " "))
+            return BAD_INPUT
+        if "STRETTO_TRACEBACK" in os.environ:
+            raise
+        note(f"{type(error).__name__}: {_one_line(str(error))} (STRETTO_TRACEBACK=1 shows where)")
+        return WRONG
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,112 @@
+"""How the commands speak: errors of one line, tables, JSON, progress bars, files that are never half written.
+
+Results go to stdout, everything else to stderr. With ``--json`` stdout holds one JSON value and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import StrettoError
+
+FINE, WRONG, BAD_INPUT = 0, 1, 2
+"""Exit codes: all is well; what was asked about has failed or is broken; the question was no good."""
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, and nothing else there.")]
+
+
+class CommandError(StrettoError):
+    """What was asked for cannot be done. The message is one line.
+
+    Args:
+        message: what is wrong, with the name of the thing.
+        exit_code: ``BAD_INPUT`` or ``WRONG``.
+    """
+
+    def __init__(self, message: str, exit_code: int = BAD_INPUT) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def say(text: str = "") -> None:
+    """A result."""
+    print(text)
+
+
+def note(text: str) -> None:
+    """To whoever watches; no result."""
+    print(f"stretto: {text}", file=sys.stderr, flush=True)
+
+
+def say_json(value: Any) -> None:
+    """The result, for programs."""
+    print(json.dumps(value, indent=2))
+
+
+def table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+    """Columns of text, the first row their heads.
+
+    Args:
+        rows: of the same length.
+        left: columns that begin at the left; others end at the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+@contextlib.contextmanager
+def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr if that is a terminal; what is yielded is told how much has been done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def check_writable(path: Path) -> None:
+    """Before anything is computed.
+
+    Raises:
+        CommandError: a file cannot be written there.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise CommandError(f"{path} cannot be written: it is a folder")
+    if not folder.is_dir():
+        raise CommandError(f"{path} cannot be written: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise CommandError(f"{path} cannot be written: permission denied")
+
+
+def write(path: Path, make: Callable[[Path], object]) -> None:
+    """Have ``make`` write a file beside ``path``, then put it in its place: what was there stays until then.
+
+    Raises:
+        CommandError: it cannot be written.
+    """
+    check_writable(path)
+    unfinished = path.with_name(f".{secrets.token_hex(4)}-{path.name}")  # the suffix tells plots what to draw
+    try:
+        make(unfinished)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,164 @@
+"""Local ranks through torchrun's own launcher, and which of them failed first.
+
+The ranks run ``python script.py`` as they would alone. Before that a line of Python asks the kernel to kill the rank
+when the launcher ends, however that ends: prctl(2), PR_SET_PDEATHSIG, which stays through exec.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, BinaryIO
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from .streams import Streams, Traceback
+
+_TIED_TO_US = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) and os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+)
+_TOLD_TO_END = -signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
+    """None if a signal ended it."""
+    signal: str | None
+    """Its name."""
+    traceback: str
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
+
+    @property
+    def code(self) -> int:
+        """As a shell would have it."""
+        if self.signal is not None:
+            return 128 + signal.Signals[self.signal].value
+        return self.exit_code or 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    failure: Failure | None = None
+    stopped_by: int | None = None
+    """The signal that this process got."""
+
+    @property
+    def code(self) -> int:
+        """What to exit with."""
+        if self.stopped_by is not None:
+            return 128 + self.stopped_by
+        return self.failure.code if self.failure else 0
+
+
+class _Pipes(LogsSpecs):
+    """Where torch's launcher sends what ranks print."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """Called once, since there are no restarts."""
+        out = {rank: self._streams.out[rank].path for rank in envs}
+        err = {rank: self._streams.err[rank].path for rank in envs}
+        return LogsDest(out, err, error_files=dict.fromkeys(envs, ""))
+
+    @property
+    def root_log_dir(self) -> str:
+        """None of ours."""
+        return ""
+
+
+def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> Outcome:
+    """Run ``python PROGRAM`` on so many ranks of this host until all have ended, or one has failed and all are ended.
+
+    Args:
+        program: what stands behind ``python``.
+        ranks: at least one.
+        out: gets what they print.
+        err: gets what they print to stderr.
+    """
+    streams = Streams(ranks, out, err)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.05,
+        logs_specs=_Pipes(streams),
+    )
+    command = ["-u", *program]
+    if sys.platform.startswith("linux"):
+        command = ["-I", "-S", "-c", _TIED_TO_US, str(os.getpid()), *command]
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # the launcher's own lines; ranks have their own logging
+    try:
+        elastic_launch(config, sys.executable)(*command)
+        return Outcome()
+    except SignalException as stop:
+        return Outcome(stopped_by=int(stop.sigval))
+    except ChildFailedError as error:
+        streams.close()
+        return Outcome(first_failure(error.failures, [stream.traceback() for stream in streams.err]))
+    finally:
+        logging.disable(before)
+        streams.close()
+
+
+def first_failure(failures: Mapping[int, ProcessFailure], tracebacks: Sequence[Traceback | None]) -> Failure:
+    """Which rank is to blame: one that speaks of itself before one that speaks of others, then the earlier one.
+
+    Args:
+        failures: by rank, in the order in which the launcher saw them. It ends all ranks at the first, which makes
+            failures of them.
+        tracebacks: what each rank has printed last, by rank.
+    """
+    first = next(iter(failures))
+
+    def order(rank: int) -> tuple[bool, bool, float, bool]:
+        told = tracebacks[rank]
+        ended_by_us = rank != first and failures[rank].exitcode == _TOLD_TO_END
+        silent = told is None
+        return (
+            silent and ended_by_us,
+            told is not None and told.is_consequence,
+            told.at if told is not None else float("inf"),
+            rank != first,
+        )
+
+    rank = min(failures, key=order)
+    found, told = failures[rank], tracebacks[rank]
+    code: int | None = found.exitcode
+    if rank != first and code == _TOLD_TO_END:
+        code = 1  # it had printed its exception and was on its way out
+    name = None
+    if code is not None and code < 0:
+        name, code = signal.Signals(-code).name, None
+    return Failure(rank, found.pid, code, name, told.text if told is not None else "")

@@ -1,0 +1,137 @@
+"""What this machine and this Python are: versions, backends, cores, memory, network interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import resource
+import socket
+import struct
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..transport.memory import available_bytes, memory_limit
+from .run import cores
+
+_GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Of the network."""
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it leads to this host alone."""
+        return bool(self.addresses) and all(is_loopback(one) for one in self.addresses)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.addresses) or 'no address'}{'' if self.up else ', down'})"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """As far as it matters to training on several ranks."""
+
+    versions: dict[str, str]
+    backends: dict[str, bool]
+    """Of torch.distributed: whether this torch has them."""
+    accelerators: tuple[str, ...]
+    cores: int
+    """That this process may use."""
+    all_cores: int
+    threads: int
+    """That torch would use."""
+    omp_num_threads: str | None
+    available_memory: int | None
+    memory_limit: int | None
+    """Of the control groups."""
+    open_files: int
+    """So many a process may have."""
+    hostname: str
+    interfaces: tuple[Interface, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; sizes in bytes."""
+        return asdict(self)
+
+
+def look_at_machine() -> Machine:
+    """Now."""
+    there = dist.is_available()
+    backends = {
+        "gloo": there and dist.is_gloo_available(),
+        "nccl": there and dist.is_nccl_available(),
+        "mpi": there and dist.is_mpi_available(),
+    }
+    cuda = torch.cuda.is_available()
+    return Machine(
+        versions={
+            "stretto": version("stretto"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": _system(),
+            "kernel": platform.release(),
+            "machine": platform.machine(),
+        },
+        backends=backends,
+        accelerators=tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) if cuda else (),
+        cores=cores(),
+        all_cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        available_memory=available_bytes(),
+        memory_limit=memory_limit(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        hostname=socket.gethostname(),
+        interfaces=look_at_interfaces(),
+    )
+
+
+def _system() -> str:
+    with contextlib.suppress(OSError):
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    return platform.system()
+
+
+def look_at_interfaces() -> tuple[Interface, ...]:
+    """All of this network namespace, in the kernel's order."""
+    ipv6 = _ipv6_addresses()
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            addresses, flags = [], 0
+            with contextlib.suppress(OSError):
+                flags = struct.unpack("H", fcntl.ioctl(any_socket, _GET_FLAGS, request)[16:18])[0]
+                addresses.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, request)[20:24]))
+            found.append(Interface(name, (*addresses, *ipv6.get(name, ())), bool(flags & _UP)))
+    return tuple(found)
+
+
+def _ipv6_addresses() -> dict[str, list[str]]:
+    """By interface. Link-local ones are left out: they mean nothing without the interface's number."""
+    found: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, _, _, name = line.split()
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+            if not address.startswith("fe80"):
+                found.setdefault(name, []).append(address)
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it leads to this host alone."""
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,128 @@
+"""``stretto plan``: the buckets of a model, and what they cost on a link."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ..plan import MIB, BucketPlan, plan_buckets
+from ..report import ms, share
+from ..specs import ParameterSpec, describe_parameters, format_bytes
+from .console import FINE, AsJson, CommandError, say, say_json, table
+from .link import Link, parse_bandwidth, parse_latency
+from .load import load_model
+
+CAP_MB = 4.0
+"""What attach() takes over Gloo."""
+OTHER_CAPS = (0.25, 1.0, 4.0, 25.0)
+
+
+def plan(
+    target: Annotated[
+        str, typer.Argument(help="script.py:factory or package.module:factory, called without arguments")
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many take part.")] = 2,
+    bandwidth: Annotated[str, typer.Option(help="Of the link, each way: 1gbit, 100mbit, 125MB/s.")] = "1gbit",
+    latency: Annotated[str, typer.Option(help="Of one message: 100us, 0.2ms.")] = "100us",
+    bucket_cap_mb: Annotated[float, typer.Option(help="As in attach().")] = CAP_MB,
+    as_json: AsJson = False,
+) -> int:
+    """Show the buckets of a model, and what a pass costs on a link.
+
+    The plan is the one before the first backward, in reverse order of registration; attach() learns the true order of
+    arrival and plans again. Times are those of the ring all-reduce, computed, not measured; overlap with backward can
+    hide all but the last bucket's.
+    """
+    if ranks < 1:
+        raise CommandError(f"--ranks {ranks}: at least one rank takes part")
+    if not 0 < bucket_cap_mb < math.inf:
+        raise CommandError(f"--bucket-cap-mb {bucket_cap_mb:g}: must be positive")
+    link = Link(parse_bandwidth(bandwidth), parse_latency(latency), ranks)
+    model = load_model(target)
+    specs = describe_parameters({name: one for name, one in model.named_parameters() if one.requires_grad})
+    if not specs:
+        raise CommandError(f"{target} gives a module without a parameter that requires a gradient")
+    made = _plan(specs, bucket_cap_mb)
+    if as_json:
+        say_json(_as_value(made, link, specs, bucket_cap_mb))
+    else:
+        say(f"{made}\n\n{_costs(made, link, f'{bandwidth}, {latency}')}\n\n{_other_caps(specs, link, bucket_cap_mb)}")
+    return FINE
+
+
+def _plan(specs: Sequence[ParameterSpec], cap_mb: float) -> BucketPlan:
+    return plan_buckets(specs, cap_bytes=max(1, int(cap_mb * MIB)))
+
+
+def _sizes(made: BucketPlan) -> list[int]:
+    """Bytes that travel, by bucket."""
+    return [
+        sum(made.parameters[index].numel for index in bucket.indices) * (bucket.reduce_dtype or bucket.dtype).itemsize
+        for bucket in made.buckets
+    ]
+
+
+def _costs(made: BucketPlan, link: Link, words: str) -> str:
+    sizes, total = _sizes(made), link.all_reduces(_sizes(made))
+    rows = [("bucket", "size", "latency", "transfer", "all-reduce")]
+    rows += [
+        (str(number), format_bytes(size), ms(link.waiting()), ms(link.moving(size)), ms(link.all_reduce(size)))
+        for number, size in enumerate(sizes)
+    ]
+    waiting, moving = len(sizes) * link.waiting(), link.moving(sum(sizes))
+    rows.append(("all", format_bytes(sum(sizes)), ms(waiting), ms(moving), ms(total)))
+    head = f"ring all-reduce over {link.ranks} ranks on a link of {words}, computed:"
+    sent = format_bytes(link.sent(sum(sizes)))
+    end = f"Each rank sends {sent} in a pass; latency is {share(waiting, total)} of {ms(total)}."
+    if link.ranks == 1:
+        end = "One rank sends nothing."
+    else:
+        end += f"\nBackward can hide all but the last bucket's {ms(link.all_reduce(sizes[-1]))}."
+    return f"{head}\n{table(rows, left=())}\n{end}"
+
+
+def _caps(cap_mb: float) -> list[float]:
+    return sorted({*OTHER_CAPS, cap_mb})
+
+
+def _other_caps(specs: Sequence[ParameterSpec], link: Link, cap_mb: float) -> str:
+    rows: list[tuple[str, ...]] = [("bucket_cap_mb", "buckets", "latency", "all-reduce", "last bucket")]
+    for cap in _caps(cap_mb):
+        sizes = _sizes(_plan(specs, cap))
+        number = len(sizes)
+        times = (number * link.waiting(), link.all_reduces(sizes), link.all_reduce(sizes[-1]))
+        rows.append((f"{cap:g}", str(number), *map(ms, times)))
+    return "Small buckets leave earlier and pay latency more often; the last one is never hidden:\n" + table(
+        rows, left=()
+    )
+
+
+def _as_value(made: BucketPlan, link: Link, specs: Sequence[ParameterSpec], cap_mb: float) -> dict[str, Any]:
+    """Times in seconds, sizes in bytes, the bandwidth in bits a second."""
+    sizes = _sizes(made)
+    buckets = [
+        {
+            "bytes": size,
+            "parameters": [made.parameters[index].name for index in bucket.indices],
+            "seconds": link.all_reduce(size),
+        }
+        for size, bucket in zip(sizes, made.buckets, strict=True)
+    ]
+    caps = {f"{cap:g}": _sizes(_plan(specs, cap)) for cap in _caps(cap_mb)}
+    return {
+        "plan": json.loads(made.to_json()),
+        "hash": made.hash,
+        "ranks": link.ranks,
+        "bandwidth": link.bandwidth,
+        "latency": link.latency,
+        "buckets": buckets,
+        "bytes": sum(sizes),
+        "sent": link.sent(sum(sizes)),
+        "waiting": len(sizes) * link.waiting(),
+        "seconds": link.all_reduces(sizes),
+        "by_cap_mb": {cap: {"buckets": len(found), "seconds": link.all_reduces(found)} for cap, found in caps.items()},
+    }

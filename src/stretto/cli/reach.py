@@ -1,0 +1,116 @@
+"""Which way Gloo and the store would go out of this host, tried."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from .machine import Interface, is_loopback
+
+PATIENCE = 2.0
+"""Seconds for one connection to this very host."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What Gloo listens on."""
+
+    by: str
+    """``GLOO_SOCKET_IFNAME`` or ``hostname``."""
+    interface: str | None
+    address: str | None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.interface or 'no interface'} ({self.address or 'no address'}), by {self.by}"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A try to reach a store on this host."""
+
+    through: str
+    """An interface, or ``hostname``."""
+    address: str
+    problem: str = ""
+    """Empty if it was reached."""
+
+
+def what_gloo_chooses(hostname: str, interfaces: Sequence[Interface]) -> Choice:
+    """As torch does it: the interface that is named, else the one that has the host name's address, else loopback."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    if named:
+        problem = _why_no_device(named.split(",")[0])
+        found = next((one for one in interfaces if one.name == named.split(",")[0]), None)
+        address = found.addresses[0] if found is not None and found.addresses else None
+        return Choice("GLOO_SOCKET_IFNAME", named, address, problem)
+    address = next((one for one in addresses_of(hostname) if _can_bind(one)), None)
+    by = "hostname" if address else "nothing: the host name has no address of this host"
+    address = address or "127.0.0.1"
+    name = next((one.name for one in interfaces if address in one.addresses), None)
+    if name is None and is_loopback(address):  # 127.0.1.1 is on no interface, and reaches loopback all the same
+        name = next((one.name for one in interfaces if one.is_loopback), None)
+    return Choice(by, name, address, _why_no_device(None))
+
+
+def _why_no_device(interface: str | None) -> str:
+    try:
+        gloo = dist.ProcessGroupGloo
+        _ = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    except (RuntimeError, ValueError) as error:
+        return re.sub(r"^.*\] (\S+ [!=]= \S+ )?", "", str(error).splitlines()[0])  # what C++ had expected, and where
+    return ""
+
+
+def addresses_of(hostname: str) -> list[str]:
+    """What it resolves to, in order."""
+    with contextlib.suppress(OSError):
+        return [*dict.fromkeys(str(one[4][0]) for one in socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM))]
+    return []
+
+
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as one:
+            one.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def reach_the_store(hostname: str, interfaces: Sequence[Interface]) -> list[Reached]:
+    """Start a store here and connect to it through each address that this host has."""
+    ways = [(one.name, address) for one in interfaces if one.up for address in one.addresses]
+    ways += [("hostname", hostname)]
+    try:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        return [Reached(name, address, f"no store starts here: {_first_line(error)}") for name, address in ways]
+    return [Reached(name, address, _why_not_reached(address, store.port)) for name, address in ways]
+
+
+def _why_not_reached(address: str, port: int) -> str:
+    try:
+        socket.create_connection((address, port), PATIENCE).close()  # the store's client would complain at length
+    except OSError as error:
+        return error.strerror or str(error)
+    try:
+        patience = timedelta(seconds=PATIENCE)
+        client = TCPStore(address, port, is_master=False, timeout=patience, wait_for_workers=False)
+        client.set(f"stretto/doctor/{address}", "here")
+    except RuntimeError as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

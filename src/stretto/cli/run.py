@@ -1,0 +1,81 @@
+"""``stretto run``: a script on several ranks of this host."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import AsJson, CommandError, note, say_json
+
+
+def run(
+    program: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="For the script, as they are.")] = None,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many, all on this host.")] = 2,
+    module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Run a script on several ranks of this host. Options stand before the script.
+
+    Started by torchrun's own launcher, so RANK, WORLD_SIZE and the rest are set. OMP_NUM_THREADS is set, unless it is
+    set already, so that the threads of all ranks add up to the cores. Each line is printed with its rank before it.
+    When a rank fails all are ended, its traceback comes last, and its exit code (128 + signal) is that of the command.
+    """
+    if ranks < 1:
+        raise CommandError(f"--ranks {ranks}: at least one rank runs")
+    _check(program, module)
+    from .launch import launch  # torch's launcher takes a while to import
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    command = [*(["-m"] if module else []), program, *(arguments or [])]
+    sys.stdout.flush()
+    out = sys.stderr.buffer if as_json else sys.stdout.buffer
+    began = time.monotonic()
+    outcome = launch(command, ranks, out, sys.stderr.buffer)
+    if outcome.stopped_by is not None:
+        note(f"stopped by {signal.Signals(outcome.stopped_by).name}; all ranks have ended")
+    elif (failure := outcome.failure) is not None:
+        note(f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended")
+        if failure.traceback:
+            print(f"--- traceback of rank {failure.rank} ---\n{failure.traceback}", file=sys.stderr, flush=True)
+    if as_json:
+        told = outcome.failure.to_dict() if outcome.failure else None
+        seconds = time.monotonic() - began
+        say_json({"ranks": ranks, "exit_code": outcome.code, "seconds": seconds, "first_failure": told})
+    return outcome.code
+
+
+def threads_per_rank(ranks: int) -> int:
+    """So that all add up to the cores that this process may use."""
+    return max(1, cores() // ranks)
+
+
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check(program: str, module: bool) -> None:
+    if not module:
+        path = Path(program)
+        if not path.is_file() and not (path / "__main__.py").is_file():  # python runs folders too
+            raise CommandError(f"{program}: no such script")
+        return
+    sys.path.insert(0, "")
+    try:
+        found = importlib.util.find_spec(program)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise CommandError(f"there is no module {program!r}")

@@ -1,0 +1,69 @@
+"""How pictures look and what they call things, so that all of them say the same."""
+
+from __future__ import annotations
+
+import itertools
+
+from .pieces import Kind, Transfer
+from .record import NANO
+from .report import ms
+from .timeline import RankPass, Timeline
+
+HIDDEN, EXPOSED = "#2f9e6e", "#d55e00"
+COLOURS: dict[Kind, str] = {  # close to Okabe and Ito's, which people who see fewer colours tell apart too
+    "optimizer": "#bdbdbd",
+    "other": "#ececec",
+    "forward": "#a6cfe8",
+    "backward": "#3a86b8",
+    "launching": EXPOSED,
+    "waiting": EXPOSED,
+}
+LEGEND = (
+    (COLOURS["other"], "data, zeroing, anything else"),
+    (COLOURS["optimizer"], "optimizer"),
+    (COLOURS["forward"], "forward"),
+    (COLOURS["backward"], "backward: computes gradients"),
+    (HIDDEN, "a bucket of gradients on its way while backward computes: hidden, costs no time"),
+    (EXPOSED, "communication while this rank computes nothing: exposed, costs time"),
+    ("#b9a88f", "pale: until the last rank has launched the bucket too"),
+)
+"""Colours and their meaning in plain words."""
+
+
+def about(shown: Timeline) -> str:
+    """What run and which passes are shown."""
+    numbers = ", ".join(map(str, shown.numbers))
+    over = ", ".join(sorted({rank.transport for rank in shown.ranks}))
+    return f"pass {numbers} of a run on {shown.world_size} ranks over {over}" if numbers else ""
+
+
+def captions(one: RankPass) -> list[tuple[int, int, str, Kind]]:
+    """Where something is that deserves a word: begin, end, the word, and on what it is written."""
+    record = one.record
+    ended, settled = record.backward_ended, record.settled
+    return [
+        *((span.begin, span.end, "forward", "forward") for span in record.forwards),
+        *((span.begin, span.end, "optimizer", "optimizer") for span in record.optimizer),
+        (record.backward_began, ended, "backward", "backward"),
+        (ended, settled, f"waiting {ms((settled - ended) * NANO)}", "waiting"),
+    ]
+
+
+def parts_of(transfer: Transfer, one: RankPass) -> list[tuple[int, int, bool, bool]]:
+    """A bucket's way: begin, end, whether backward still ran, and whether some rank had yet to launch it."""
+    launch, joined = transfer.launch, transfer.joined
+    cut = min(max(launch.begin, one.record.backward_ended), launch.end)
+    met = launch.begin if joined is None else min(max(joined, launch.begin), launch.end)
+    edges = sorted({launch.begin, cut, met, launch.end})
+    return [(begin, end, end <= cut, end <= met) for begin, end in itertools.pairwise(edges)]
+
+
+def label_of(piece_kind: Kind, name: str) -> str:
+    """What a piece is, in plain words."""
+    texts: dict[Kind, tuple[str, str]] = {
+        "backward": (f"backward: the gradient of {name}", "backward: gradients are taken over"),
+        "launching": (f"launch of {name}", "launch"),
+        "waiting": (f"nothing to compute: waits for {name}", "gradients are handed out"),
+    }
+    named, nameless = texts.get(piece_kind, (piece_kind, piece_kind))
+    return named if name else nameless

@@ -1,0 +1,117 @@
+"""A timeline as one HTML page that needs nothing else: no network, no server, no installed program but a browser.
+
+The page is ``page.html``, in which four places are filled. Names come in as text or as JSON and never as HTML, and the
+page forbids itself to load anything.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import json
+from collections.abc import Collection
+from typing import Any
+
+from .looks import COLOURS, EXPOSED, HIDDEN, LEGEND, about, captions, label_of, parts_of
+from .pieces import Piece, Transfer
+from .record import NANO
+from .report import ms
+from .specs import format_bytes
+from .timeline import RankPass, Timeline
+
+MOST_NAMES = 12
+"""Of the parameters of a bucket, shown when one points at it."""
+
+
+def to_html(timeline: Timeline, passes: Collection[int] | None = None) -> str:
+    """The whole page.
+
+    Args:
+        timeline: of all ranks.
+        passes: which to draw; default, the typical one.
+
+    Example::
+
+        with open("overlap.html", "w", encoding="utf-8") as file:
+            file.write(to_html(timeline_of(read_trace("trace"))))
+    """
+    shown = timeline.only(passes)
+    filled = {
+        "@HEADLINE@": html.escape(shown.headline()),
+        "@ABOUT@": html.escape(about(shown)),
+        "@NOTES@": "".join(f"<p>{html.escape(note)}</p>" for note in shown.notes()),
+        "@TIMELINE@": _json(_timeline(shown)),
+    }
+    page = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    before, rest = page.split("@HEADLINE@")
+    pieces = [before, filled["@HEADLINE@"]]
+    for place in ("@ABOUT@", "@NOTES@", "@TIMELINE@"):  # one after the other: what is filled in is not searched
+        before, rest = rest.split(place)
+        pieces += [before, filled[place]]
+    return "".join([*pieces, rest])
+
+
+def _json(value: Any) -> str:
+    """JSON in which nothing ends a script or opens a comment."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _timeline(shown: Timeline) -> dict[str, Any]:
+    ranks = [{"rank": rank.rank, "passes": [_pass(one) for one in rank.passes]} for rank in shown.ranks]
+    colours = COLOURS | {"hidden": HIDDEN, "exposed": EXPOSED}
+    return {"end": _us(shown.end), "ranks": ranks, "colours": colours, "legend": LEGEND}
+
+
+def _pass(one: RankPass) -> dict[str, Any]:
+    written = [
+        (_us(begin), _us(end), text, kind not in ("forward", "optimizer")) for begin, end, text, kind in captions(one)
+    ]
+    return {
+        "backward_ended": _us(one.record.backward_ended),
+        "pieces": [_piece(piece) for piece in one.pieces],
+        "captions": written,
+        "buckets": [_bucket(transfer, one) for transfer in one.transfers],
+    }
+
+
+def _piece(piece: Piece) -> dict[str, Any]:
+    times = f"{ms((piece.end - piece.begin) * NANO)}, from {_at(piece.begin)} to {_at(piece.end)}"
+    tip = f"{label_of(piece.kind, piece.name)}\n{times}"
+    return {"kind": piece.kind, "begin": _us(piece.begin), "end": _us(piece.end), "tip": tip}
+
+
+def _bucket(transfer: Transfer, one: RankPass) -> dict[str, Any]:
+    launch = transfer.launch
+    return {
+        "label": f"bucket {launch.bucket}, {format_bytes(launch.nbytes)}",
+        "begin": _us(launch.begin),
+        "full": None if launch.full is None else _us(launch.full),
+        "tip": _tip(transfer),
+        "parts": [
+            {"begin": _us(begin), "end": _us(end), "hidden": hidden, "pale": pale}
+            for begin, end, hidden, pale in parts_of(transfer, one)
+        ],
+    }
+
+
+def _tip(transfer: Transfer) -> str:
+    launch, names = transfer.launch, transfer.parameters
+    lines = [f"bucket {launch.bucket}, {format_bytes(launch.nbytes)}, {len(names)} parameters"]
+    if launch.full is not None:
+        lines.append(f"full at {_at(launch.full)}, closed by {launch.closed_by}")
+    lines.append(f"launched at {_at(launch.begin)}, handed over at {_at(launch.handed_over)}")
+    if transfer.joined is not None and transfer.joined > launch.begin:
+        lines.append(f"launched by the last rank at {_at(transfer.joined)}")
+    lines.append(f"result there at {_at(launch.end)}, seen at {_at(launch.seen)}")
+    lines.append(f"{ms(transfer.hidden * NANO)} hidden, {ms(transfer.exposed * NANO)} exposed")
+    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return "\n".join([*lines, "", *names[:MOST_NAMES], *more])
+
+
+def _at(time: int) -> str:
+    return f"{time / 1e6:.3f} ms"
+
+
+def _us(time: int) -> float:
+    return time / 1e3

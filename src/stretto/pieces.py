@@ -1,0 +1,108 @@
+"""One pass of one rank cut into pieces: what a picture of it is made of.
+
+What a rank computed, without a gap from the beginning of its step to the end, in nanoseconds of its record's clock:
+
+    |-- optimizer --|-- other --|-- forward --|-- backward: a piece a gradient, and launching --|-- waiting --|
+
+and the buckets, each from its launch until its result was there. Launching and waiting are the exposed time; the part
+of a bucket's way that lies over backward is hidden.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal
+
+from .plan import BucketPlan
+from .record import Launch, PassRecord, Span
+
+Kind = Literal["optimizer", "other", "forward", "backward", "launching", "waiting"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something that a rank did. The next begins where it ends."""
+
+    kind: Kind
+    begin: int
+    end: int
+    name: str = ""
+    """Of backward, the parameter whose gradient ended it; of launching and waiting, the bucket. May be empty."""
+
+    def moved(self, by: int) -> Piece:
+        """So many nanoseconds later."""
+        return Piece(self.kind, self.begin + by, self.end + by, self.name)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A bucket on its way."""
+
+    launch: Launch
+    """Its times and bytes."""
+    parameters: tuple[str, ...]
+    """In the order of the plan."""
+    hidden: int
+    """Nanoseconds of its way in which backward computed."""
+    exposed: int
+    """The rest of its way."""
+    joined: int | None = None
+    """When the last rank had launched it too; None if that is not known. Before, it waits for that rank."""
+
+    def moved(self, by: int) -> Transfer:
+        """So many nanoseconds later."""
+        joined = None if self.joined is None else self.joined + by
+        return replace(self, launch=self.launch.moved(by), joined=joined)
+
+
+def transfer_of(launch: Launch, record: PassRecord, plan: BucketPlan | None) -> Transfer:
+    """A bucket on its way; without its parameters where the plan is not known."""
+    names = () if plan is None else tuple(plan.parameters[index].name for index in plan.buckets[launch.bucket].indices)
+    way = Span(launch.begin, min(launch.end, record.backward_ended))
+    launching = sum(_common(way, Span(one.begin, one.handed_over)) for one in record.launches)
+    hidden = max(0, way.end - way.begin - launching)
+    return Transfer(launch, names, hidden, launch.end - launch.begin - hidden)
+
+
+def _common(one: Span, other: Span) -> int:
+    return max(0, min(one.end, other.end) - max(one.begin, other.begin))
+
+
+def pieces_of(record: PassRecord) -> tuple[Piece, ...]:
+    """Without a gap and without an overlap, whatever the record says."""
+    known = [Piece("forward", one.begin, one.end) for one in record.forwards]
+    known += [Piece("optimizer", one.begin, one.end) for one in record.optimizer]
+    known += [Piece("launching", one.begin, one.handed_over, f"bucket {one.bucket}") for one in record.launches]
+    pieces: list[Piece] = []
+    at = record.began
+    for one in sorted(known, key=lambda piece: piece.begin):
+        begin, end = max(at, one.begin), min(one.end, record.backward_ended)
+        if end > begin:
+            pieces += _between(record, at, begin)
+            pieces.append(replace(one, begin=begin, end=end))
+            at = end
+    pieces += _between(record, at, record.backward_ended)
+    at = max(at, record.backward_ended)
+    for launch in sorted(record.launches, key=lambda launch: launch.seen):
+        if launch.seen > at:
+            pieces.append(Piece("waiting", at, min(launch.seen, record.settled), f"bucket {launch.bucket}"))
+            at = pieces[-1].end
+    return (*pieces, Piece("waiting", at, max(at, record.settled)))
+
+
+def _between(record: PassRecord, begin: int, end: int) -> list[Piece]:
+    """What lies between forwards, optimizers and launches: backward, from the first forward's end on."""
+    first = record.forwards[0].end if record.forwards else record.started
+    pieces: list[Piece] = []
+    if begin < min(first, end):
+        pieces.append(Piece("other", begin, min(first, end)))
+        begin = pieces[-1].end
+    after = bisect_right(record.gradients, begin, key=lambda one: one[1])
+    for name, came in islice(record.gradients, after, None):
+        if not begin < came <= end:
+            break
+        pieces.append(Piece("backward", begin, came, name))
+        begin = came
+    return [*pieces, Piece("backward", begin, end)] if begin < end else pieces

@@ -1,0 +1,188 @@
+"""A timeline as a picture, PNG or SVG, by matplotlib (the extra ``plot``).
+
+A band a rank: on top what it computed; below, a row a bucket, from its launch until its result was there. Where both go
+on at once the bucket costs no time: hidden. Where backward has ended the rank can only wait: exposed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import textwrap
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from .errors import StrettoError
+from .looks import COLOURS, EXPOSED, HIDDEN, LEGEND, about, captions, parts_of
+from .pieces import Transfer
+from .record import NANO
+from .specs import format_bytes
+from .timeline import RankPass, RankTimeline, Timeline
+
+FULL = "#8a8a8a"
+WIDTH = 11.0
+"""Inches."""
+FORMATS = (".png", ".svg")
+
+
+class PictureError(StrettoError, RuntimeError):
+    """A picture cannot be drawn or written. The message is one line."""
+
+
+def save_picture(timeline: Timeline, path: str | os.PathLike[str], passes: Collection[int] | None = None) -> None:
+    """Draw a timeline into a file. Not collective; needs matplotlib.
+
+    Args:
+        timeline: of all ranks.
+        path: ends in ``.png`` or ``.svg``.
+        passes: which to draw; default, the typical one.
+
+    Raises:
+        PictureError: matplotlib is missing, the ending is another one, or the file cannot be written.
+
+    Example::
+
+        save_picture(timeline_of(read_trace("trace")), "overlap.png")
+    """
+    kind = Path(path).suffix.lower()
+    if kind not in FORMATS:
+        raise PictureError(f"{path}: a picture ends in .png or .svg")
+    try:
+        figures: Any = importlib.import_module("matplotlib.figure")
+        matplotlib: Any = importlib.import_module("matplotlib")
+    except ImportError as missing:
+        raise PictureError("pictures need matplotlib: pip install 'stretto[plot]'") from missing
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "stretto", "font.size": 9.0, "font.family": "sans-serif"}
+    with matplotlib.rc_context(settings):
+        figure = _draw(figures, timeline.only(passes))
+        written = {"Date": None} if kind == ".svg" else {"Software": None}
+        try:
+            figure.savefig(path, format=kind[1:], dpi=100, metadata=written)
+        except OSError as error:
+            raise PictureError(f"the picture cannot be written: {error}") from error
+
+
+def _draw(figures: Any, shown: Timeline) -> Any:
+    rows = [max((len(one.transfers) for one in rank.passes), default=0) for rank in shown.ranks]
+    heights = [1.6 + row * _row(row) for row in rows] or [1.6]
+    body, head, foot = 0.36 * sum(heights), 0.85, 1.45 + 0.17 * len(shown.notes())
+    figure = figures.Figure(figsize=(WIDTH, body + head + foot), facecolor="white")
+    tall = body + head + foot
+    axes = figure.subplots(
+        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights, "hspace": 0.12}
+    )[:, 0]
+    figure.subplots_adjust(left=0.115, right=0.985, top=1 - head / tall, bottom=foot / tall)
+    figure.text(0.015, 1 - 0.16 / tall, shown.headline(), fontsize=14, fontweight="bold", va="top")
+    figure.text(0.015, 1 - 0.50 / tall, about(shown), fontsize=9, color="#555555", va="top")
+    for place, rank in zip(axes, shown.ranks, strict=False):
+        _band(place, rank, shown.end * NANO * 1e3)
+    axes[-1].tick_params(axis="x", bottom=True, labelbottom=True)
+    axes[-1].xaxis.set_major_formatter("{x:g} ms")
+    _legend(figure, tall, shown)
+    return figure
+
+
+def _row(buckets: int) -> float:
+    """The height of a bucket's row, where that of what a rank computed is 1."""
+    return 0.62 if buckets <= 8 else 0.45 if buckets <= 16 else 0.3
+
+
+def _band(axes: Any, rank: RankTimeline, until: float) -> None:
+    axes.set_xlim(0, until * 1.004 or 1)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    most = max((len(one.transfers) for one in rank.passes), default=0)
+    high = _row(most)
+    axes.set_ylim(1.15 + most * high, -0.45)
+    ticks = {0.5: f"rank {rank.rank}"}
+    for one in rank.passes:
+        _computed(axes, one)
+        for place, transfer in enumerate(one.transfers):
+            middle = 1.1 + (place + 0.5) * high
+            _bucket(axes, transfer, one, middle, high)
+            label = f"bucket {transfer.launch.bucket}"
+            ticks[middle] = f"{label}, {format_bytes(transfer.launch.nbytes)}" if most <= 16 else label
+    axes.set_yticks([*ticks], [*ticks.values()])
+    for label in axes.get_yticklabels():
+        label.set_fontsize(8 if most <= 8 else 7 if most <= 16 else 5.5)
+    first = axes.get_yticklabels()[0]
+    first.set_fontsize(10)
+    first.set_fontweight("bold")
+
+
+def _computed(axes: Any, one: RankPass) -> None:
+    for kind, colour in COLOURS.items():
+        spans = [(_ms(piece.begin), _ms(piece.end - piece.begin)) for piece in one.pieces if piece.kind == kind]
+        axes.broken_barh(spans, (0, 1), facecolors=colour, linewidth=0)
+    for begin, end, text, kind in captions(one):
+        if _ms(end - begin) > 0.011 * len(text) * axes.get_xlim()[1]:
+            colour = "black" if kind in ("forward", "optimizer") else "white"
+            behind = {"facecolor": COLOURS[kind], "linewidth": 0, "pad": 1.5}
+            middle = {"ha": "center", "va": "center", "fontsize": 9, "clip_on": True}
+            axes.text(_ms(begin + end) / 2, 0.5, text, color=colour, bbox=behind, **middle)
+    ended = _ms(one.record.backward_ended)
+    axes.axvline(ended, color="#333333", linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.text(ended, -0.06, "backward ends ", ha="right", va="bottom", fontsize=7.5, color="#333333")
+
+
+def _bucket(axes: Any, transfer: Transfer, one: RankPass, middle: float, high: float) -> None:
+    launch = transfer.launch
+    low, thick = middle - 0.38 * high, 0.76 * high
+    if launch.full is not None and launch.full < launch.begin:
+        axes.plot([_ms(launch.full), _ms(launch.begin)], [middle, middle], color=FULL, linewidth=1, linestyle=":")
+    for begin, end, hidden, pale in parts_of(transfer, one):
+        look = {"facecolors": HIDDEN if hidden else EXPOSED, "alpha": 0.4 if pale else 1, "linewidth": 0}
+        axes.broken_barh([(_ms(begin), _ms(end - begin))], (low, thick), **look)
+    if high > 0.5 and launch.full is not None:  # the gradient that let it go
+        axes.plot([_ms(launch.full)] * 2, [0.72, low], color="#1b4f72", linewidth=0.8, alpha=0.6)
+        axes.plot([_ms(launch.full)], [0.72], color="#ffffff", marker="o", markersize=2.5)
+    if high > 0.4:
+        _name(axes, transfer, middle)
+
+
+def _name(axes: Any, transfer: Transfer, middle: float) -> None:
+    """Of the parameter that closed it, on the side where there is room."""
+    if not transfer.launch.closed_by:
+        return
+    text = "closed by " + shortened(transfer.launch.closed_by, 34)
+    right = axes.get_xlim()[1]
+    after = _ms(transfer.launch.end) < 0.7 * right
+    at = _ms(transfer.launch.end) + 0.006 * right if after else _ms(transfer.launch.begin) - 0.006 * right
+    behind = {"facecolor": "white", "linewidth": 0, "pad": 0.6, "alpha": 0.85}
+    side = "left" if after else "right"
+    axes.text(at, middle, text, ha=side, va="center", fontsize=7, color="#444444", bbox=behind)
+
+
+def shortened(name: str, most: int) -> str:
+    """A name of at most ``most`` characters, with something left of each of its parts as long as that can be."""
+    for kept in range(len(name), 2, -1):
+        parts = [part if len(part) <= kept else part[: kept - 1] + "…" for part in name.split(".")]
+        if len(".".join(parts)) <= most:
+            return ".".join(parts)
+    return "…" + name[1 - most :]
+
+
+def _legend(figure: Any, tall: float, shown: Timeline) -> None:
+    patches: Any = importlib.import_module("matplotlib.patches")
+    handles = [patches.Patch(facecolor=colour, label=text) for colour, text in LEGEND]
+    notes = len(shown.notes())
+    figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.01, (0.1 + 0.17 * notes) / tall),
+        ncols=2,
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.6,
+        columnspacing=2,
+    )
+    text = "\n".join(textwrap.shorten(note, 170) for note in shown.notes())
+    figure.text(0.015, 0.08 / tall, text, fontsize=7.5, color="#555555", va="bottom")
+
+
+def _ms(time: int) -> float:
+    return time * NANO * 1e3

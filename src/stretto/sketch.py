@@ -1,0 +1,87 @@
+"""A timeline in a few lines of text, for the terminal.
+
+backward  =====================================
+bucket 0        -------
+bucket 1                     ------
+bucket 2                                 ----###
+exposed                                      ######
+rank 1    =======================================##
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .record import PassRecord, Span
+from .timeline import RankPass, RankTimeline, Timeline
+
+LEFT = 10
+"""Columns for the names of rows."""
+MOST_ROWS = 12
+"""With more buckets, a row stands for several neighbours."""
+
+
+def sketch(timeline: Timeline, width: int = 72, passes: Collection[int] | None = None) -> str:
+    """Draw the rank that lost most time to communication, bucket by bucket, and below one line for each other rank.
+
+    Drawn is from forward's end to the end of the pass. ``=`` backward computes, ``-`` a bucket is on its way meanwhile,
+    ``#`` it is on its way and nothing is computed.
+
+    Args:
+        timeline: of all ranks.
+        width: of a line, in columns.
+        passes: of which to draw the first; default, the typical one.
+
+    Example::
+
+        print(sketch(timeline_of(read_trace("trace"))))
+    """
+    chosen = passes if passes is None else sorted(passes)[:1]
+    shown = timeline.only(chosen)
+    drawn = [rank for rank in shown.ranks if rank.passes]
+    if not drawn:
+        return "\n".join([shown.headline(), *shown.notes()])
+    main = max(drawn, key=lambda rank: (rank.passes[0].record.exposed, -rank.rank))
+    begin = min(rank.passes[0].record.backward_began for rank in drawn)
+    scale = _Scale(begin, shown.end, max(10, width - LEFT))
+    others = [_other(rank, scale) for rank in drawn if rank is not main]
+    which = f"pass {main.passes[0].record.number}" + f"; the buckets of rank {main.rank}" * (len(drawn) > 1)
+    lines = [*_rank(main.passes[0], scale), *others, f"{shown.headline()} ({which})"]
+    return "\n".join([*lines, *shown.notes()])
+
+
+class _Scale:
+    def __init__(self, begin: int, end: int, columns: int) -> None:
+        self._begin = begin
+        self._per_time = columns / max(1, end - begin)
+
+    def line(self, name: str, *marks: tuple[str, int, int]) -> str:
+        """Later marks are drawn over earlier ones. Whatever is there has a column at least."""
+        row: list[str] = []
+        for mark, begin, end in marks:
+            first, last = (round((at - self._begin) * self._per_time) for at in (begin, end))
+            row += " " * (max(first + 1, last) - len(row))
+            row[first : max(first + 1, last)] = mark * max(1, last - first)
+        return f"{name:{LEFT - 1}} {''.join(row)}"
+
+
+def _rank(one: RankPass, scale: _Scale) -> list[str]:
+    record = one.record
+    lines = [scale.line("backward", ("=", record.backward_began, record.backward_ended))]
+    together = -(-len(one.transfers) // MOST_ROWS)
+    for first in range(0, len(one.transfers), max(1, together)):
+        few = [transfer.launch for transfer in one.transfers[first : first + together]]
+        name = f"bucket {few[0].bucket}" if len(few) == 1 else f"{few[0].bucket} .. {few[-1].bucket}"
+        lines.append(scale.line(name, *_way(Span(min(o.begin for o in few), max(o.end for o in few)), record)))
+    return [*lines, scale.line("exposed", ("#", record.backward_ended, record.settled))]
+
+
+def _way(way: Span, record: PassRecord) -> list[tuple[str, int, int]]:
+    cut = min(max(way.begin, record.backward_ended), way.end)
+    return [(mark, *span) for mark, span in (("-", (way.begin, cut)), ("#", (cut, way.end))) if span[0] < span[1]]
+
+
+def _other(rank: RankTimeline, scale: _Scale) -> str:
+    record = rank.passes[0].record
+    marks = ("=", record.backward_began, record.backward_ended), ("#", record.backward_ended, record.settled)
+    return scale.line(f"rank {rank.rank}", *marks)

@@ -1,0 +1,234 @@
+"""The traces of all ranks laid side by side on one clock: what every picture draws.
+
+    read_trace(folder) ──> timeline_of ──> Timeline ──> chrome.py (Perfetto), plots.py (PNG, SVG), page.py, sketch.py
+
+All times are nanoseconds of rank 0's clock since the first thing that is shown. Each rank has two tracks: what it
+computed (pieces), and its buckets on their way (transfers).
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from .pieces import Piece, Transfer, pieces_of, transfer_of
+from .plan import BucketPlan
+from .record import NANO, PassRecord
+from .report import ms, share
+from .trace import RankTrace
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From the gradient that filled a bucket to its launch and to its settle."""
+
+    transfer: Transfer
+    source: Piece | None
+    """The piece of backward that ended with the gradient; None if some parameter of the bucket had none."""
+    settle: Piece
+    """The piece in which this rank had waited for the bucket."""
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """One pass on one rank, with the step before it."""
+
+    record: PassRecord
+    """By the timeline's clock."""
+    pieces: tuple[Piece, ...]
+    transfers: tuple[Transfer, ...]
+    """In launch order, which is that of the plan."""
+
+    @property
+    def arrows(self) -> tuple[Arrow, ...]:
+        """One a bucket."""
+        named = {one.name: one for one in self.pieces if one.kind == "backward"}
+        arrows = []
+        for transfer in self.transfers:
+            full = transfer.launch.full
+            source = None if full is None else named.get(transfer.launch.closed_by) or self._at(full)
+            arrows.append(Arrow(transfer, source, self._at(transfer.launch.seen)))
+        return tuple(arrows)
+
+    def _at(self, time: int) -> Piece:
+        """The piece that ends there or goes on."""
+        place = bisect_left(self.pieces, time, key=lambda one: one.end)
+        return self.pieces[min(place, len(self.pieces) - 1)]
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """All that is shown of one rank."""
+
+    rank: int
+    transport: str
+    host: str
+    pid: int
+    uncertainty: int | None
+    """Nanoseconds by which its times may be wrong beside rank 0's; None if the clocks could not be compared. Then it is
+    laid so that its passes settle when rank 0's do."""
+    end: str | None
+    """How its trace ended: see :class:`~stretto.trace.RankTrace`."""
+    passes: tuple[RankPass, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All ranks. ``passes`` of a rank may be empty, and a pass may be missing on some."""
+
+    world_size: int
+    ranks: tuple[RankTimeline, ...]
+
+    @property
+    def passes(self) -> tuple[RankPass, ...]:
+        """Of all ranks."""
+        return tuple(one for rank in self.ranks for one in rank.passes)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the passes that some rank has, ascending."""
+        return tuple(sorted({one.record.number for one in self.passes}))
+
+    @property
+    def end(self) -> int:
+        """When the last thing ended; time begins at 0. 0 if nothing is there."""
+        return max((one.record.settled for one in self.passes), default=0)
+
+    @property
+    def typical(self) -> int | None:
+        """The pass whose step took as long as most, among those that all ranks have (or as many as possible)."""
+        steps: dict[int, list[float]] = {}
+        for one in self.passes:
+            steps.setdefault(one.record.number, []).append(one.record.step)
+        most = max(map(len, steps.values()), default=0)
+        slowest = {number: max(times) for number, times in steps.items() if len(times) == most}
+        middle = statistics.median_low(slowest.values()) if slowest else 0.0
+        return next((number for number, time in slowest.items() if time == middle), None)
+
+    def only(self, numbers: Collection[int] | None = None) -> Timeline:
+        """Of these passes alone, with time anew from 0; default, of the typical one: what a picture shows."""
+        wanted = {self.typical} if numbers is None else {*numbers}
+        kept = [[one for one in rank.passes if one.record.number in wanted] for rank in self.ranks]
+        return _from_zero(self.world_size, [*zip(self.ranks, kept, strict=True)])
+
+    @property
+    def percent_hidden(self) -> float:
+        """Of the communication of all ranks; 100 where there is none."""
+        hidden = sum(one.record.hidden for one in self.passes)
+        total = hidden + sum(one.record.exposed for one in self.passes)
+        return 100 * hidden / total if total else 100.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds a pass that a rank did nothing but communicate, on average."""
+        return statistics.fmean([one.record.exposed for one in self.passes]) if self.passes else 0.0
+
+    def headline(self) -> str:
+        """One sentence with the numbers."""
+        if not any(one.transfers for one in self.passes):
+            return "no bucket was sent" if self.passes else "no pass was recorded"
+        step = statistics.fmean([one.record.step for one in self.passes])
+        return (
+            f"{self.percent_hidden:.0f} % of communication hidden behind backward; "
+            f"{ms(self.exposed)} exposed, {share(self.exposed, step)} of the step"
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What one has to know about what is missing or uncertain; mostly nothing."""
+        said = []
+        for rank in self.ranks:
+            if not rank.passes:
+                said.append(f"rank {rank.rank}: no pass was recorded")
+            if rank.end is None:
+                said.append(f"rank {rank.rank}: its trace was cut off, the process may have been killed")
+            elif rank.end != "closed":
+                said.append(f"rank {rank.rank}: ended by {rank.end}")
+            if rank.uncertainty is None:
+                said.append(
+                    f"rank {rank.rank}: its clock is not known, so its passes are drawn to settle with rank 0's"
+                )
+            elif rank.uncertainty:
+                said.append(f"rank {rank.rank}: times are right to {ms(rank.uncertainty * NANO)} beside rank 0")
+        return tuple(said)
+
+
+Placed = tuple[RankTimeline, list[RankPass]]
+"""A rank, yet without its passes, and these."""
+
+
+def timeline_of(traces: Sequence[RankTrace], passes: Collection[int] | None = None) -> Timeline:
+    """All ranks on rank 0's clock.
+
+    Args:
+        traces: what :func:`~stretto.trace.read_trace` has read, one or more ranks of one run.
+        passes: their numbers; default, all that were recorded. Pictures choose one of them by themselves.
+
+    Example::
+
+        timeline = timeline_of(read_trace("trace"))
+        print(timeline.headline())
+        print(timeline.numbers, timeline.typical)
+    """
+    placed = []
+    for trace in traces:
+        by = trace.at(0) if trace.clock else _shift_by_ends(trace, traces[0])
+        records = [one for one in trace.passes if passes is None or one.number in passes]
+        rank = RankTimeline(
+            trace.rank,
+            trace.transport,
+            trace.host,
+            trace.pid,
+            trace.clock.uncertainty if trace.clock else None,
+            trace.end,
+            (),
+        )
+        placed.append((rank, [_pass_of(one.moved(by), trace.plans.get(one.plan)) for one in records]))
+    return _from_zero(traces[0].world_size if traces else 0, _joined(placed))
+
+
+def _shift_by_ends(trace: RankTrace, first: RankTrace) -> int:
+    """To the first rank's time, by the passes that both have."""
+    ends = {one.number: first.at(one.settled) for one in first.passes}
+    apart = [ends[one.number] - one.settled for one in trace.passes if one.number in ends]
+    if apart:
+        return int(statistics.median_low(apart))
+    both = first.passes and trace.passes
+    return first.at(first.passes[0].settled) - trace.passes[0].settled if both else 0
+
+
+def _from_zero(world_size: int, placed: Sequence[Placed]) -> Timeline:
+    zero = min((one.pieces[0].begin for _, passes in placed for one in passes), default=0)
+    ranks = [replace(rank, passes=tuple(_moved(one, -zero) for one in passes)) for rank, passes in placed]
+    return Timeline(world_size, tuple(ranks))
+
+
+def _moved(one: RankPass, by: int) -> RankPass:
+    pieces = tuple(piece.moved(by) for piece in one.pieces)
+    return RankPass(one.record.moved(by), pieces, tuple(transfer.moved(by) for transfer in one.transfers))
+
+
+def _pass_of(record: PassRecord, plan: BucketPlan | None) -> RankPass:
+    return RankPass(record, pieces_of(record), tuple(transfer_of(one, record, plan) for one in record.launches))
+
+
+def _joined(placed: Sequence[Placed]) -> list[Placed]:
+    """With the time at which the last rank had launched each bucket, where all clocks are known."""
+    begins: dict[tuple[int, int], list[int]] = {}
+    for _, passes in placed:
+        for one in passes:
+            for transfer in one.transfers:
+                begins.setdefault((one.record.number, transfer.launch.bucket), []).append(transfer.launch.begin)
+    known = len(placed) > 1 and all(rank.uncertainty is not None for rank, _ in placed)
+
+    def joined(number: int, transfer: Transfer) -> Transfer:
+        launch = transfer.launch
+        launched = begins[number, launch.bucket]
+        whole = known and len(launched) == len(placed)
+        return replace(transfer, joined=min(max(launched), launch.end) if whole else None)
+
+    return [
+        (rank, [replace(one, transfers=tuple(joined(one.record.number, t) for t in one.transfers)) for one in passes])
+        for rank, passes in placed
+    ]

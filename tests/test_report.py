@@ -1,0 +1,480 @@
+"""What is recorded of passes, and what a report makes of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import stretto
+from stretto.advice import advise
+from stretto.analysis import Seen, breakdown_of, buckets_of, side_by_side, tied_names
+from stretto.clocks import Clock, compare_clocks, identity
+from stretto.plan import BucketPlan, plan_buckets
+from stretto.record import Launch, PassRecord, Span, covered
+from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
+from stretto.specs import describe_parameters
+from stretto.testing import DelayTransport, run_ranks, spawn_ranks
+
+MS = 1_000_000
+
+
+class Slow(torch.autograd.Function):
+    """The identity; its backward takes ``seconds``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Layers(torch.nn.Module):
+    """So many layers, with ``seconds`` of backward between each two."""
+
+    def __init__(self, number: int, seconds: float) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(number))
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(Slow.apply(x, self.seconds))
+        return x
+
+
+def report_over_a_link(layers: int, backward: float, link: float) -> list[Report]:
+    """Of two ranks, each bucket one layer; backward takes ``backward`` a layer, the link ``link`` a bucket."""
+
+    def worker(transport: Any) -> Report:
+        model = Layers(layers, backward)
+        sync = stretto.attach(
+            model, transport=DelayTransport(transport, lambda _: link), bucket_cap_mb=1e-4, buffers="none"
+        )
+        for _ in range(9):
+            model(torch.ones(2, 8)).sum().backward()
+        return sync.report()
+
+    return run_ranks(worker, 2)
+
+
+@pytest.mark.parametrize(
+    "backward, link, hidden, exposed",
+    [
+        (0.10, 0.05, 0.15, 0.05),  # all but the last is hidden
+        (0.05, 0.10, 0.15, 0.25),  # the link is busy from the first gradient on; backward ends 0.15 s later
+    ],
+)
+def test_hidden_and_exposed_times_are_those_of_a_link_that_is_known(
+    backward: float, link: float, hidden: float, exposed: float
+) -> None:
+    for report in report_over_a_link(4, backward, link):
+        mine = report.breakdown
+        assert report.passes == 5
+        assert mine.hidden == pytest.approx(hidden, rel=0.05)
+        assert mine.exposed == pytest.approx(exposed, rel=0.05)
+        assert mine.communication == pytest.approx(hidden + exposed, rel=0.05)
+        assert mine.percent_hidden == pytest.approx(100 * hidden / (hidden + exposed), rel=0.05)
+        assert mine.backward == pytest.approx(3 * backward, rel=0.05)
+        parts = mine.forward + mine.backward + mine.exposed + mine.optimizer + mine.other
+        assert parts == pytest.approx(mine.step, rel=0.05)
+        assert [one.bucket for one in report.buckets] == [0, 1, 2, 3]
+        assert [one.closed_by for one in report.buckets] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
+        for one in report.buckets:
+            assert one.full is not None
+            assert one.full <= one.launched <= one.ended <= one.seen
+            assert one.first is one.before_last is None, "passes are not looked at gradient by gradient unasked"
+
+
+def test_a_rank_that_is_late_is_named_with_where_it_lost_time() -> None:
+    def worker(transport: Any) -> Report:
+        model = Layers(3, 0.005)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(9):
+            out = model(torch.ones(2, 8))
+            optimizer.zero_grad()
+            out.sum().backward()
+            optimizer.step()
+            if transport.rank == 1:
+                time.sleep(0.03)
+        return sync.report()
+
+    for report in run_ranks(worker, 3):
+        assert report.straggler is not None and report.straggler.rank == 1
+        assert report.straggler.behind == pytest.approx(0.03, rel=0.2)
+        assert report.straggler.last == 1
+        assert report.clock_uncertainty == 0
+        assert report.advice[0].startswith("Rank 1 ends backward last in 100 % of the passes, ")
+        assert report.advice[0].endswith("most of the difference lies in what lies between passes (data?).")
+        others = [one for one in report.ranks if one.rank != 1]
+        assert all(one.behind is not None and one.behind < 0.02 for one in others)
+        assert report.ranks[report.rank].breakdown.optimizer > 0
+
+
+def test_what_is_recorded_unasked_and_what_a_trace_adds(tmp_path: Any) -> None:
+    def worker(transport: Any) -> list[int]:
+        model = Layers(2, 0.0)
+        sync = stretto.attach(model, transport=transport)
+        assert sync.report().passes == 0
+        counts = []
+        for number in range(1, 203):
+            model(torch.ones(2, 8)).sum().backward()
+            if number in (3, 4, 8, 99, 100, 200):
+                counts.append(sync.report().passes)
+        with sync.trace(tmp_path):
+            model(torch.ones(2, 8)).sum().backward()
+        assert all(one.before_last is None and one.first is not None for one in sync.report().buckets[1:])
+        return [*counts, sync.report().passes]
+
+    assert run_ranks(worker, 2) == [[0, 1, 5, 5, 6, 7, 8]] * 2
+
+
+def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
+    from torch.optim import optimizer as hooks
+
+    def worker(transport: Any) -> None:
+        model = Layers(1, 0.0)
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+        transport.all_gather_object(None)
+        assert hooks._global_optimizer_pre_hooks
+        transport.all_gather_object(None)
+        sync.detach()
+        sync.detach()
+
+    run_ranks(worker, 2)
+    assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks
+
+
+def report_in_a_process(rank: int, transport: str) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+    sync = stretto.attach(model, transport=transport)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(9):
+        model(torch.randn(64, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = sync.report()
+    for one in report.buckets:
+        assert one.full is not None
+        assert one.full <= one.launched <= one.ended <= one.seen
+    assert report.breakdown.hidden >= 0 and report.breakdown.exposed > 0 and report.breakdown.optimizer > 0
+    sync.detach()
+    assert sync.report().passes == 0
+    return str(report), report.to_dict(), tuple(one.closed_by for one in report.buckets)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_reports_of_processes(transport: str) -> None:
+    text, numbers, closed_by = spawn_ranks(report_in_a_process, 2, transport)[0]
+    name = "shared_memory" if transport == "shared_memory" else "process_group (gloo)"
+    assert text.startswith(f"rank 0 of 2 over {name}, medians of 5 passes\n")
+    assert "\nrank   forward  backward   exposed  (hidden)  optimizer    other      step    behind\n   0  " in text
+    assert json.loads(json.dumps(numbers))["percent_hidden"] <= 100
+    assert numbers["nbytes"] == 4 * (128 * 128 + 128) * 4 <= numbers["bucket_memory"]
+    assert closed_by[-1] == "0.weight"
+
+
+def test_one_rank_has_nothing_to_report(tmp_path: Any) -> None:
+    model = Layers(1, 0.0)
+    sync = stretto.attach(model)
+    with sync.trace(tmp_path / "folder"):
+        model(torch.ones(2, 8)).sum().backward()
+    report = sync.report()
+    assert (report.passes, report.world_size, report.advice, report.straggler) == (0, 1, (), None)
+    assert str(report) == (
+        "rank 0 of 1 over nothing: no pass was recorded so far.\n"
+        "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them."
+    )
+    assert not (tmp_path / "folder").exists()
+
+
+# Records
+
+
+def record(**other: Any) -> PassRecord:
+    """Times in milliseconds: forward 10 to 30, backward to 90, settled at 100, two buckets."""
+    values: dict[str, Any] = {
+        "number": 5,
+        "plan": "",
+        "began": 0,
+        "started": 40 * MS,
+        "backward_ended": 90 * MS,
+        "settled": 100 * MS,
+        "forwards": (Span(10 * MS, 30 * MS),),
+        "optimizer": (Span(2 * MS, 7 * MS),),
+        "gradients": (("b", 40 * MS), ("a", 80 * MS)),
+        "launches": (
+            Launch(0, 100, "b", 40 * MS, 41 * MS, 42 * MS, 61 * MS, 92 * MS),
+            Launch(1, 300, "a", 80 * MS, 90 * MS, 91 * MS, 98 * MS, 99 * MS),
+        ),
+    }
+    return PassRecord(**{**values, **other})
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    one = record()
+    assert (one.forward, one.stepping, one.step) == pytest.approx((0.020, 0.005, 0.100))
+    assert one.launching == pytest.approx(0.001), "what is launched after backward is exposed anyway"
+    assert one.hidden == pytest.approx(0.019)
+    assert one.exposed == pytest.approx(0.011)
+    assert one.backward == pytest.approx(0.059)
+    assert one.other == pytest.approx(0.005)
+    assert one.backward_began == 30 * MS
+    assert record(forwards=()).backward_began == 40 * MS
+    assert record(forwards=()).backward == pytest.approx(0.049)
+
+
+def test_micro_batches_are_forward_and_backward_in_turn() -> None:
+    one = record(forwards=(Span(5 * MS, 10 * MS), Span(20 * MS, 30 * MS)), optimizer=(Span(12 * MS, 13 * MS),))
+    assert one.forward == pytest.approx(0.015)
+    assert one.backward == pytest.approx(0.090 - 0.010 - 0.010 - 0.001 - 0.001)
+
+
+def test_what_several_spans_cover_counts_once() -> None:
+    assert covered([Span(0, 10), Span(5, 20), Span(6, 7), Span(30, 40)]) == pytest.approx(30e-9)
+    assert covered([]) == 0
+
+
+def test_records_go_through_json() -> None:
+    one = record(buffers=91 * MS)
+    assert PassRecord.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+    with pytest.raises(TypeError):
+        PassRecord.from_dict({**one.to_dict(), "nonsense": 1})
+
+
+def test_buckets_of_records_are_medians_since_the_first_gradient() -> None:
+    model = torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(2)})
+    plan = plan_buckets(describe_parameters(dict(model.named_parameters())), cap_bytes=12)
+    names = [[plan.parameters[index].name for index in spec.indices] for spec in plan.buckets]
+    assert names == [["b"], ["a"]]
+    first, second = buckets_of([record(), record(started=39 * MS), record(started=41 * MS)], plan)
+    assert (first.bucket, first.nbytes, first.parameters, first.closed_by) == (0, 100, ("b",), "b")
+    assert (second.full, second.launched, second.ended, second.seen) == pytest.approx((0.04, 0.05, 0.058, 0.059))
+    assert buckets_of([record(launches=())], plan) == ()
+
+
+def test_medians_over_no_records_are_zeros() -> None:
+    nothing = breakdown_of([])
+    assert set(vars(nothing).values()) == {0.0}
+    assert nothing.percent_hidden == 100
+
+
+def test_who_is_behind_is_told_by_one_clock() -> None:
+    step = breakdown_of([record()])
+    seen = [Seen(step, {4: 100 * MS, 5: 200 * MS, 6: 1}), Seen(step, {4: 50 * MS, 5: 160 * MS})]
+    behind = side_by_side(seen, [Clock(0, 0), Clock(60 * MS, 10)])
+    assert [one.behind for one in behind] == pytest.approx([0.0, 0.015])
+    assert [one.last for one in behind] == [0, 1]
+    assert [one.behind for one in side_by_side(seen, [Clock(0, 0), None])] == [None, None]
+    assert [one.last for one in side_by_side([seen[0], Seen(step, {})], [Clock(0, 0)] * 2)] == [None, None]
+
+
+def test_times_for_people() -> None:
+    assert [ms(one) for one in (None, 0.0001234, 0.01234, 0.1234, 1.5)] == [
+        *("-", "0.12 ms", "12.3 ms", "123 ms", "1500 ms")
+    ]
+    assert (share(1, 3), share(1, 0)) == ("33 %", "-")
+
+
+# Clocks
+
+
+def clocks_of(skews: list[int], kernels: list[str], *, stores: bool = True) -> list[list[Clock | None]]:
+    """What each rank finds, if rank r's clock shows ``skews[r]`` more."""
+    store = HashStore()
+
+    def worker(transport: Any) -> list[Clock | None]:
+        skew = skews[transport.rank]
+        return compare_clocks(
+            store if stores else None,
+            transport.rank,
+            transport.all_gather_object,
+            clock=kernels[transport.rank],
+            now=lambda: time.perf_counter_ns() + skew,
+        )
+
+    return run_ranks(worker, len(skews))
+
+
+def test_clocks_of_other_kernels_are_found_within_what_is_said() -> None:
+    skews = [0, 0, 5_000_000_000, 5_000_000_000, -7_000_000_000]
+    everyone = clocks_of(skews, ["a", "a", "b", "b", "c"])
+    assert all(found == everyone[0] for found in everyone)
+    for skew, clock in zip(skews, everyone[0], strict=True):
+        assert clock is not None
+        assert abs(clock.offset + skew) <= clock.uncertainty < 100 * MS
+    assert everyone[0][1] == Clock(0, 0), "one kernel has one clock"
+
+
+def test_without_a_store_clocks_of_other_hosts_are_unknown() -> None:
+    assert clocks_of([0, 0, 9], ["a", "a", "b"], stores=False) == [[Clock(0, 0), Clock(0, 0), None]] * 3
+
+
+def test_threads_and_processes_of_a_host_read_one_clock() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(identity()))
+    thread.start()
+    thread.join()
+    assert found == [identity()]
+    assert spawn_ranks(identity_of, 1) == found
+
+
+def identity_of(rank: int) -> str:
+    return identity()
+
+
+# Advice
+
+
+def breakdown(**other: float) -> Breakdown:
+    values = {"forward": 20, "backward": 50, "exposed": 10, "launching": 1, "hidden": 30, "optimizer": 5, "other": 5}
+    return Breakdown(**{name: value / 1000 for name, value in {**values, "step": 90, **other}.items()})
+
+
+def bucket(number: int, **other: Any) -> BucketReport:
+    at = 0.010 * (number + 1)
+    values: dict[str, Any] = {
+        "nbytes": 2**20,
+        "parameters": (f"{number}.bias", f"{number}.weight"),
+        "closed_by": f"{number}.weight",
+        "first": at - 0.002,
+        "before_last": at - 0.001,
+        "full": at,
+        "launched": at,
+        "ended": at + 0.005,
+        "seen": 0.055,
+    }
+    return BucketReport(bucket=number, **{**values, **other})
+
+
+def report(**other: Any) -> Report:
+    """One that gives no reason for advice."""
+    step = other.get("breakdown", breakdown())
+    values: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 2,
+        "transport": "process_group (gloo)",
+        "passes": 5,
+        "breakdown": step,
+        "buckets": (bucket(0), bucket(1), bucket(2), bucket(3, nbytes=2**18)),
+        "ranks": (RankReport(0, step, 0.0, 0.5), RankReport(1, step, 0.0001, 0.5)),
+        "nbytes": 3 * 2**20 + 2**18,
+        "bucket_memory": 2**22,
+        "clock_uncertainty": 0.0,
+        "plan": "",
+    }
+    return Report(**{**values, **other})
+
+
+def test_nothing_is_advised_where_nothing_is_to_be_gained() -> None:
+    assert advise(report(), {}) == ()
+    assert advise(report(passes=0, breakdown=breakdown(hidden=200, exposed=200)), {}) == ()
+    assert advise(report(world_size=1, breakdown=breakdown(hidden=200, exposed=200)), {}) == ()
+
+
+def test_a_straggler_is_named() -> None:
+    slow = breakdown(forward=40)
+    late = report(ranks=(RankReport(0, breakdown(), 0.0, 0.1), RankReport(1, slow, 0.02, 0.9)))
+    assert advise(late, {}) == (
+        "Rank 1 ends backward last in 90 % of the passes, 20.0 ms behind the first: the others wait for it; most of "
+        "the difference lies in forward.",
+    )
+    now_and_then = report(ranks=(RankReport(0, breakdown(), 0.0, 0.5), RankReport(1, slow, 0.02, 0.5)))
+    assert advise(now_and_then, {}) == ()
+
+
+def test_more_communication_than_backward_cannot_be_hidden() -> None:
+    assert advise(report(breakdown=breakdown(hidden=45, exposed=60, step=140)), {}) == (
+        "Communication is 2.1x backward: overlap cannot hide it. Send less, by register_comm_hook(None, "
+        "bf16_compress_hook), or less often, by accumulating under no_sync().",
+    )
+
+
+def test_a_bucket_that_waits_for_one_gradient_is_named() -> None:
+    late = bucket(1, parameters=("h.bias", "embed.weight"), closed_by="embed.weight", before_last=0.020, full=0.032)
+    waiting = report(buckets=(bucket(0), late, bucket(2), bucket(3, nbytes=2**18)))
+    assert advise(waiting, {"embed.weight": "head.weight"}) == (
+        "Bucket 1 waits 12.0 ms for `embed.weight`, which is used as `head.weight` too, and 1 full buckets behind it: "
+        'let the rest leave before it with attach(launch_after=["h.bias"]).',
+    )
+    alone = replace(waiting, buckets=(bucket(0), late))
+    assert advise(alone, {}) == (
+        'Bucket 1 waits 12.0 ms for `embed.weight`: let the rest leave before it with attach(launch_after=["h.bias"]).',
+    )
+
+
+def test_a_large_last_bucket_is_named() -> None:
+    last = bucket(3, nbytes=3 * 2**20, launched=0.050, seen=0.060)
+    assert advise(report(buckets=(bucket(0), bucket(1), bucket(2), last)), {}) == (
+        "The last bucket, which leaves when backward has ended, takes 10.0 ms: it holds 3.0 MB (`3.weight` comes "
+        "last); lower attach(last_bucket_cap_mb=).",
+    )
+    single = replace(last, parameters=("3.weight",))
+    assert advise(report(buckets=(bucket(0), bucket(1), bucket(2), single)), {})[0].endswith(
+        "a parameter is never cut, so freeze it, or send it as bf16 by a comm hook."
+    )
+
+
+def test_many_small_buckets_are_named() -> None:
+    small = tuple(bucket(number, nbytes=1000) for number in range(20))
+    assert advise(report(buckets=small, nbytes=20_000, breakdown=breakdown(launching=5)), {}) == (
+        "5.00 ms of backward go into handing over 20 buckets of 1000 B on average: larger ones cost less, raise "
+        "attach(bucket_cap_mb=).",
+    )
+
+
+def test_at_most_three_sentences_the_most_important_first() -> None:
+    step = breakdown(hidden=45, exposed=60, step=140, launching=10)  # 60 ms exposed
+    late = bucket(1, before_last=0.002, full=0.020)  # 18 ms
+    last = bucket(2, nbytes=2**21, launched=0.050, seen=0.090)  # 40 ms
+    worst = report(breakdown=step, buckets=(bucket(0, nbytes=9), late, last), nbytes=2**18)
+    said = advise(worst, {})
+    assert [one.split()[0] for one in said] == ["Communication", "The", "Bucket"]
+
+
+def test_tied_names() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(3, 2)
+            self.head = torch.nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+    assert tied_names(Tied()) == {"embed.weight": "head.weight"}
+    assert tied_names(torch.nn.Linear(2, 2)) == {}
+
+
+def test_a_report_is_made_to_be_read() -> None:
+    text = str(replace(report(clock_uncertainty=0.0002), advice=("Do this.",)))
+    assert text.splitlines()[0] == "rank 0 of 2 over process_group (gloo), medians of 5 passes"
+    assert text.splitlines()[1] == (
+        "a step takes 90.0 ms; buckets are on their way for 40.0 ms: backward hides 75 %, 10.0 ms exposed, "
+        "11 % of the step"
+    )
+    assert text.splitlines()[2] == "3.2 MB of gradients in 4 buckets, which hold 4.0 MB of memory"
+    assert "     3    256 KB   40.0 ms   40.0 ms   45.0 ms   55.0 ms  3.weight" in text
+    assert text.endswith("\ntimes of different hosts are right to 0.20 ms\nDo this.")
+    unknown = str(report(clock_uncertainty=None))
+    assert unknown.endswith("\nclocks of different hosts could not be compared: who was late is not known")
+
+
+def test_plans_in_records_are_values() -> None:
+    assert BucketPlan.from_json(plan_of_one().to_json()).hash == plan_of_one().hash
+
+
+def plan_of_one() -> BucketPlan:
+    return plan_buckets(describe_parameters(dict(torch.nn.Linear(2, 2).named_parameters())), cap_bytes=100)

@@ -68,8 +68,10 @@ def load(source: str) -> Callable[[], Any]:
         module = _file(Path(where)) if where.endswith(".py") else _module(where)
     except SetupError:
         raise
-    except Exception as error:
-        raise SetupError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise SetupError(
+            f"{where} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise SetupError(f"{where} has no function {name}")

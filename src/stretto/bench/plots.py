@@ -13,6 +13,7 @@ from .result import Comparison
 from .timing import Spread
 
 COLOURS = {
+    ALONE: "#555555",
     "stretto": "#c0392b",
     "stretto over the process group": "#e08a7d",
     "torch DDP": "#2c5f9e",
@@ -21,7 +22,12 @@ COLOURS = {
     "FSDP2 replicate": "#6a4c93",
 }
 OTHERS = "#9a9a9a"
-_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "stretto", "font.size": 9, "axes.spines.top": False}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "stretto",
+    "font.size": 9,
+    "axes.spines.top": False,
+}
 _SETTINGS |= {"axes.spines.right": False}
 
 
@@ -34,20 +40,32 @@ def canvas(size: tuple[float, float], file: Path) -> Iterator[Any]:
         file: of a format that matplotlib knows.
 
     Raises:
+        SetupError: as :func:`check`.
+    """
+    check(file)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_SETTINGS):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        undated: Any = {"Date": None} if file.suffix == ".svg" else None  # the same file from the same figures
+        figure.savefig(file, dpi=130, metadata=undated)
+
+
+def check(file: Path) -> None:
+    """Whether a plot can be written as such a file.
+
+    Raises:
         SetupError: matplotlib is not installed, or does not know the format.
     """
     try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise SetupError("plots need matplotlib, which is not installed: pip install 'stretto[plot]'") from None
-    with rc_context(_SETTINGS):
-        figure = Figure(figsize=size, layout="constrained")
-        kinds = figure.canvas.get_supported_filetypes()
-        if file.suffix.lstrip(".") not in kinds:
-            raise SetupError(f"{file}: plots can be written as {', '.join(sorted(kinds))}")
-        yield figure
-        figure.savefig(file, dpi=130, **({"metadata": {"Date": None}} if file.suffix == ".svg" else {}))
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.lstrip(".") not in kinds:
+        raise SetupError(f"{file}: a plot can be written as {', '.join(sorted(kinds))}")
 
 
 def plot(comparison: Comparison, file: Path) -> None:

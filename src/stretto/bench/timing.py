@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..errors import SetupError
+
 FEWEST = 5
 """Rounds that are run whatever they take."""
 
@@ -51,6 +53,12 @@ class Effort:
     looks like."""
     warm_up: int = 3
     """Rounds before these, not counted."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or min(self.seconds, self.block) <= 0:
+            raise SetupError(
+                f"rounds={self.rounds}, seconds={self.seconds:g} and block={self.block:g} must be positive"
+            )
 
 
 def interleave(
@@ -121,7 +129,8 @@ def _bar(title: str, total: int, wanted: bool) -> Iterator[Callable[[], None]]:
     if not (wanted and first):
         yield lambda: None
         return
-    with Progress(console=Console(stderr=True), transient=True) as drawn:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as drawn:
         task = drawn.add_task(title, total=total)
         yield lambda: drawn.advance(task)
 

@@ -118,8 +118,8 @@ def measure_on_rank(rank: int, job: Job) -> dict[str, Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: one.blocks[-rounds:] for name, one in segments.items()})
     return {
-        "seconds": {name: [s / steps for s in times] for name, times in seconds.items()},
-        "parts": {name: _parts(name, everyone, seconds, steps) for name in segments},
+        "seconds": {name: [round(s / steps, 9) for s in times] for name, times in seconds.items()},
+        "parts": {name: parts_of(name, everyone, seconds, steps) for name in segments},
         "reported": reported,
         "stands_for": stands_for,
         "skipped": skipped,
@@ -132,7 +132,7 @@ def _repeat(send: Callable[[], None], steps: int) -> None:
         send()
 
 
-def _parts(name: str, everyone: list[Any], seconds: dict[str, list[float]], steps: int) -> dict[str, list[float]]:
+def parts_of(name: str, everyone: list[Any], seconds: dict[str, list[float]], steps: int) -> dict[str, list[float]]:
     """Of one contestant, round by round."""
 
     def mean(who: str, part: int) -> list[float]:

@@ -166,7 +166,8 @@ def measure(rank: int, job: Job) -> Measured:
     title = f"{title_of(job.workload)}, {dist.get_world_size()} ranks"
     with letting_go(entrants):
         seconds = run_rounds(blocks, job, job.effort.rounds, title)
-    return Measured({name: [s / steps for s in times] for name, times in seconds.items()}, stands_for, skipped, steps)
+    a_step = {name: [round(s / steps, 9) for s in times] for name, times in seconds.items()}
+    return Measured(a_step, stands_for, skipped, steps)
 
 
 def in_order(job: Job, entrants: Entrants, steps: int) -> dict[str, Callable[[], None]]:

@@ -78,14 +78,19 @@ def _buffers_of_all(numel: int) -> list[torch.Tensor]:
         mine = map_shared(number, nbytes, fresh=True)
         everyone: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
         dist.all_gather_object(everyone, (os.getpid(), number))
-        mappings = [mine if pid == os.getpid() else _opened(pid, theirs, nbytes) for pid, theirs in everyone]
+        mappings = [mine if pid == os.getpid() else open_buffer(pid, theirs, nbytes) for pid, theirs in everyone]
         dist.barrier()  # all have opened all
     finally:
         os.close(number)
     return [torch.frombuffer(mapping, dtype=torch.float32)[:numel] for mapping in mappings]
 
 
-def _opened(pid: int, number: int, nbytes: int) -> mmap.mmap:
+def open_buffer(pid: int, number: int, nbytes: int) -> mmap.mmap:
+    """The memory behind a descriptor of another process.
+
+    Raises:
+        SetupError: it cannot be opened.
+    """
     try:
         theirs = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
     except OSError as error:

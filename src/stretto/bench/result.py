@@ -12,9 +12,6 @@ from .machine import Machine
 from .models import title_of
 from .timing import Spread
 
-DIGITS = 6
-"""Significant ones, of seconds in JSON."""
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -53,9 +50,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; seconds. ``summary`` follows from the rest."""
-        seconds = {name: [float(f"{s:.{DIGITS}g}") for s in times] for name, times in self.seconds.items()}
-        summary = {name: {"seconds": vars(self.spread(name)), "ratio": vars(self.ratio(name))} for name in seconds}
-        return vars(self) | {"machine": self.machine.to_dict(), "seconds": seconds, "summary": summary}
+        summary = {name: {"seconds": vars(self.spread(name)), "ratio": vars(self.ratio(name))} for name in self.seconds}
+        return vars(self) | {"machine": self.machine.to_dict(), "summary": summary}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Comparison:

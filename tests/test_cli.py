@@ -1,0 +1,484 @@
+"""The command line, run as a user runs it; and bad input, which is one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+from stretto.cli import execute
+from stretto.cli.digits import drawn_digits
+from stretto.cli.doctor import Findings, advise, faults
+from stretto.cli.launch import Failure, first_failure
+from stretto.cli.link import Link, parse_bandwidth, parse_latency
+from stretto.cli.machine import Interface, look_at_machine
+from stretto.cli.reach import Choice, Reached, reach_the_store
+from stretto.cli.speed import Speed
+from stretto.cli.streams import Traceback, last_traceback
+from stretto.testing import run_ranks
+from stretto.trace import read_trace
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "stretto", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, **options)
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+# stretto run
+
+
+def test_run_gives_ranks_arguments_threads_and_prefixes(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, sys
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, dist.get_rank())
+        print(sys.argv[1:], every, os.environ["OMP_NUM_THREADS"])
+        print("to stderr, without a newline", end="", file=sys.stderr)
+        dist.destroy_process_group()
+        """,
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = command("run", "--ranks", 2, path, "--ranks", "7", "-m", env=env)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    text = f"['--ranks', '7', '-m'] [0, 1] {threads}"
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[rank 0] {text}", f"[rank 1] {text}"])
+    assert sorted(done.stderr.splitlines()) == [f"[rank {n}] to stderr, without a newline" for n in (0, 1)]
+
+
+CRASHES = {
+    "raises": ("raise ValueError('boom')", 1, "exit code 1", "ValueError: boom"),
+    "exits": ("sys.exit(7)", 7, "exit code 7", ""),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL", ""),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", CRASHES)
+def test_run_names_the_rank_that_failed_first(tmp_path: Path, what: str) -> None:
+    """Also where the other one notices, raises and ends before it."""
+    crash, code, how, last = CRASHES[what]
+    path = script(
+        tmp_path,
+        f"""
+        import os, signal, sys, torch, stretto
+        import torch.distributed as dist
+
+        class Crash(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                {crash}
+
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model)
+        model(torch.ones(1, 2)).sum().backward()
+        x = torch.ones(1, 2, requires_grad=True)
+        model(Crash.apply(x) if dist.get_rank() else x).sum().backward()
+        """,
+    )
+    done = command("run", "--ranks", 2, "--json", path)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["exit_code"], told["ranks"]) == (code, code, 2)
+    failure = Failure(**told["first_failure"])
+    assert (failure.rank, failure.how, failure.code) == (1, how, code)
+    lines = done.stderr.splitlines()
+    told_at = lines.index(f"stretto: rank 1 failed first ({how}, pid {failure.pid}); all were ended")
+    assert lines[told_at + 1 :] == (
+        ["--- traceback of rank 1 ---", *failure.traceback.splitlines()] if failure.traceback else []
+    )
+    assert failure.traceback.endswith(last)
+
+
+def test_run_ends_all_with_ctrl_c_and_even_when_it_is_killed(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, time\nprint(os.getpid())\ntime.sleep(60)")
+    for sent, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
+        line = [sys.executable, "-m", "stretto", "run", "--ranks", "2", str(path)]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+            assert launcher.stdout is not None and launcher.stderr is not None
+            pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
+            launcher.send_signal(sent)
+            assert launcher.wait(30) == code
+            until = time.monotonic() + 10
+            while any(alive(pid) for pid in pids) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert not any(alive(pid) for pid in pids)
+            if sent == signal.SIGINT:
+                assert "stretto: stopped by SIGINT; all ranks have ended" in launcher.stderr.read().splitlines()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_run_takes_modules(tmp_path: Path) -> None:
+    script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])")
+    done = command("run", "-n", 1, "-m", "script", "--ranks", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[rank 0] __main__ ['--ranks']\n")
+
+
+BEGINNING = "Traceback (most recent call last):"
+
+
+def test_the_last_traceback_comes_with_its_causes_and_nothing_of_cpp() -> None:
+    cause = [BEGINNING, '  File "a"', "KeyError: 1", "", "During handling of the above exception, another", ""]
+    lines = [BEGINNING, "OSError: logged", *cause, BEGINNING, "ValueError: 2", "[W1 a.cpp] left"]
+    found = last_traceback(lines, [float(number) for number in range(len(lines))])
+    assert found == Traceback("\n".join([*cause, BEGINNING, "ValueError: 2"]), 2.0)
+    assert last_traceback(["fine"], [0.0]) is None
+
+
+class Ended:
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode, self.pid = exitcode, 5
+
+
+@pytest.mark.parametrize(
+    "codes, texts, rank, code",
+    [
+        ({0: 1, 1: 1}, {0: (1, "stretto.errors.PeerError: x"), 1: (2, "ValueError: x")}, 1, 1),
+        ({0: 1, 1: 1}, {0: (2, "ValueError: x"), 1: (1, "TypeError: x")}, 1, 1),
+        ({0: 1, 1: -15}, {0: (1, "stretto.errors.PeerError: x"), 1: (2, "ValueError: x")}, 1, 1),
+        ({1: -15, 0: -15}, {}, 1, 143),
+        ({1: 3, 0: -15}, {0: (1, "stretto.errors.PeerError: x")}, 1, 3),
+        ({0: 1, 1: -9}, {0: (1, "RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer")}, 1, 137),
+    ],
+)
+def test_who_failed_first(codes: dict, texts: dict, rank: int, code: int) -> None:
+    told = [Traceback(f"{BEGINNING}\n{texts[n][1]}", texts[n][0]) if n in texts else None for n in (0, 1)]
+    found = first_failure({rank: Ended(code) for rank, code in codes.items()}, told)
+    assert (found.rank, found.code) == (rank, code)
+
+
+# stretto plan
+
+
+def test_plan_shows_buckets_and_costs_of_a_script(tmp_path: Path) -> None:
+    script(tmp_path, "import torch\ndef net():\n    return torch.nn.Sequential(*[torch.nn.Linear(512, 512)] * 1)")
+    options = ("--ranks", 4, "--bandwidth", "100MB/s", "--latency", "0.5ms", "--bucket-cap-mb", 1)
+    done = command("plan", "script.py:net", *options, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr
+    assert re.search(r"^plan [0-9a-f]{16}: 2 parameters, 1.0 MB, in 2 buckets of at most 1.0 MB", done.stdout)
+    assert "ring all-reduce over 4 ranks on a link of 100MB/s, 0.5ms, computed:" in done.stdout
+    told = json.loads(command("plan", "script.py:net", *options, "--json", cwd=tmp_path).stdout)
+    sizes = [one["bytes"] for one in told["buckets"]]
+    assert sum(sizes) == told["bytes"] == (512 * 512 + 512) * 4
+    assert told["seconds"] == pytest.approx(len(sizes) * 6 * 0.5e-3 + 1.5 * told["bytes"] / 100e6)
+    assert stretto.BucketPlan.from_json(json.dumps(told["plan"])).hash == told["hash"]
+    assert sorted(told["by_cap_mb"]) == ["0.25", "1", "25", "4"]
+
+
+def test_plan_imports_a_script_from_where_it_lies_and_modules_from_here(tmp_path: Path) -> None:
+    done = command("plan", ROOT / "examples" / "digits.py:digits_net", "--ranks", 1, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("One rank sends nothing.") == 1
+    script(tmp_path, "import torch\nclass Made:\n    net = torch.nn.Linear(2, 1)")
+    done = command("plan", "script:Made.net", cwd=tmp_path)
+    assert done.returncode == 0 and "2 parameters, 12 B" in done.stdout
+
+
+def test_cost_of_a_link() -> None:
+    link = Link(parse_bandwidth("1gbit"), parse_latency("100us"), 2)
+    assert link.all_reduce(125_000_000) == pytest.approx(1 + 200e-6)
+    assert Link(1e9, 0.0, 4).sent(4) == 6
+    for text, bits in (("100Mb/s", 1e8), ("125MB/s", 1e9), ("2.5 Gbps", 2.5e9), ("1e3bit", 1e3), ("10kbit/s", 1e4)):
+        assert parse_bandwidth(text) == bits
+    assert [parse_latency(text) for text in ("1s", "2 ms", "0us", "5ns")] == [1.0, 2e-3, 0.0, 5e-9]
+
+
+# stretto trace
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded") / "trace"
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=2e-3)
+        model(torch.randn(3, 16)).sum().backward()
+        with sync.trace(folder):
+            for _ in range(3):
+                model(torch.randn(3, 16)).sum().backward()
+                optimizer.step()
+
+    run_ranks(worker, 2)
+    return folder
+
+
+@pytest.fixture
+def folder(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "trace"))
+
+
+@pytest.mark.slow
+def test_trace_tells_and_draws(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, picture = tmp_path / "a.html", tmp_path / "a.svg"
+    done = command("trace", folder, "--text", "--html", page, "--picture", picture)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("rank 0 of 2 over local (threads of one process), medians of 3 passes\n")
+    assert re.search(r"^bucket 3 ", done.stdout, re.MULTILINE) and re.search(r"^exposed ", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith(f"chrome: {folder / 'trace.json'}\nhtml: {page}\npicture: {picture}\n")
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert "<html" in page.read_text() and "<svg" in picture.read_text()
+    assert sorted(one.name for one in folder.iterdir()) == ["rank0.jsonl", "rank1.jsonl", "trace.json"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.html", "a.svg", "trace"]
+
+
+def test_trace_as_json_has_a_report_of_each_rank(folder: Path, tmp_path: Path) -> None:
+    done = command("trace", folder, "--json", "--chrome", tmp_path / "c.json")
+    told = json.loads(done.stdout)
+    assert [one["rank"] for one in told["reports"]] == [0, 1]
+    assert (told["ends"], told["notes"]) == ({"0": "closed", "1": "closed"}, [])
+    mine = read_trace(folder)[1].passes
+    assert told["reports"][1]["passes"] == len(mine) == 3
+    assert told["reports"][1]["breakdown"]["exposed"] == sorted(one.exposed for one in mine)[1]
+    assert told["written"] == {"chrome": str(tmp_path / "c.json")} and not (folder / "trace.json").exists()
+
+
+def test_a_trace_that_was_cut_off_is_shown_as_far_as_it_goes(folder: Path) -> None:
+    whole = (folder / "rank1.jsonl").read_bytes()
+    (folder / "rank1.jsonl").write_bytes(whole[:-200])
+    last = read_trace(folder)[1].passes[-1].number
+    done = command("trace", folder, "--rank", 1)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"stretto: rank 1: its trace is cut off after pass {last} (killed, still running, or not all was copied)\n"
+    )
+    assert done.stdout.startswith("rank 1 of 2 ") and (folder / "trace.json").exists()
+    assert (folder / "rank1.jsonl").read_bytes() == whole[:-200]
+
+
+def test_a_trace_that_an_exception_ended_is_whole(folder: Path, capsys) -> None:
+    path = folder / "rank0.jsonl"
+    path.write_text(path.read_text().replace('"closed"', '"ValueError: a\\nb"'))
+    assert execute(["trace", str(folder)]) == 0
+    assert capsys.readouterr().err == "stretto: rank 0: its trace ends after pass 4 by ValueError: a b\n"
+
+
+# stretto doctor
+
+
+@pytest.mark.ranks
+def test_doctor_finds_this_machine_in_order() -> None:
+    done = command("doctor", "--quick", "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["broken"], done.stderr) == (0, [], "")
+    assert told["machine"]["versions"]["torch"] == torch.__version__ and told["machine"]["backends"]["gloo"]
+    assert {"through": "lo", "address": "127.0.0.1", "problem": ""} in told["network"]["store"]
+    timings = told["speed"]["timings"]
+    assert sorted(timings) == ["process_group", "shared_memory"]
+    for one in [*timings["process_group"], *timings["shared_memory"]]:
+        assert 0 < one["low"] <= one["median"] <= one["high"] < 10
+    assert [one["nbytes"] for one in timings["process_group"]] == [4, 2**20, 25 * 2**20]
+
+
+@pytest.mark.ranks
+def test_doctor_says_what_is_broken() -> None:
+    done = command("doctor", "--quick", env={**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
+    assert done.returncode == 1 and not done.stderr
+    assert done.stdout.splitlines()[-2:] == [
+        "BROKEN: Gloo cannot listen on nowhere0 (no address), by GLOO_SOCKET_IFNAME: Unable to find address for: "
+        "nowhere0.",
+        "BROKEN: two ranks on this host cannot exchange anything: Unable to find address for: nowhere0.",
+    ]
+
+
+LOOPBACK, OUTWARD = Interface("lo", ("127.0.0.1",), True), Interface("eth0", ("192.0.2.7",), True)
+
+
+def findings(**changes: Any) -> Findings:
+    machine = {"hostname": "here", "interfaces": (LOOPBACK, OUTWARD), "cores": 2, "threads": 2}
+    machine |= {"omp_num_threads": None, "available_memory": 2**33, "backends": {"gloo": True}}
+    machine |= {name: changes.pop(name) for name in [*changes] if name in machine}
+    seen = {"gloo": Choice("hostname", "eth0", "192.0.2.7"), "reached": (), "speed": Speed({})} | changes
+    return Findings(machine=type(look_at_machine())(**{**vars(look_at_machine()), **machine}), **seen)
+
+
+def test_advice_of_the_doctor() -> None:
+    assert advise(findings()) == faults(findings()) == []
+    assert advise(findings(gloo=Choice("hostname", "lo", "127.0.1.1"))) == [
+        "The host name here resolves to 127.0.1.1, where other hosts cannot reach Gloo: for several hosts, "
+        "set GLOO_SOCKET_IFNAME=eth0."
+    ]
+    alone = findings(gloo=Choice("nothing", "lo", "127.0.0.1"), interfaces=(LOOPBACK,))
+    assert advise(alone) == [
+        "The host name here has no address of this host, where other hosts cannot reach Gloo: for several hosts, "
+        "give this host a network interface."
+    ]
+    assert advise(findings(speed=Speed({}, "rank 1: it is forbidden"))) == [
+        "No shared memory because rank 1: it is forbidden: gradients go through Gloo inside this host."
+    ]
+    assert advise(findings(available_memory=2**28)) == [
+        "Only 256 MB of memory are left, out of which buckets are taken: raise the limit."
+    ]
+    assert advise(findings(omp_num_threads="8", threads=8)) == [
+        "OMP_NUM_THREADS=8 on 2 cores: threads wait for each other; unset it, or lower it."
+    ]
+    assert advise(findings(threads=8)) == ["torch would use 8 threads on 2 cores: set OMP_NUM_THREADS."]
+
+
+def test_faults_that_the_doctor_finds() -> None:
+    assert faults(findings(backends={"gloo": False})) == [
+        "this torch has no Gloo, by which ranks on CPUs meet: install one that has."
+    ]
+    assert faults(findings(reached=(Reached("eth0", "192.0.2.7", "refused"), Reached("hostname", "x", "?")))) == [
+        "a store on this host is not reached through eth0 (192.0.2.7): refused."
+    ]
+    assert faults(findings(speed=None, speed_problem="ranks died")) == [
+        "two ranks on this host cannot exchange anything: ranks died."
+    ]
+
+
+def test_a_store_is_not_reached_where_nobody_is() -> None:
+    foreign = Interface("far0", ("255.255.255.255",), True)
+    found = {one.through: one.problem for one in reach_the_store("no-such-host.invalid", [LOOPBACK, foreign])}
+    assert found["lo"] == "" and found["far0"] and found["hostname"]
+
+
+# stretto demo
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_demo_trains_and_gives_the_losses_of_ddp() -> None:
+    done = command("demo", "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["same_losses_as_ddp"], told["learnt"]) == (0, True, True), done.stderr
+    assert sorted(told["runs"]) == ["after", "before", "torch DDP"]
+    assert told["runs"]["torch DDP"]["losses"] == told["runs"]["after"]["losses"]
+    assert told["reports"]["before"]["transport"].startswith("process_group")
+    assert len(told["reports"]["before"]["buckets"]) == 1 < len(told["reports"]["after"]["buckets"])
+
+
+def test_digits_are_drawn_alike_and_can_be_told_apart() -> None:
+    images, labels = drawn_digits(300)
+    again, _ = drawn_digits(300)
+    assert torch.equal(images, again) and images.shape == (300, 8, 8) and sorted(set(labels.tolist())) == [*range(10)]
+    assert images.min() >= 0 and images.max() <= 1
+
+
+# Bad input
+
+
+def test_help_and_version_of_the_entry_point() -> None:
+    done = command("--help")
+    assert done.returncode == 0
+    for name in ("demo", "run", "plan", "trace", "doctor"):
+        assert re.search(rf"^  {name} ", done.stdout, re.MULTILINE)
+    from importlib.metadata import entry_points
+
+    (entry,) = entry_points(group="console_scripts", name="stretto") or [None]
+    if entry is not None:  # the package as it was installed may be older than these files
+        assert entry.value == "stretto.cli:main"
+
+
+BROKEN_MODEL = """
+import torch
+number = 3
+def fails(): raise KeyError("lost")
+def none(): return number
+def frozen(): return torch.nn.Linear(1, 1).requires_grad_(False)
+def fine(): return torch.nn.Linear(1, 1)
+"""
+
+REFUSED = [
+    ("run --ranks 0 script.py", 2, "--ranks 0: at least one rank runs"),
+    ("run nowhere.py", 2, "nowhere.py: no such script"),
+    ("run -m no.such.module", 2, "there is no module 'no.such.module'"),
+    ("run", 2, None),
+    ("run --rank 2 script.py", 2, None),
+    ("fly", 2, None),
+    ("plan script.py", 2, "'script.py': say where the model is made, script.py:factory or package.module:factory"),
+    ("plan nowhere.py:net", 2, "nowhere.py: no such file"),
+    ("plan no_such_package.models:net", 2, "there is no module 'no_such_package'"),
+    ("plan script.py:missing", 2, "script.py has no 'missing'"),
+    ("plan script.py:number", 2, "script.py:number is a int, which cannot be called"),
+    ("plan script.py:none", 2, "script.py:none gives a int, not a torch.nn.Module"),
+    ("plan script.py:frozen", 2, "script.py:frozen gives a module without a parameter that requires a gradient"),
+    ("plan script.py:fails", 1, "script.py:fails() failed: KeyError: 'lost' ({folder}/script.py:4)"),
+    ("plan bad.py:net", 1, "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1)"),
+    ("plan script.py:fine --ranks 0", 2, "--ranks 0: at least one rank takes part"),
+    ("plan script.py:fine --bucket-cap-mb 0", 2, "--bucket-cap-mb 0: must be positive"),
+    (
+        "plan script.py:fine --bandwidth fast",
+        2,
+        "--bandwidth fast: give a bandwidth such as 1gbit, 100mbit or 125MB/s",
+    ),
+    ("plan script.py:fine --bandwidth 0bit", 2, "--bandwidth 0bit: give a bandwidth such as 1gbit, 100mbit or 125MB/s"),
+    ("plan script.py:fine --latency 1..2s", 2, "--latency 1..2s: give a time such as 100us or 0.2ms"),
+    ("plan script.py:fine --ranks two", 2, None),
+    ("trace nowhere", 2, "nowhere: no such folder"),
+    ("trace empty", 2, "empty: no trace in it (rank0.jsonl, rank1.jsonl, ...)"),
+    ("trace other", 2, "other/rank0.jsonl: line 1 is no part of a trace"),
+    ("trace begun", 1, "begun: no pass has settled in it, so there is nothing to show"),
+    ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),
+    ("trace trace --pass 9", 2, "--pass 9: the trace has passes 2 to 4"),
+    ("trace trace --picture a.gif", 2, "a.gif: a picture ends in .png or .svg"),
+    ("trace trace --chrome trace/rank1.jsonl", 2, "trace/rank1.jsonl is part of the trace: write to another file"),
+    ("trace trace --html empty", 2, "empty cannot be written: it is a folder"),
+    ("trace trace --html no/a.html", 2, "no/a.html cannot be written: there is no folder no"),
+    ("trace trace --html /proc/a.html", 2, "/proc/a.html cannot be written: {error}"),
+    ("doctor --interface no0", 2, "there is no network interface 'no0' here; there are {names}"),
+]
+
+
+@pytest.mark.parametrize("line, code, text", REFUSED, ids=[line for line, _, _ in REFUSED])
+def test_bad_input_is_one_line(
+    line: str, code: int, text: str | None, folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("script.py").write_text(BROKEN_MODEL)
+    Path("bad.py").write_text("1 / 0\n")
+    for name in ("empty", "other", "begun"):
+        Path(name).mkdir()
+    Path("other", "rank0.jsonl").write_text("hello\n")
+    header = (folder / "rank0.jsonl").read_text().splitlines()[0].replace('"world_size":2', '"world_size":1')
+    Path("begun", "rank0.jsonl").write_text(header + "\n")
+    before = [(folder / f"rank{rank}.jsonl").read_bytes() for rank in (0, 1)]
+    assert execute(line.split()) == code
+    for name in ("script", "bad"):
+        sys.modules.pop(name, None)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "Traceback" not in told.err
+    last = told.err.splitlines()[-1]
+    assert last.startswith("stretto: ") and told.err.endswith("\n")
+    assert len(told.err.splitlines()) == (2 if "begun" in line else 1)
+    if text is not None:
+        pattern = re.escape(text).replace(r"\{error\}", ".+").replace(r"\{names\}", ".*lo.*")
+        assert re.fullmatch("stretto: " + pattern.replace(r"\{folder\}", re.escape(str(folder.parent))), last), last
+    assert [(folder / f"rank{rank}.jsonl").read_bytes() for rank in (0, 1)] == before
+    assert not [one for one in folder.parent.rglob(".*")], "nothing half written"

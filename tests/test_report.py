@@ -202,6 +202,34 @@ def test_one_rank_has_nothing_to_report(tmp_path: Any) -> None:
     assert not (tmp_path / "folder").exists()
 
 
+def logged(rank: int) -> list[dict[str, Any]]:
+    model = stretto.DistributedDataParallel(Layers(3, 0.01))
+    model._set_ddp_runtime_logging_sample_rate(5)
+    found = []
+    for _ in range(12):
+        model(torch.ones(2, 8)).sum().backward()
+        found.append(model._get_ddp_logging_data())
+    assert len(model.synchronizer.sampler.records) == 6, "passes 4 to 8, and 10"
+    return found
+
+
+@pytest.mark.ranks
+def test_the_drop_in_logs_times_by_torchs_keys() -> None:
+    for found in spawn_ranks(logged, 2):
+        assert "backward_compute_time" not in found[2]
+        for said in found[3:]:
+            assert (
+                said["forward_compute_time"] == said["backward_compute_time_start"] - said["forward_compute_time_start"]
+            )
+            for kind in ("backward_compute", "backward_comm"):
+                assert said[f"{kind}_time"] == said[f"{kind}_time_end"] - said[f"{kind}_time_start"]
+            assert said["backward_compute_time"] >= 20 * MS, "two layers sleep"
+            assert 0 <= said["backward_compute_comm_overlap_time"] <= said["backward_comm_time"]
+        last = [found[number - 1]["backward_compute_time"] for number in (4, 5, 6, 7, 8, 10)]
+        assert found[-1]["avg_backward_compute_time"] == sum(last) // 6
+        assert found[9]["iteration"] == 10
+
+
 # Records
 
 

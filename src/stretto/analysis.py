@@ -144,6 +144,46 @@ def breakdown_of(records: Sequence[PassRecord]) -> Breakdown:
     )
 
 
+def torch_times(records: Sequence[PassRecord]) -> dict[str, int]:
+    """The times that torch's DDP logs, by its keys, in nanoseconds: of the last record, and means (``avg_``).
+
+    As in torch forward lasts until backward begins, communication from the first launch until the last bucket is
+    there, and what overlaps is what lies before the end of backward.
+    """
+    known = [one for one in records if one.launches]
+    if not known:
+        return {}
+    last = known[-1]
+    starts = {
+        "forward_compute_time_start": _forward_start(last),
+        "backward_compute_time_start": last.started,
+        "backward_comm_time_start": last.launches[0].begin,
+        "backward_compute_time_end": last.backward_ended,
+        "backward_comm_time_end": _reduced(last),
+    }
+    times = [_torch_times(one) for one in known]
+    means = {f"avg_{name}": sum(one[name] for one in times) // len(times) for name in times[0]}
+    return {**starts, **times[-1], **means}
+
+
+def _torch_times(one: PassRecord) -> dict[str, int]:
+    first = one.launches[0].begin
+    return {
+        "forward_compute_time": one.started - _forward_start(one),
+        "backward_compute_time": one.backward_ended - one.started,
+        "backward_comm_time": _reduced(one) - first,
+        "backward_compute_comm_overlap_time": max(0, min(one.backward_ended, _reduced(one)) - first),
+    }
+
+
+def _forward_start(one: PassRecord) -> int:
+    return one.forwards[0].begin if one.forwards else one.started
+
+
+def _reduced(one: PassRecord) -> int:
+    return max(launch.end for launch in one.launches)
+
+
 def buckets_of(records: Sequence[PassRecord], plan: BucketPlan) -> tuple[BucketReport, ...]:
     """The buckets of a plan, in launch order, as far as they were sent."""
     found = []

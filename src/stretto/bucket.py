@@ -32,7 +32,7 @@ from .plan import BucketPlan
 from .scaling import Scaling, encode_weight
 from .slots import Slots, hand_out, lies_in, which_lie_in
 from .transport.base import Transport, Work
-from .words import NOTHING_SAID, Control, ControlWords
+from .words import ALL_WELL, NOTHING_SAID, Control, ControlWords
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
@@ -289,7 +289,7 @@ class Bucket:
         if not summed:
             return NOTHING_SAID
         if self.flat.device.type == "cpu":
-            return ControlWords(self.control)
+            return ControlWords(self.control) if any(self.control.tolist()) else ALL_WELL
         words = torch.empty(len(Control), dtype=self.flat.dtype, pin_memory=True)
         words.copy_(self.control, non_blocking=True)
         arrival = torch.Event(self.flat.device)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from .analysis import torch_times
 from .comm_hooks import sum_hook
 from .errors import SetupError, UnsupportedError
 
@@ -165,7 +166,8 @@ class Logger:
             found["comm_hook"] = self.comm_hook or getattr(hook, "__qualname__", repr(hook))
         for name in _ENVIRONMENT[found["backend_name"] if found["backend_name"] in _ENVIRONMENT else ""]:
             found[name.lower()] = os.environ.get(name, "N/A")
-        return found
+        records = [] if sync.sampler is None else [record for record, _ in sync.sampler.records]
+        return found | torch_times(records)
 
 
 _EVERYWHERE = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")

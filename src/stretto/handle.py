@@ -59,7 +59,8 @@ class Synchronizer:
         self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
-        self._sampler: Sampler | None = None
+        self.sampler: Sampler | None = None
+        """Records passes now and then; None where there is one rank."""
         if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
             rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
@@ -76,8 +77,8 @@ class Synchronizer:
                 inspection=_inspection(module, options, peers),
                 sparse=rows,
             )
-            self._sampler = Sampler(self._reducer)
-            self._reducer.start_watching(self._sampler)
+            self.sampler = Sampler(self._reducer)
+            self._reducer.start_watching(self.sampler)
             unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
 
     @property
@@ -280,9 +281,9 @@ class Synchronizer:
                 print(report)
                 print(report.breakdown.percent_hidden, report.advice)
         """
-        if self._reducer is None or self._peers is None or self._sampler is None:
+        if self._reducer is None or self._peers is None or self.sampler is None:
             return nothing_seen(self.rank, self.world_size, self.plan)
-        return report_of(self._reducer, self._peers, self._sampler.records, tied_names(self.module))
+        return report_of(self._reducer, self._peers, self.sampler.records, tied_names(self.module))
 
     @contextlib.contextmanager
     def trace(self, folder: str | os.PathLike[str]) -> Iterator[None]:
@@ -301,10 +302,10 @@ class Synchronizer:
                 for batch in itertools.islice(loader, 20):
                     train_on(batch)
         """
-        if self._reducer is None or self._peers is None or self._sampler is None:
+        if self._reducer is None or self._peers is None or self.sampler is None:
             yield
             return
-        with tracing(self._reducer, self._peers, folder, tied_names(self.module), self._sampler.keep):
+        with tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep):
             yield
 
     def detach(self) -> None:
@@ -313,8 +314,8 @@ class Synchronizer:
             self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
             self._reducer.detach()
             self._reducer = None
-        if self._sampler is not None:
-            self._sampler.stop()
+        if self.sampler is not None:
+            self.sampler.stop()
         if self._transport is not None:
             self._transport.close()
 

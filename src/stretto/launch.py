@@ -31,7 +31,7 @@ from .preset import Preset
 from .scaling import Scaling
 from .slots import hand_out
 from .transport.base import Transport, Work
-from .words import NOTHING_SAID, Control, ControlWords
+from .words import Control, ControlWords
 
 TIDY_EVERY = 16
 """Passes after which memory that was left to users, and is free, goes back."""
@@ -237,7 +237,7 @@ class LaunchQueue:
         last = self.buckets[-1]
         words = last.control_words(summed=self.tells)
         late = False
-        if words is not NOTHING_SAID and (words.on_host or self.pass_number == 1):
+        if words.words is not None and (words.on_host or self.pass_number == 1):
             said = words.read()
             late = bool(said[Control.LATE] and not said[Control.GAVE_UP])
         factor = self.scaling.after(last.weight) if self.comm_hook is None else None

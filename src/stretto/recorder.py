@@ -62,7 +62,9 @@ class Recorder:
         watched.start_watching(self)
 
     def stop(self) -> None:
-        """Look no more. Harmless twice."""
+        """Look no more. Harmless twice, and then it costs nothing."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -236,6 +238,7 @@ class Sampler:
     """
 
     def __init__(self, watched: Reducer) -> None:
+        self.every = EVERY
         self.records: collections.deque[tuple[PassRecord, BucketPlan]] = collections.deque(maxlen=KEPT)
         self._recorder = Recorder(watched, self.keep)
 
@@ -246,7 +249,7 @@ class Sampler:
     def pass_settled(self, pass_number: int) -> None:
         """Is the next one to be looked at?"""
         following = pass_number + 1
-        if following in FIRST_PASSES or not following % EVERY:
+        if following in FIRST_PASSES or not following % self.every:
             self._recorder.start()
         else:
             self._recorder.stop()

@@ -36,7 +36,7 @@ class ControlWords:
     """
 
     words: torch.Tensor | None
-    """None where nothing was said."""
+    """None where nothing was said, or could be."""
     arrival: torch.Event | None = None
     own_failure: bool = False
     """This rank gave up the pass itself and need not be told."""
@@ -56,3 +56,6 @@ class ControlWords:
 
 
 NOTHING_SAID = ControlWords(None)
+"""Ranks could not say anything."""
+ALL_WELL = ControlWords(None)
+"""Nobody had anything to say."""

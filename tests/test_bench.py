@@ -205,7 +205,10 @@ def test_a_module_is_found_from_the_working_directory(mine: str, monkeypatch: py
 
 
 def refusals(mine: str) -> list[tuple[Any, str]]:
-    own = "Return (model, batch) or (model, batch, loss), where loss(model, batch) is the loss of a step."
+    odd = (
+        f"{mine}:{{}} returned {{}}.\n"
+        "Return (model, batch) or (model, batch, loss), where loss(model, batch) is the loss of a step."
+    )
     names = "no communication; stretto"
     return [
         (
@@ -217,8 +220,8 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
             "named 'no_such_module'"),
         (lambda: workload_of("none.py:f"), "there is no file none.py"),
         (lambda: workload_of(f"{mine}:number"), f"{mine} has no function number"),
-        (lambda: workload_of(f"{mine}:lone")(), f"{mine}:lone returned Linear.\n{own}"),
-        (lambda: workload_of(f"{mine}:swapped")(), f"{mine}:swapped returned (Tensor, Linear).\n{own}"),
+        (lambda: workload_of(f"{mine}:lone")(), odd.format("lone", "Linear")),
+        (lambda: workload_of(f"{mine}:swapped")(), odd.format("swapped", "(Tensor, Linear)")),
         (
             lambda: try_out(f"{mine}:silent"),
             "the model returns NoneType, of which no loss can be made.\n"
@@ -312,8 +315,8 @@ def test_bad_input_is_one_line(arguments: list[str], line: str, capsys: pytest.C
 @pytest.mark.parametrize(
     "error, arguments, line",
     [
-        (OSError("ip is missing"), ["--network", "1gbit"], "stretto: --network 1gbit: ip is missing\n"),
-        (RuntimeError("rank 1:\nTraceback\nValueError: odd"), [], "stretto: a rank failed: ValueError: odd\n"),
+        (OSError("ip is missing"), ["--network", "1gbit"], "--network 1gbit: ip is missing"),
+        (RuntimeError("rank 1:\nTraceback\nValueError: odd"), [], "a rank failed: ValueError: odd"),
     ],
 )
 def test_what_fails_on_ranks_is_one_line(
@@ -324,7 +327,7 @@ def test_what_fails_on_ranks_is_one_line(
 
     monkeypatch.setattr(importlib.import_module("stretto.cli.bench"), "compare", fail)
     assert execute(["bench", *arguments]) == 1
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == f"stretto: {line}\n"
 
 
 # The figures

@@ -18,7 +18,15 @@ from stretto.transport import LocalGroup
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/transports.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/design.md",
+        "docs/transports.md",
+        "docs/benchmarks.md",
+    )
 ]
 
 

@@ -55,6 +55,7 @@ class Gpt2(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Batch x context numbers of tokens; the same with a logit for each of the vocabulary."""
         hidden = self.token(tokens) + self.place.weight
         for block in self.blocks:
             hidden = block(hidden, src_mask=self.mask, is_causal=True)
@@ -83,6 +84,7 @@ class Residual(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Batch x channels x height x width."""
         hidden = F.relu(self.norm1(self.conv1(images)))
         return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
 

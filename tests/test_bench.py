@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -204,6 +205,14 @@ def test_a_module_is_found_from_the_working_directory(mine: str, monkeypatch: py
     assert load("mine_for_bench:plain")()[0].in_features == 4
 
 
+def test_example_and_page_show_factories_that_work(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(# train.py.*?)```", (ROOT / "docs" / "benchmarks.md").read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "train.py").write_text(f"import torch\n{code[1]}")
+    try_out(f"{tmp_path}/train.py:make_model")
+    try_out(f"{ROOT}/examples/own_model.py:classifier")
+
+
 def refusals(mine: str) -> list[tuple[Any, str]]:
     odd = (
         f"{mine}:{{}} returned {{}}.\n"
@@ -282,11 +291,11 @@ def test_text_of_a_yardstick_that_fails() -> None:
 
 
 @pytest.mark.ranks
-def test_command_compares_a_model_of_ones_own(mine: str, tmp_path: Path) -> None:
+def test_command_compares_a_model_of_ones_own(tmp_path: Path) -> None:
     picture = tmp_path / "bars.svg"
-    command = [sys.executable, "-m", "stretto", "bench", f"{mine}:plain", "--only", "stretto", "--rounds", "2"]
-    command += ["--seconds", "1", "--json", "--plot", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    command = [sys.executable, "-m", "stretto", "bench", "examples/own_model.py:reader", "--only", "stretto"]
+    command += ["--rounds", "2", "--seconds", "1", "--json", "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert Comparison.from_dict(json.loads(done.stdout)).ratio("stretto").median > 0
     assert "<svg" in picture.read_text() and [*tmp_path.iterdir()] == [picture]

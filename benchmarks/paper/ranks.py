@@ -12,7 +12,7 @@ from stretto.bench.plots import lines
 from .figure import Asked, Data, Figure, Rows, comparisons, tuned_torch
 
 WORKLOADS = ("mlp", "gpt2")
-SECONDS = 4.0
+SECONDS = 3.0
 WORLDS = (1, 2, 3, 4)
 GROUP = "stretto over the process group"
 

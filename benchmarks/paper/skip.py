@@ -12,7 +12,7 @@ from stretto.bench.plots import lines
 from .figure import Asked, Data, Figure, Rows, comparisons, tuned_torch
 
 WORKLOADS = ("mlp", "gpt2")
-SECONDS = 10.0
+SECONDS = 8.0
 EVERY = (1, 2, 4, 8)
 KINDS = {
     "stretto": Contestant("", "stretto"),

@@ -12,7 +12,7 @@ from stretto.bench.plots import lines
 from .figure import Asked, Data, Figure, Rows, comparisons, tuned_torch
 
 WORKLOADS = ("gpt2", "resnet18")
-SECONDS = 8.0
+SECONDS = 7.0
 SIZES = (0.25, 0.5, 1, 2, 4, 10, 25, 50)
 A_PARAMETER = 1e-6
 """MiB: one byte, so that every parameter is a bucket."""

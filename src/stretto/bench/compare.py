@@ -27,8 +27,8 @@ from .result import Comparison
 from .timing import Effort, interleave, steps_in, worst_rank
 
 Entrants = dict[str, Training]
-PRELIMINARY = 5
-"""Rounds of the short run that chooses among variants."""
+PRELIMINARY = 4
+"""Rounds of the short run that chooses among variants, after one of warm-up."""
 UNLIMITED = "unlimited"
 
 
@@ -176,12 +176,9 @@ def in_order(job: Job, entrants: Entrants, steps: int) -> dict[str, Callable[[],
     return {name: functools.partial(entrants[name].steps, steps) for name in names}
 
 
-def run_rounds(
-    blocks: Mapping[str, Callable[[], object]], job: Job, rounds: int, title: str, seconds: float | None = None
-) -> dict[str, list[float]]:
+def run_rounds(blocks: Mapping[str, Callable[[], object]], job: Job, rounds: int, title: str) -> dict[str, list[float]]:
     """Interleaved; the slower rank's seconds. Collective."""
-    limit = job.effort.seconds if seconds is None else seconds
-    warm_up = job.effort.warm_up
+    warm_up, limit = job.effort.warm_up, job.effort.seconds
     return worst_rank(interleave(blocks, rounds, warm_up, title=title, seconds=limit, progress=job.progress))
 
 
@@ -218,8 +215,9 @@ def fastest(contestant: Contestant, make: Callable[[], Workload], steps: int, jo
         return next(iter(skipped.values()))
     blocks = {name: functools.partial(training.steps, steps) for name, training in entrants.items()}
     with letting_go(entrants):
-        title, seconds = f"choosing {contestant.name}", job.effort.seconds / 4
-        found = run_rounds(blocks, job, min(PRELIMINARY, job.effort.rounds), title, seconds)
+        short = replace(job, effort=replace(job.effort, warm_up=1))
+        rounds = min(PRELIMINARY, job.effort.rounds)
+        found = run_rounds(blocks, short, rounds, f"choosing {contestant.name}")
     blocks.clear()
     gc.collect()
     medians = {name: sorted(times)[len(times) // 2] for name, times in found.items()}

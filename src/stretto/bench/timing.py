@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import SetupError
 
 FEWEST = 5
-"""Rounds that are run whatever they take."""
+"""Rounds that are run whatever they take, unless fewer are asked for."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ import torch
 
 import stretto
 from stretto.cli import execute
+from stretto.cli.console import CommandError, write
+from stretto.cli.cores import cores
 from stretto.cli.digits import drawn_digits
 from stretto.cli.doctor import Findings, advise, faults
 from stretto.cli.launch import Failure, first_failure
@@ -35,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 
 def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "stretto", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(line, capture_output=True, text=True, timeout=110, **options)
 
 
 def script(folder: Path, text: str) -> Path:
@@ -63,7 +65,7 @@ def test_run_gives_ranks_arguments_threads_and_prefixes(tmp_path: Path) -> None:
     )
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = command("run", "--ranks", 2, path, "--ranks", "7", "-m", env=env)
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    threads = max(1, cores() // 2)
     text = f"['--ranks', '7', '-m'] [0, 1] {threads}"
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[rank 0] {text}", f"[rank 1] {text}"])
     assert sorted(done.stderr.splitlines()) == [f"[rank {n}] to stderr, without a newline" for n in (0, 1)]
@@ -145,6 +147,14 @@ def test_run_takes_modules(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])")
     done = command("run", "-n", 1, "-m", "script", "--ranks", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[rank 0] __main__ ['--ranks']\n")
+
+
+def test_cores_that_a_container_is_given(tmp_path: Path) -> None:
+    there = len(os.sched_getaffinity(0))
+    assert cores(tmp_path) == there
+    for quota, expected in (("max", there), ("100000", 1), (str(there * 100_000 - 50_000), there), ("10000", 1)):
+        (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+        assert cores(tmp_path) == expected
 
 
 BEGINNING = "Traceback (most recent call last):"
@@ -231,6 +241,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for _ in range(3):
                 model(torch.randn(3, 16)).sum().backward()
                 optimizer.step()
+        sync.detach()
 
     run_ranks(worker, 2)
     return folder
@@ -382,6 +393,17 @@ def test_demo_trains_and_gives_the_losses_of_ddp() -> None:
     assert len(told["reports"]["before"]["buckets"]) == 1 < len(told["reports"]["after"]["buckets"])
 
 
+def test_a_demo_that_cannot_run_is_one_line(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("rank 0:\nTraceback (most recent call last):\nMemoryError: too much\n")
+
+    monkeypatch.setattr("stretto.cli.ranks.work", fails)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert execute(["demo"]) == 1
+    text = "the demo failed: MemoryError: too much"
+    assert capsys.readouterr() == ("", f"stretto: {text}\n")
+
+
 def test_digits_are_drawn_alike_and_can_be_told_apart() -> None:
     images, labels = drawn_digits(300)
     again, _ = drawn_digits(300)
@@ -390,6 +412,39 @@ def test_digits_are_drawn_alike_and_can_be_told_apart() -> None:
 
 
 # Bad input
+
+
+@pytest.mark.parametrize("sink, code", [("/dev/full", 1), ("/dev/null", 0)])
+def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
+    line = [sys.executable, "-m", "stretto", "--help"]
+    with open(sink, "w") as out:
+        done = subprocess.run(line, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == code
+    assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.html"
+    path.write_text("old")
+
+    def half(unfinished: Path) -> None:
+        unfinished.write_text("ne")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CommandError) as caught:
+        write(path, half)
+    assert str(caught.value) == f"{path} cannot be written: No space left on device"
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["old"]
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(CommandError) as caught:
+        write(path, lambda unfinished: unfinished.write_text("new"))
+    assert str(caught.value) == f"{path} cannot be written: permission denied"
+    assert path.read_text() == "old"
+
+
+def test_without_a_command_there_is_help(capsys) -> None:
+    assert execute([]) == 2
+    assert capsys.readouterr().out.startswith("Usage: stretto ")
 
 
 def test_help_and_version_of_the_entry_point() -> None:

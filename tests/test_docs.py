@@ -26,6 +26,7 @@ PAGES = [
         "docs/design.md",
         "docs/transports.md",
         "docs/benchmarks.md",
+        "docs/cli.md",
     )
 ]
 
@@ -60,6 +61,46 @@ def test_readme_shows_what_overlap_draws_and_no_place_is_left_empty() -> None:
 
 def test_version_stands_in_the_changelog() -> None:
     assert f"## [{stretto.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+UNSTEADY = 2  # advice depends on the machine and on what else it does
+COMMANDS = re.findall(
+    r"^\$ (stretto .*?)(?:  # exit code (\d+))?\n((?:(?!```).*\n)*)```",
+    (ROOT / "docs/cli.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def with_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the scripts of the page, in which its commands run one after the other."""
+    folder = tmp_path_factory.mktemp("commands")
+    for code, name in re.findall(r"```python\n(# ([\w.]+)\n.*?)```", (ROOT / "docs/cli.md").read_text(), re.DOTALL):
+        (folder / name).write_text(code)
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("line, code, shown", COMMANDS, ids=[line for line, _, _ in COMMANDS])
+def test_commands_of_the_docs_run(line: str, code: str, shown: str, with_scripts: Path) -> None:
+    """What they print begins line by line with the words that are shown; figures differ."""
+    command = [sys.executable, "-m", *line.split()]
+    done = subprocess.run(command, cwd=with_scripts, capture_output=True, text=True, timeout=100)
+    assert done.returncode == int(code or 0), done.stderr
+    printed = {beginning_of(one) for one in (done.stdout + done.stderr).splitlines()}
+    missing = {beginning_of(one) for one in shown.splitlines()} - printed - {"...", ""}
+    assert len(missing) <= UNSTEADY, f"{line} prints nothing like {missing}"
+
+
+def beginning_of(line: str) -> str:
+    return " ".join(line.split()[:1])
+
+
+def test_every_command_is_in_the_docs() -> None:
+    helped = subprocess.run([sys.executable, "-m", "stretto", "--help"], capture_output=True, text=True, check=True)
+    names = re.findall(r"^  ([a-z]+) ", helped.stdout.partition("Commands:")[2], re.MULTILINE)
+    assert names and sorted(names) == sorted({line.split()[1] for line, _, _ in COMMANDS})
 
 
 def examples_in_docstrings() -> dict[str, str]:

@@ -52,13 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = execute(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # `stretto plan ... | head`; the interpreter would complain of it when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # as of `stretto plan ... | head`, which is fine
+            note(f"the result cannot be written: {error.strerror}")
+            code = WRONG
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter tries again when it ends
     raise SystemExit(code)
 
 
 def execute(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Errors become one line on stderr."""
+    if not arguments:
+        execute(["--help"])
+        return BAD_INPUT
     try:
         told = app(args=[*arguments], prog_name="stretto", standalone_mode=False)
         return told if isinstance(told, int) else FINE
@@ -66,11 +72,12 @@ def execute(arguments: Sequence[str]) -> int:
         note(" ".join(str(error).split("\n")))
         return getattr(error, "exit_code", BAD_INPUT)
     except KeyboardInterrupt:
-        note("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         return FINE
     except Exception as error:
+        if type(error).__name__ == "Abort":  # what older parsers make of Ctrl-C
+            return INTERRUPTED
         if hasattr(error, "format_message"):  # of the parser, whose classes have no public name in all its versions
             note(f"{_one_line(error.format_message())} (stretto --help)".replace("\n", " "))
             return BAD_INPUT

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..report import ms, share
 from .console import FINE, WRONG, AsJson, CommandError, note, say, say_json, table
+from .cores import cores
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 ENOUGH = 0.9
 """Of unseen digits that have to be read right; a guess is right in a tenth."""
 TIMEOUT = 120.0
+BUSY = 0.5
+"""Programs that want to run, for each core."""
 
 
 def demo(as_json: AsJson = False) -> int:
@@ -30,6 +33,8 @@ def demo(as_json: AsJson = False) -> int:
     stretto's losses are not those of DDP.
     """
     began = time.monotonic()
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * cores():
+        note("other programs are busy on this machine: the times below are worth little")
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         runs = _train(folder)
         reports, sketches = _look_at(folder)

@@ -27,11 +27,11 @@ import stretto
 Way = Literal["torch DDP", "before", "after"]
 WAYS: tuple[Way, ...] = ("torch DDP", "before", "after")
 """Torch's own; stretto sending everything when backward has ended, over Gloo; stretto as it comes."""
-STEPS = 240
+STEPS = 160
 BATCH = 64
 """Of all ranks together."""
 SEED = 0
-_TRACED = range(STEPS - 10, STEPS)
+_TRACED = range(STEPS - 30, STEPS)
 _WARM = 20
 _DRAWN = 1800
 _GLYPHS = (

@@ -36,20 +36,20 @@ class Failure:
     pid: int
     exit_code: int | None
     """None if a signal ended it."""
-    signal: str | None
-    """Its name."""
+    signal: int | None
+    """Its number."""
     traceback: str
 
     @property
     def how(self) -> str:
         """In words."""
-        return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
+        return f"killed by {signal_name(self.signal)}" if self.signal else f"exit code {self.exit_code}"
 
     @property
     def code(self) -> int:
         """As a shell would have it."""
         if self.signal is not None:
-            return 128 + signal.Signals[self.signal].value
+            return 128 + self.signal
         return self.exit_code or 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,10 +155,17 @@ def first_failure(failures: Mapping[int, ProcessFailure], tracebacks: Sequence[T
 
     rank = min(failures, key=order)
     found, told = failures[rank], tracebacks[rank]
-    code: int | None = found.exitcode
+    code: int = found.exitcode
     if rank != first and code == _TOLD_TO_END:
         code = 1  # it had printed its exception and was on its way out
-    name = None
-    if code is not None and code < 0:
-        name, code = signal.Signals(-code).name, None
-    return Failure(rank, found.pid, code, name, told.text if told is not None else "")
+    killed = code < 0
+    text = told.text if told is not None else ""
+    return Failure(rank, found.pid, None if killed else code, -code if killed else None, text)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``; the number where there is no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..transport.memory import available_bytes, memory_limit
-from .run import cores
+from .cores import cores
 
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
 

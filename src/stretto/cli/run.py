@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .console import AsJson, CommandError, note, say_json
+from .cores import threads_per_rank
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: at least one rank runs")
     _check(program, module)
-    from .launch import launch  # torch's launcher takes a while to import
+    from .launch import launch, signal_name  # torch's launcher takes a while to import
 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     command = [*(["-m"] if module else []), program, *(arguments or [])]
@@ -40,7 +40,7 @@ def run(
     began = time.monotonic()
     outcome = launch(command, ranks, out, sys.stderr.buffer)
     if outcome.stopped_by is not None:
-        note(f"stopped by {signal.Signals(outcome.stopped_by).name}; all ranks have ended")
+        note(f"stopped by {signal_name(outcome.stopped_by)}; all ranks have ended")
     elif (failure := outcome.failure) is not None:
         note(f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended")
         if failure.traceback:
@@ -50,18 +50,6 @@ def run(
         seconds = time.monotonic() - began
         say_json({"ranks": ranks, "exit_code": outcome.code, "seconds": seconds, "first_failure": told})
     return outcome.code
-
-
-def threads_per_rank(ranks: int) -> int:
-    """So that all add up to the cores that this process may use."""
-    return max(1, cores() // ranks)
-
-
-def cores() -> int:
-    """That this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check(program: str, module: bool) -> None:

@@ -30,7 +30,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..specs import dtype_name
 from .base import Transport, Work
 from .host import Host
-from .shared_memory import BLOCK_BYTES, CLOSE_SECONDS, MIB, PIECE_BYTES, SMALL_BYTES, Block, Staging, slice_of, views
+from .shared_memory import BLOCK_BYTES, CLOSE_SECONDS, MIB, PIECE_BYTES, SMALL_BYTES, Block, slice_of, views
+from .staging import Staging
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host in order; hosts in the order of their first ranks."""

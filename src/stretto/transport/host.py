@@ -13,7 +13,7 @@ own part, or for some everybody's, has ended. Nothing but ``wait`` ever waits, s
 Ctrl-C stopped it amid a message) is broken: it publishes nothing any more, and says why in its page. Whoever waits
 looks every 0.2 s whether a rank that is behind has died or is broken, and is broken then too.
 
-See futex.py for [Note: memory order].
+See futex.py for [Note: memory order] and [Note: nobody sleeps].
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from . import memory
 from .futex import Futex
 from .memory import Location
 from .message import Message
-from .page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Entry, Page, Peer, first_dead
+from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Entry, Page, Peer, first_dead
 
 _SPINS = 12
 """Looks, with a yield of the core after each, before a rank sleeps: some 10 us."""
@@ -128,7 +128,7 @@ class Host:
         place = Location(0, 0, 0) if message.tensor is None else self.page.arena.locate(message.tensor)
         assert place is not None, "what is published lies in the arena"
         try:
-            self.page.publish(number, Entry(message.action, message.numel, place))
+            self.page.publish(number, message.action, message.numel, place)
             self._number = number
             self._waiting.append(posted)
             self._say(PUBLISHED, number)
@@ -141,7 +141,8 @@ class Host:
     def _say(self, word: int, number: int) -> None:
         self._futex.fence()
         self.page.set(word, number)
-        self._futex.wake(self._me.base + word)
+        if not self._futex.may_look() or any(peer.words[ASLEEP // 4] for peer in self._others):
+            self._futex.wake(self._me.base + word)
 
     def _make_room(self) -> None:
         """The ring is full: wait until everybody is done with its oldest entry."""
@@ -200,8 +201,9 @@ class Host:
 
         Of a message that needs only its root, those who have not come yet are given as this rank.
         """
-        number, by_root = posted.number, posted.message.root is not None
-        missing = {peer.rank for peer in self._others if by_root and _behind((peer,), PUBLISHED, number)}
+        number, missing = posted.number, set()
+        if posted.message.root is not None:
+            missing = {peer.rank for peer in self._others if _behind((peer,), PUBLISHED, number)}
         self._futex.fence()
         own = self._me.packed_entry(number)
         entries = []
@@ -277,7 +279,8 @@ class Host:
         if missing is None:
             return True
         peer, word, seen = missing
-        self._futex.wait(peer.base + word, seen, seconds)
+        with self.page.asleep():
+            self._futex.wait(peer.base + word, seen, seconds)
         return peer.words[word // 4] != seen
 
     # Breaking off: see [Note: broken]
@@ -290,8 +293,8 @@ class Host:
                 reason = reason.splitlines()[0].rstrip(".").removeprefix(f"rank {self._me.rank}: ")
                 reason = f"rank {self._me.rank} cannot go on: {reason}"
             self.page.say_broken(reason)
-            for word in (PUBLISHED, FINISHED):
-                self._futex.wake(self._me.base + word)
+            self._futex.wake(self._me.base + PUBLISHED)
+            self._futex.wake(self._me.base + FINISHED)
 
     def _stopped_by(self, error: BaseException) -> None:
         opening = isinstance(error, OSError)  # somebody's memory

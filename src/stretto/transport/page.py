@@ -1,9 +1,10 @@
 """What a rank shows the other ranks of its host, and how they see it.
 
-    | token | published | finished | retired | broken | table of segments | ring of entries: where message n's lies |
+    | token | published | finished | retired | asleep | broken | table of segments | ring of entries: where each lies |
 
-Only the rank itself writes its page; the others read. The two counters are the words that ranks sleep on, ``retired``
-counts changes of the table, ``broken`` says why this rank will never go on. What different ranks look at lies in
+Only the rank itself writes its page; the others read. The two counters are the words that ranks sleep on, ``asleep``
+says that this rank does or is about to, ``retired`` counts changes of the table, ``broken`` says why this rank will
+never go on. What different ranks look at lies in
 different cache lines.
 """
 
@@ -17,7 +18,7 @@ import select
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from .memory import Arena, Location, PeersMemory
 
 TOKEN_BYTES = 16
 _LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
-PUBLISHED, FINISHED, RETIRED, _BROKEN = (n * _LINE_BYTES for n in range(1, 5))
+PUBLISHED, FINISHED, RETIRED, ASLEEP, _BROKEN = (n * _LINE_BYTES for n in range(1, 6))
 SEQUENCE = 2**32
 """Counters begin again at 0 when they have come here."""
 ENTRIES = 1024
@@ -55,10 +56,10 @@ class Entry:
     SAME = slice(0, 24)
     """The packed action and number of elements, which all ranks give alike."""
 
-    def pack_into(self, buffer: mmap.mmap, number: int) -> None:
-        """Write it as that of message ``number``."""
-        at = self.location
-        self._LAYOUT.pack_into(buffer, _at(number), self.action, self.numel, at.line, at.segment, at.offset)
+    @classmethod
+    def pack_into(cls, buffer: mmap.mmap, number: int, action: bytes, numel: int, at: Location) -> None:
+        """Write that of message ``number``."""
+        cls._LAYOUT.pack_into(buffer, _at(number), action, numel, at.line, at.segment, at.offset)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Entry:
@@ -107,9 +108,18 @@ class Page:
         """Write one of the words."""
         self._words[word // 4] = value % SEQUENCE
 
-    def publish(self, number: int, entry: Entry) -> None:
+    @contextlib.contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Say that this rank sleeps, or is about to. See futex.py, [Note: nobody sleeps]."""
+        self.set(ASLEEP, 1)
+        try:
+            yield
+        finally:
+            self.set(ASLEEP, 0)
+
+    def publish(self, number: int, action: bytes, numel: int, at: Location) -> None:
         """Say where the tensor of message ``number`` lies; ``PUBLISHED`` then says that this was said."""
-        entry.pack_into(self.mapping, number)
+        Entry.pack_into(self.mapping, number, action, numel, at)
 
     def say_broken(self, reason: str) -> None:
         """Say why this rank will never go on. Only the first reason is kept."""

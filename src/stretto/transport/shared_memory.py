@@ -24,6 +24,7 @@ from ..specs import dtype_name
 from .base import Transport, Work
 from .host import Host
 from .page import Entry
+from .staging import Staging
 
 KIB, MIB = 1024, 1024 * 1024
 SMALL_BYTES = 16 * KIB
@@ -32,8 +33,6 @@ BLOCK_BYTES = 128 * KIB
 """Added and written in blocks that stay in the processor's cache in between."""
 PIECE_BYTES = 4 * MIB
 """What does not lie in shared memory passes through it in pieces of this size."""
-KEPT_BYTES = 16 * MIB
-"""So much memory for that is kept for the next message."""
 CLOSE_SECONDS = 5.0
 """How long a rank that leaves stays for others that have not yet read what it has sent."""
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -80,7 +79,7 @@ class SharedMemoryTransport:
 
     def all_reduce_mean(self, tensor: torch.Tensor, numel: int) -> Work:
         """Sum in place, in rank order; then divide the first ``numel`` elements by the world size."""
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             tensor[:numel].div_(self.world_size)
             return self._base.all_reduce(tensor)
         if tensor.is_complex():
@@ -146,33 +145,6 @@ def _flush_at_exit(host: weakref.ref[Host]) -> None:
         alive.flush(CLOSE_SECONDS)
 
 
-class Staging:
-    """Shared memory for tensors that lie elsewhere, kept by size."""
-
-    def __init__(self, host: Host) -> None:
-        self.in_use = 0
-        """Bytes."""
-        self._host = host
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._kept = 0
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes, as uint8; rounded up to a power of two."""
-        size = max(64, 1 << (nbytes - 1).bit_length())
-        self.in_use += size
-        if not self._free.get(size):
-            return self._host.allocate(size)
-        self._kept -= size
-        return self._free[size].pop()
-
-    def give(self, memory: torch.Tensor) -> None:
-        """Nobody uses it any more."""
-        self.in_use -= memory.numel()
-        if self._kept + memory.numel() <= KEPT_BYTES:
-            self._kept += memory.numel()
-            self._free.setdefault(memory.numel(), []).append(memory)
-
-
 class SumForAll:
     """Each rank sums all of a small message: from everybody's staging memory into the tensor."""
 
@@ -185,11 +157,15 @@ class SumForAll:
         self._averaged = averaged
         self.tensor: torch.Tensor = staging.take(result.nbytes)
         self._host, self._result, self._staging = host, result, staging
-        self.tensor[: result.nbytes].view(result.dtype).copy_(result)
+        staging.view(self.tensor, result).copy_(result)
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Sum."""
-        parts, divisor = views(self._host, entries, self._result.dtype, 0, self.numel), len(self._host.peers)
+        routes, divisor = self._host.routes, len(self._host.peers)
+        key = (self._result.dtype, *entries)
+        parts = routes.get(key)
+        if parts is None:
+            parts = routes[key] = views(self._host, entries, self._result.dtype, 0, self.numel)
         if self._result.dtype in _WIDER:
             total = _widened(parts)
             total[: self._averaged].div_(divisor)
@@ -262,7 +238,7 @@ class StagedSum(SumOfSlices):
 
     def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
         self._memory = staging.take(result.nbytes)
-        super().__init__(host, self._memory[: result.nbytes].view(result.dtype), averaged)
+        super().__init__(host, staging.view(self._memory, result), averaged)
         self._result, self._staging = result, staging
         self.tensor.copy_(result)
 

@@ -194,10 +194,13 @@ def test_who_failed_first(codes: dict, texts: dict, rank: int, code: int) -> Non
 
 
 def test_plan_shows_buckets_and_costs_of_a_script(tmp_path: Path) -> None:
-    script(tmp_path, "import torch\ndef net():\n    return torch.nn.Sequential(*[torch.nn.Linear(512, 512)] * 1)")
+    script(
+        tmp_path,
+        "import torch\nprint('hello')\ndef net():\n    return torch.nn.Sequential(*[torch.nn.Linear(512, 512)] * 1)",
+    )
     options = ("--ranks", 4, "--bandwidth", "100MB/s", "--latency", "0.5ms", "--bucket-cap-mb", 1)
     done = command("plan", "script.py:net", *options, cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr
+    assert (done.returncode, done.stderr) == (0, "hello\n")
     assert re.search(r"^plan [0-9a-f]{16}: 2 parameters, 1.0 MB, in 2 buckets of at most 1.0 MB", done.stdout)
     assert "ring all-reduce over 4 ranks on a link of 100MB/s, 0.5ms, computed:" in done.stdout
     told = json.loads(command("plan", "script.py:net", *options, "--json", cwd=tmp_path).stdout)
@@ -275,7 +278,8 @@ def test_trace_as_json_has_a_report_of_each_rank(folder: Path, tmp_path: Path) -
     mine = read_trace(folder)[1].passes
     assert told["reports"][1]["passes"] == len(mine) == 3
     assert told["reports"][1]["breakdown"]["exposed"] == sorted(one.exposed for one in mine)[1]
-    assert told["written"] == {"chrome": str(tmp_path / "c.json")} and not (folder / "trace.json").exists()
+    assert told["written"] == {"chrome": str(tmp_path / "c.json")}
+    assert json.loads((tmp_path / "c.json").read_text()) and not (folder / "trace.json").exists()
 
 
 def test_a_trace_that_was_cut_off_is_shown_as_far_as_it_goes(folder: Path) -> None:

@@ -21,6 +21,8 @@ from .reducer import Reducer
 from .report import Breakdown, BucketReport, RankReport, Report
 from .trace import RankTrace
 
+_NO_PLAN = BucketPlan((), (), 1, 0)
+
 
 def report_of(
     reducer: Reducer, peers: Peers, records: Collection[tuple[PassRecord, BucketPlan]], tied: Mapping[str, str]
@@ -70,9 +72,9 @@ def reports_from(traces: Sequence[RankTrace]) -> list[Report]:
 
 def _under_last_plan(trace: RankTrace) -> tuple[list[PassRecord], BucketPlan]:
     if not trace.passes:
-        return [], next(iter(trace.plans.values()), BucketPlan((), (), 1, 0))
+        return [], _NO_PLAN
     last = trace.passes[-1].plan
-    return [record for record in trace.passes if record.plan == last], trace.plans[last]
+    return [record for record in trace.passes if record.plan == last], trace.plans.get(last, _NO_PLAN)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def make_app() -> typer.Typer:
     )
     for command in (demo, plan, trace, doctor, bench):
         made.command()(command)
-    made.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run)
+    made.command(context_settings={"allow_interspersed_args": False})(run)
     return made
 
 

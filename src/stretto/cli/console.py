@@ -68,8 +68,13 @@ def table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr if that is a terminal; what is yielded is told how much has been done."""
+def progress(title: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr if that is a terminal; what is yielded is told how much has been done.
+
+    Args:
+        title: of the bar.
+        total: of all that there is to do; None if nobody knows.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -68,7 +68,7 @@ def examine(interface: str | None, *, quick: bool) -> Findings:
     from .reach import reach_the_store, what_gloo_chooses
     from .speed import measure
 
-    with progress("looking", 1.0):
+    with progress("looking"):
         machine = look_at_machine()
         looked_at = _chosen(interface, machine.interfaces)
         if interface is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -28,13 +29,14 @@ def load_model(target: str) -> torch.nn.Module:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise CommandError(f"{target!r}: say where the model is made, script.py:factory or package.module:factory")
-    found: Any = _import(place)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise CommandError(f"{place} has no {part!r}")
-        found = getattr(found, part)
-    if not isinstance(found, torch.nn.Module):
-        found = _call(found, target)
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of ours
+        found: Any = _import(place)
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise CommandError(f"{place} has no {part!r}")
+            found = getattr(found, part)
+        if not isinstance(found, torch.nn.Module):
+            found = _call(found, target)
     if not isinstance(found, torch.nn.Module):
         raise CommandError(f"{target} gives a {type(found).__name__}, not a torch.nn.Module")
     return found

@@ -12,7 +12,7 @@ import typer
 from ..plan import MIB, BucketPlan, plan_buckets
 from ..report import ms, share
 from ..specs import ParameterSpec, describe_parameters, format_bytes
-from .console import FINE, AsJson, CommandError, say, say_json, table
+from .console import FINE, AsJson, CommandError, progress, say, say_json, table
 from .link import Link, parse_bandwidth, parse_latency
 from .load import load_model
 
@@ -42,7 +42,8 @@ def plan(
     if not 0 < bucket_cap_mb < math.inf:
         raise CommandError(f"--bucket-cap-mb {bucket_cap_mb:g}: must be positive")
     link = Link(parse_bandwidth(bandwidth), parse_latency(latency), ranks)
-    model = load_model(target)
+    with progress(f"making {target}"):
+        model = load_model(target)
     specs = describe_parameters({name: one for name, one in model.named_parameters() if one.requires_grad})
     if not specs:
         raise CommandError(f"{target} gives a module without a parameter that requires a gradient")

@@ -24,6 +24,7 @@ from warm import fork_ranks, in_warm_process
 import stretto
 from stretto.testing import run_ranks
 from stretto.transport import LocalTransport, ProcessGroupTransport, SharedMemoryTransport, choose
+from stretto.transport.futex import Futex
 from stretto.transport.memory import CHUNK_BYTES, SEGMENTS
 from stretto.transport.page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE
 from stretto.transport.shared_memory import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES
@@ -360,6 +361,28 @@ def test_ranks_that_call_different_things_are_told(case: str) -> None:
     for rank, told in enumerate([first, second]):
         heard = f"rank {rank}: rank {1 - rank} cannot go on: {seen[1 - rank]}.\n"
         assert told in (seen[rank], heard + "Remove the cause and start again, on all ranks.")
+
+
+def test_only_who_sleeps_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[int] = []
+    monkeypatch.setattr(Futex, "wake", lambda self, address: woken.append(address))
+    group = run_ranks(lambda transport: choose(transport, "shared_memory"), 2)
+    tensors = [transport.allocate(1, torch.float32, CPU) for transport in group]
+
+    def reduce() -> int:
+        woken.clear()
+        works = [transport.all_reduce(tensor) for transport, tensor in zip(group, tensors, strict=True)]
+        for work in works:
+            work.wait()
+        return len(woken)
+
+    assert reduce() == 0
+    with group[1].host.page.asleep():
+        assert reduce() == 2, "rank 0 wakes it when it has published and when it has finished; rank 1 has nobody"
+    assert reduce() == 0
+    for transport in group:  # where a lock is no barrier
+        monkeypatch.setattr(transport.host._futex, "_fenced", True)
+    assert reduce() == 4
 
 
 def test_a_message_that_nobody_answers_runs_out_of_time() -> None:

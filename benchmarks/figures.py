@@ -56,6 +56,8 @@ def one_figure(figure: Figure, asked: Asked, output: Path, page: Path, draw_only
     save(figure, data, output)
     text = markdown(figure, data)
     Console(width=200).print(Markdown(f"## {figure.title}\n\n{text}"))
+    if (output / f"{figure.name}.svg").exists():
+        text += f"\n![{figure.title}]({output.name}/{figure.name}.svg)\n"
     where = f" and {page}" if put_into(page, figure.name, text) else ""
     watched.print(f"{figure.name}: {time.monotonic() - began:.0f} s, written to {output}{where}", highlight=False)
 

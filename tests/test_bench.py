@@ -426,6 +426,7 @@ def test_driver_measures_writes_and_draws_again(
     assert text.startswith("before\n<!-- figure: round_robin -->\n")
     assert text.endswith("<!-- end of round_robin -->\nafter\n")
     assert "| 3 groups |" in text and "old" not in text
+    assert "\n![Process groups in turn](benchmarks/round_robin.svg)\n" in text
 
     page.write_text(text.replace("groups", "changed"))
     monkeypatch.setattr(sys, "argv", [*command, "--draw-only"])

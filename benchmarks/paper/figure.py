@@ -98,8 +98,10 @@ def save(figure: Figure, data: Data, folder: Path) -> None:
     """JSON and, where there is something to draw, SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{figure.name}.json").write_text(as_json(data))
+    plot = folder / f"{figure.name}.svg"
+    plot.unlink(missing_ok=True)  # of an earlier run
     if data.get("runs"):
-        with canvas(figure.size, folder / f"{figure.name}.svg") as paper:
+        with canvas(figure.size, plot) as paper:
             figure.draw(data, paper)
 
 

@@ -1,70 +1,87 @@
-"""Watch one backward from inside: which bucket left when, and what was hidden behind the gradients still to come.
+"""Watch backward from inside: which bucket left when, and what was hidden behind the gradients still to come.
 
-    python examples/overlap.py
+    python examples/overlap.py                                # a sketch of one backward, here in the terminal
+    python examples/overlap.py --sizes 0.01 0.07 0.13 0.3 1   # what the size of buckets does to it
+    python examples/overlap.py --pictures docs/pictures       # the four runs of docs/overlap.md, as pictures
 
-Two processes on this machine, over a synthetic link of 200 MB/s (a delay added to each all-reduce).
+Two processes on this machine. The link between them is emulated: each all-reduce takes 2 ms, and 5 ms more for each 0.1
+MB. So is the work of a layer, 2 ms in forward and 5 ms in backward: what is seen is overlap, and not what else runs here.
 """
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
 import stretto
+from stretto.plots import save_picture
+from stretto.sketch import sketch
 from stretto.testing import DelayTransport, spawn_ranks
+from stretto.timeline import Timeline, timeline_of
+from stretto.trace import read_trace
 from stretto.transport import ProcessGroupTransport
 
-WIDTH = 64
+RUNS = {
+    "naive": {"delay": True},  # one message, after backward
+    "unbucketed": {"bucket_cap_mb": 1e-6},  # a message a parameter, as soon as there is its gradient
+    "not-overlapped": {"delay": True, "bucket_cap_mb": 0.13},  # buckets, after backward
+    "overlapped": {"bucket_cap_mb": 0.13},  # buckets, as soon as they are full
+}
 
 
-class Stopwatch:
-    """An observer: when gradients arrived and when the pass had settled."""
-
-    def pass_started(self, number: int) -> None:
-        self.arrivals: list[float] = []
-
-    def gradient_ready(self, number: int, name: str) -> None:
-        self.arrivals.append(time.perf_counter())
-
-    def pass_settled(self, number: int) -> None:
-        self.settled = time.perf_counter()
+class Layer(torch.nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(2e-3)
+        outputs = super().forward(inputs)
+        outputs.register_hook(lambda gradient: time.sleep(5e-3))
+        return outputs
 
 
-def draw(watch: Stopwatch, transfers: list[tuple[float, float]]) -> str:
-    start, computed = watch.arrivals[0], watch.arrivals[-1]
-    scale = WIDTH / (watch.settled - start)
+def train(rank: int, folder: str, options: dict[str, float]) -> None:
+    link = DelayTransport(ProcessGroupTransport(), lambda nbytes: 2e-3 + nbytes / 20e6)
+    model = torch.nn.Sequential(*(Layer(128, 128) for _ in range(12)))
+    sync = stretto.attach(model, transport=link, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def line(label: str, begin: float, end: float, mark: str) -> str:
-        first, last = round((begin - start) * scale), round((end - start) * scale)
-        return f"{label:9} " + " " * first + mark * max(1, last - first)
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 128)).square().mean().backward()
+        optimizer.step()
 
-    ends = [start, *(through for _, through in transfers[:-1])]
-    lines = [line("backward", start, computed, "=")]
-    for bucket, ((launched, through), before) in enumerate(zip(transfers, ends, strict=True)):
-        lines.append(line(f"bucket {bucket}", max(launched, before), through, "-"))
-    lines.append(line("exposed", computed, watch.settled, "#"))
-    exposed = watch.settled - computed
-    busy = sum(through - max(launched, before) for (launched, through), before in zip(transfers, ends, strict=True))
-    lines.append(
-        f"the link was busy for {busy * 1e3:.0f} ms, {(busy - exposed) * 1e3:.0f} ms of it hidden behind backward; "
-        f"this rank waited {exposed * 1e3:.0f} ms"
-    )
-    return "\n".join(lines)
+    for _ in range(3):  # the order of gradients is learnt, memory gets warm
+        step()
+    with sync.trace(folder):
+        for _ in range(9):
+            step()
 
 
-def train(rank: int) -> str:
-    link = DelayTransport(ProcessGroupTransport(), lambda nbytes: nbytes / 200e6)
-    model = torch.nn.Sequential(*(torch.nn.Linear(384, 384) for _ in range(12)))
-    sync = stretto.attach(model, transport=link, bucket_cap_mb=1.2)
-    watch = Stopwatch()
-    sync.observe(watch)
-    for _ in range(5):
-        model.zero_grad()
-        link.transfers.clear()
-        model(torch.randn(512, 384)).square().mean().backward()
-    return draw(watch, link.transfers)
+def traced(options: dict[str, float]) -> Timeline:
+    with tempfile.TemporaryDirectory() as folder:
+        spawn_ranks(train, 2, folder, options)
+        return timeline_of(read_trace(folder)).only()  # one pass, the typical one
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=Path, help="folder for the pictures of four runs")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[], help="bucket_cap_mb, one run each")
+    asked = parser.parse_args()
+    for size in asked.sizes:
+        timeline = traced({"bucket_cap_mb": size})
+        print(f"bucket_cap_mb={size:<5g} {len(timeline.passes[0].transfers):3} buckets: {timeline.headline()}")
+    if asked.pictures:
+        asked.pictures.mkdir(parents=True, exist_ok=True)
+        for name, options in RUNS.items():
+            timeline = traced(options)
+            save_picture(timeline, asked.pictures / f"{name}.svg")
+            print(f"{name:14} {timeline.headline()}")
+    if not asked.sizes and not asked.pictures:
+        print(sketch(traced(RUNS["overlapped"])))
 
 
 if __name__ == "__main__":
-    print(spawn_ranks(train, 2)[0])
+    main()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import stretto
 from stretto.cli import execute
 from stretto.cli.console import CommandError, write
 from stretto.cli.cores import cores
-from stretto.cli.digits import drawn_digits
+from stretto.cli.demo import ENOUGH
+from stretto.cli.digits import drawn_digits, train_once
 from stretto.cli.doctor import Findings, advise, faults
 from stretto.cli.launch import Failure, first_failure
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
@@ -408,11 +410,17 @@ def test_a_demo_that_cannot_run_is_one_line(capsys, monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr() == ("", f"stretto: {text}\n")
 
 
-def test_digits_are_drawn_alike_and_can_be_told_apart() -> None:
+def test_digits_are_drawn_alike_and_can_be_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = drawn_digits(300)
     again, _ = drawn_digits(300)
     assert torch.equal(images, again) and images.shape == (300, 8, 8) and sorted(set(labels.tolist())) == [*range(10)]
     assert images.min() >= 0 and images.max() <= 1
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    here, there = Pipe(duplex=False)
+    trained = train_once("after", 0, 1, str(tmp_path), there)
+    assert here.recv() == 0
+    assert trained.data == "drawn digits (scikit-learn, with handwritten ones, is not installed)"
+    assert trained.accuracy >= ENOUGH and trained.losses[-1] < 0.2 < trained.losses[0]
 
 
 # Bad input

@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from traces import recorded
 
 import stretto
+from stretto.chrome import to_chrome
+from stretto.page import to_html
+from stretto.plots import save_picture
+from stretto.sketch import sketch
 from stretto.testing import RecordingTransport, run_ranks
+from stretto.timeline import timeline_of
+from stretto.trace import read_trace
 from stretto.transport import LocalGroup
 
 ROOT = Path(__file__).parent.parent
@@ -23,10 +30,11 @@ PAGES = [
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        "docs/design.md",
-        "docs/transports.md",
         "docs/benchmarks.md",
         "docs/cli.md",
+        "docs/design.md",
+        "docs/overlap.md",
+        "docs/transports.md",
     )
 ]
 
@@ -105,17 +113,22 @@ def test_every_command_is_in_the_docs() -> None:
 
 def examples_in_docstrings() -> dict[str, str]:
     """The ``Example::`` blocks of everything public, by name."""
-    from stretto import events, handle, plan, tensors, testing
+    from stretto import chrome, events, handle, page, plan, plots, tensors, testing, timeline
     from stretto.transport import local, process_group
 
     found: dict[str, str] = {}
     for module in (
         sys.modules["stretto.attach"],
         handle,
+        chrome,
         events,
+        page,
         plan,
+        plots,
+        sys.modules["stretto.sketch"],
         tensors,
         testing,
+        timeline,
         local,
         process_group,
         stretto.ddp,
@@ -134,8 +147,9 @@ def examples_in_docstrings() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", sorted(examples_in_docstrings()))
 def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     code = examples_in_docstrings()[name]
+    monkeypatch.chdir(tmp_path)
+    recorded(tmp_path / "trace", 2, passes=1)
 
     def worker(transport):
         model = torch.nn.Linear(2, 1)
@@ -161,9 +175,11 @@ def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
             "train": lambda transport: None,
             "dist": type("dist", (), {"init_process_group": staticmethod(lambda *_: None)}),
             "contextlib": __import__("contextlib"),
-            "threading": __import__("threading"),
             "itertools": __import__("itertools"),
+            "json": __import__("json"),
             "train_on": lambda batch: model(batch[0]).sum().backward(),
+            **{tool.__name__: tool for tool in (read_trace, timeline_of, to_chrome, save_picture, to_html, sketch)},
+            "threading": __import__("threading"),
             "plan_buckets": stretto.plan.plan_buckets,
             "describe_parameters": stretto.specs.describe_parameters,
             "BucketPlan": stretto.BucketPlan,
@@ -171,3 +187,57 @@ def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
         exec(compile(code, name, "exec"), scope)
 
     run_ranks(worker, 2)
+
+
+# docs/overlap.md
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """Language and text of what stands between fences."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_code_on_the_overlap_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(ROOT / "docs" / "overlap.md")
+    scope: dict[str, object] = {"__name__": "overlap"}
+    ran = 0
+    for number, (language, code) in enumerate(blocks):
+        if language != "python":
+            continue
+        ran += 1
+        if "sync.trace(" in code:
+            _train_on_ranks(code)
+            continue
+        exec(compile(code, f"docs/overlap.md, block {number}", "exec"), scope)
+        printed = capsys.readouterr().out
+        if code.rstrip().splitlines()[-1].lstrip().startswith("print("):
+            assert printed == blocks[number + 1][1]
+    assert ran == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["overlap.html", "overlap.png", "trace", "trace.json"]
+
+
+def _train_on_ranks(code: str) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        scope = {
+            "model": model,
+            "sync": stretto.attach(model, transport=transport),
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "loss_function": torch.nn.functional.mse_loss,
+            "loader": [(torch.randn(3, 2), torch.randn(3, 1))] * 5,
+        }
+        exec(code, scope)
+
+    run_ranks(worker, 2)
+
+
+def test_commands_on_the_overlap_page_are_those_of_the_example() -> None:
+    commands = [
+        line for _, text in blocks_of(ROOT / "docs" / "overlap.md") for line in text.splitlines() if "python " in line
+    ]
+    assert commands and all(line.startswith("python examples/overlap.py --") for line in commands)
+    told = subprocess.run(
+        [sys.executable, ROOT / "examples" / "overlap.py", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert all(command.split()[2] in told for command in commands)

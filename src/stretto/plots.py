@@ -10,6 +10,7 @@ import importlib
 import os
 import textwrap
 from collections.abc import Collection
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _draw(figures: Any, shown: Timeline) -> Any:
     )[:, 0]
     figure.subplots_adjust(left=0.115, right=0.985, top=1 - head / tall, bottom=foot / tall)
     figure.text(0.015, 1 - 0.16 / tall, shown.headline(), fontsize=14, fontweight="bold", va="top")
-    figure.text(0.015, 1 - 0.50 / tall, about(shown), fontsize=9, color="#555555", va="top")
+    figure.text(0.015, 1 - 0.50 / tall, about(shown), fontsize=9, color="#555555", va="top", parse_math=False)
     for place, rank in zip(axes, shown.ranks, strict=False):
         _band(place, rank, shown.end * NANO * 1e3)
     axes[-1].tick_params(axis="x", bottom=True, labelbottom=True)
@@ -115,9 +116,10 @@ def _band(axes: Any, rank: RankTimeline, until: float) -> None:
 
 
 def _computed(axes: Any, one: RankPass) -> None:
-    for kind, colour in COLOURS.items():
-        spans = [(_ms(piece.begin), _ms(piece.end - piece.begin)) for piece in one.pieces if piece.kind == kind]
-        axes.broken_barh(spans, (0, 1), facecolors=colour, linewidth=0)
+    for kind, group in groupby(one.pieces, key=lambda piece: piece.kind):
+        pieces = [*group]
+        span = _ms(pieces[0].begin), _ms(pieces[-1].end - pieces[0].begin)
+        axes.broken_barh([span], (0, 1), facecolors=COLOURS[kind], linewidth=0)
     for begin, end, text, kind in captions(one):
         if _ms(end - begin) > 0.011 * len(text) * axes.get_xlim()[1]:
             colour = "black" if kind in ("forward", "optimizer") else "white"
@@ -154,12 +156,14 @@ def _name(axes: Any, transfer: Transfer, middle: float) -> None:
     at = _ms(transfer.launch.end) + 0.006 * right if after else _ms(transfer.launch.begin) - 0.006 * right
     behind = {"facecolor": "white", "linewidth": 0, "pad": 0.6, "alpha": 0.85}
     side = "left" if after else "right"
-    axes.text(at, middle, text, ha=side, va="center", fontsize=7, color="#444444", bbox=behind)
+    axes.text(at, middle, text, ha=side, va="center", fontsize=7, color="#444444", bbox=behind, parse_math=False)
 
 
 def shortened(name: str, most: int) -> str:
     """A name of at most ``most`` characters, with something left of each of its parts as long as that can be."""
-    for kept in range(len(name), 2, -1):
+    if len(name) <= most:
+        return name
+    for kept in range(most, 2, -1):
         parts = [part if len(part) <= kept else part[: kept - 1] + "…" for part in name.split(".")]
         if len(".".join(parts)) <= most:
             return ".".join(parts)
@@ -168,7 +172,9 @@ def shortened(name: str, most: int) -> str:
 
 def _legend(figure: Any, tall: float, shown: Timeline) -> None:
     patches: Any = importlib.import_module("matplotlib.patches")
+    lines: Any = importlib.import_module("matplotlib.lines")
     handles = [patches.Patch(facecolor=colour, label=text) for colour, text in LEGEND]
+    handles.append(lines.Line2D([], [], color=FULL, linewidth=1, linestyle=":", label="full, and waits for its turn"))
     notes = len(shown.notes())
     figure.legend(
         handles=handles,
@@ -181,7 +187,7 @@ def _legend(figure: Any, tall: float, shown: Timeline) -> None:
         columnspacing=2,
     )
     text = "\n".join(textwrap.shorten(note, 170) for note in shown.notes())
-    figure.text(0.015, 0.08 / tall, text, fontsize=7.5, color="#555555", va="bottom")
+    figure.text(0.015, 0.08 / tall, text, fontsize=7.5, color="#555555", va="bottom", parse_math=False)
 
 
 def _ms(time: int) -> float:

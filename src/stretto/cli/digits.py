@@ -91,9 +91,9 @@ def drawn_digits(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     glyphs = torch.tensor([[[float(point == "#") for point in row] for row in glyph] for glyph in _GLYPHS])
     images = torch.zeros(number, 8, 8)
     for image, label in zip(images, labels, strict=True):
-        top, left = (int(torch.randint(most, (), generator=chance)) for most in (4, 6))
-        image[top : top + 5, left : left + 3] = glyphs[label] * (0.6 + 0.4 * torch.rand((), generator=chance))
-    noise = 0.15 * torch.randn(images.shape, generator=chance)
+        top, left = (1 + int(torch.randint(2, (), generator=chance)) for _ in range(2))
+        image[top : top + 5, left : left + 3] = glyphs[label] * (0.8 + 0.2 * torch.rand((), generator=chance))
+    noise = 0.05 * torch.randn(images.shape, generator=chance)
     return (images + noise).clamp(0, 1), labels
 
 
@@ -108,12 +108,22 @@ def train(rank: int, folder: str, ranks: int, tell: Connection) -> list[Trained]
     """
     found = []
     for number, way in enumerate(WAYS):
-        found.append(_train(way, rank, ranks, f"{folder}/{way}", tell, number * STEPS))
+        found.append(train_once(way, rank, ranks, f"{folder}/{way}", tell, number * STEPS))
         gc.collect()  # torch's wrapper must not outlive the process group
     return found
 
 
-def _train(way: Way, rank: int, ranks: int, folder: str, tell: Connection, before: int) -> Trained:
+def train_once(way: Way, rank: int, ranks: int, folder: str, tell: Connection, before: int = 0) -> Trained:
+    """One way. Collective; alone where there is no process group.
+
+    Args:
+        way: of reducing gradients.
+        rank: this one.
+        ranks: how many there are.
+        folder: where the last steps are recorded, if there is something to record.
+        tell: rank 0 says here how many steps were made.
+        before: steps made before these.
+    """
     images, labels, data = digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED))
     test, learn = order[: len(order) // 5], order[len(order) // 5 :]

@@ -6,7 +6,6 @@ No file is written. A pipe's writing end is handed to the launcher as ``/proc/se
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 import re
 import threading
@@ -46,7 +45,7 @@ class Stream:
     Args:
         rank: whose.
         sink: where its lines go.
-        lock: held while a line is written.
+        lock: held while a line is written, so that lines stay whole.
     """
 
     def __init__(self, rank: int, sink: BinaryIO, lock: threading.Lock) -> None:
@@ -55,6 +54,7 @@ class Stream:
         self._sink: BinaryIO | None = sink
         self._lock = lock
         self._kept: collections.deque[tuple[float, str]] = collections.deque(maxlen=KEPT_LINES)
+        self._closed = False
         self._thread = threading.Thread(target=self._forward, daemon=True)
         self._thread.start()
 
@@ -65,12 +65,15 @@ class Stream:
 
     def close(self, seconds: float) -> None:
         """Wait until all is forwarded, but not for ever: what a rank has left running may hold the pipe."""
-        os.close(self._writing)
+        if not self._closed:
+            self._closed = True
+            os.close(self._writing)
         self._thread.join(seconds)
 
     def traceback(self) -> Traceback | None:
         """The last one in what was kept."""
-        kept = list(self._kept)
+        with self._lock:
+            kept = list(self._kept)
         return last_traceback([line for _, line in kept], [at for at, _ in kept])
 
     def _forward(self) -> None:
@@ -86,15 +89,18 @@ class Stream:
             shown = line.removesuffix(b"\r").rpartition(b"\r")[2]  # of a progress bar, its last state
             if found := _OF_TORCH.match(shown):
                 shown = shown[found.end() :]
-            self._kept.append((time.monotonic(), shown.decode(errors="replace")))
-            if self._sink is None:
-                continue
-            try:
-                with self._lock:
-                    self._sink.write(self._prefix + shown + b"\n")
-                    self._sink.flush()
-            except (OSError, ValueError):  # nobody reads any more; the rank must not notice
-                self._sink = None
+            with self._lock:
+                self._kept.append((time.monotonic(), shown.decode(errors="replace")))
+                self._show(shown)
+
+    def _show(self, line: bytes) -> None:
+        if self._sink is None:
+            return
+        try:
+            self._sink.write(self._prefix + line + b"\n")
+            self._sink.flush()
+        except (OSError, ValueError):  # nobody reads any more; the rank must not notice
+            self._sink = None
 
 
 def last_traceback(lines: Sequence[str], times: Sequence[float]) -> Traceback | None:
@@ -126,8 +132,7 @@ class Streams:
         self.err = [Stream(rank, err, lock) for rank in range(ranks)]
 
     def close(self, seconds: float = 2.0) -> None:
-        """Forward what is left."""
+        """Forward what is left. Harmless twice."""
         until = time.monotonic() + seconds
         for stream in (*self.out, *self.err):
-            with contextlib.suppress(OSError):
-                stream.close(max(0.0, until - time.monotonic()))
+            stream.close(max(0.0, until - time.monotonic()))

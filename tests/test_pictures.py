@@ -1,0 +1,346 @@
+"""What is drawn of a timeline: Perfetto's JSON, PNG and SVG, a page in a real browser, text."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from traces import MS, a_record, a_trace, recorded
+
+from stretto.chrome import to_chrome
+from stretto.clocks import Clock
+from stretto.page import to_html
+from stretto.plots import PictureError, save_picture, shortened
+from stretto.sketch import sketch
+from stretto.timeline import Timeline, timeline_of
+
+HOSTILE = ("</script><script>document.body.dataset.owned=1</script>", "a\"b'c&d<img src=x>", "$x_1$ \\frac{@TIMELINE@")
+TWO = [a_trace(0, 2, [a_record(1), a_record(2)]), a_trace(1, 2, [a_record(1), a_record(2)])]
+
+
+def hostile() -> Timeline:
+    return timeline_of([a_trace(passes=[a_record(names=HOSTILE)], host="<b>", transport="<i>", end="<u>: &amp;")])
+
+
+def empty_ones() -> list[Timeline]:
+    return [timeline_of([]), timeline_of([a_trace(0, 2), a_trace(1, 2, [], end=None)])]
+
+
+# Chrome's JSON
+
+
+def spans_of(chrome: dict[str, Any]) -> dict[tuple[int, int], list[tuple[int, int, str]]]:
+    """By process and thread: begin, end (nanoseconds, as Perfetto rounds them) and name."""
+    found = defaultdict(list)
+    for event in chrome["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(event["ts"] * 1000)
+            found[event["pid"], event["tid"]].append((begin, begin + round(event["dur"] * 1000), event["name"]))
+    return found
+
+
+def enclosing(spans: list[tuple[int, int, str]], time: int) -> str:
+    """The innermost that is open then, as viewers find what an arrow belongs to."""
+    return min((end - begin, name) for begin, end, name in spans if begin <= time < end)[1]
+
+
+def test_chrome_json_of_a_run_of_three_ranks(tmp_path: Path) -> None:
+    timeline = timeline_of(recorded(tmp_path, 3))
+    chrome = json.loads(json.dumps(to_chrome(timeline), allow_nan=False))
+    assert set(chrome) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert all(event["ts"] >= 0 for event in chrome["traceEvents"] if event["ph"] != "M")
+    spans = spans_of(chrome)
+    for several in spans.values():
+        assert all(begin <= end for begin, end, _ in several)
+        for begin, end, name in several:  # inside of each other or apart: Perfetto drops anything else
+            assert not [other for other in several if begin < other[0] < end < other[1]], name
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in chrome["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    assert set(names.values()) >= {"compute", "local (threads of one process)"} and set(names) >= set(spans)
+    assert {
+        event["args"]["name"].split(" (")[0] for event in chrome["traceEvents"] if event["name"] == "process_name"
+    } == {
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    }
+    compute = [name for _, _, name in sorted(spans[2, 1])]
+    assert [name for name in compute if name.startswith("pass")] == ["pass 3", "pass 4", "pass 5"]
+    assert [name for name in compute if name.startswith("rungs")] == 3 * [
+        "rungs.last.weight",
+        "rungs.middle.weight",
+        "rungs.first.weight",
+    ]
+
+
+def test_arrows_of_chrome_json_lead_from_span_to_span(tmp_path: Path) -> None:
+    chrome = to_chrome(timeline_of(recorded(tmp_path, 3)))
+    spans = spans_of(chrome)
+    arrows: dict[str, list[Any]] = defaultdict(list)
+    for event in chrome["traceEvents"]:
+        if event["ph"] in "stf":
+            arrows[event["id"]].append(event)
+    assert len(arrows) == 3 * 3 * 3
+    closes = {"bucket 0": "rungs.last.weight", "bucket 1": "rungs.middle.weight", "bucket 2": "rungs.first.weight"}
+    for several in arrows.values():
+        assert [event["ph"] for event in several] == ["s", "t", "f"]
+        assert len({(event["name"], event["cat"]) for event in several}) == 1
+        times = [event["ts"] for event in several]
+        assert times == sorted(times)
+        bucket = several[0]["name"]
+        ends = [enclosing(spans[event["pid"], event["tid"]], round(event["ts"] * 1000)) for event in several]
+        assert ends == [closes[bucket], f"{bucket} ({closes[bucket]})", f"wait for {bucket}"]
+
+
+def test_facts_of_a_bucket_in_chrome_json() -> None:
+    chrome = to_chrome(timeline_of([a_trace()]))
+    (bucket,) = (event for event in chrome["traceEvents"] if event["name"] == "bucket 1 (b)")
+    assert (bucket["ts"], bucket["dur"], bucket["args"]) == (
+        40_000.0,
+        15_000.0,
+        {
+            "pass": 1,
+            "bucket": 1,
+            "bytes": 1024,
+            "parameters": ["b"],
+            "closed_by": "b",
+            "full_us": 40_000.0,
+            "launched_us": 40_000.0,
+            "handed_over_us": 41_000.0,
+            "last_rank_launched_us": None,
+            "ended_us": 55_000.0,
+            "seen_us": 55_000.0,
+            "hidden_us": 10_000.0,
+            "exposed_us": 5_000.0,
+        },
+    )
+    assert [event["ts"] for event in chrome["traceEvents"] if event["name"] == "buffers sent"] == [52_000.0]
+
+
+def test_buckets_that_are_on_their_way_at_once_have_threads_of_their_own() -> None:
+    spans = spans_of(to_chrome(timeline_of(TWO)))
+    assert [name for _, _, name in spans[0, 2]] == ["bucket 0 (c)", "bucket 2 (a)"] * 2
+    assert [name for _, _, name in spans[0, 3]] == ["bucket 1 (b)"] * 2
+    assert set(spans) == {(rank, thread) for rank in (0, 1) for thread in (1, 2, 3)}
+
+
+def test_nothing_as_chrome_json() -> None:
+    for timeline in empty_ones():
+        json.dumps(to_chrome(timeline), allow_nan=False)
+    assert to_chrome(timeline_of([]))["traceEvents"] == []
+
+
+# Matplotlib
+
+
+@pytest.mark.parametrize("kind, begins", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_pictures_are_written(tmp_path: Path, kind: str, begins: bytes) -> None:
+    for number, timeline in enumerate([timeline_of(TWO), hostile(), *empty_ones()]):
+        path = tmp_path / f"{number}.{kind}"
+        save_picture(timeline, path)
+        assert path.read_bytes().startswith(begins)
+
+
+def words_in(path: Path) -> str:
+    return " ".join("".join(one.itertext()) for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text"))
+
+
+def test_what_a_picture_says(tmp_path: Path) -> None:
+    timeline = timeline_of([TWO[0], a_trace(1, 2, [a_record(2)], clock=Clock(0, 500_000))])
+    save_picture(timeline, tmp_path / "x.svg")
+    words = words_in(tmp_path / "x.svg")
+    for text in (
+        timeline.headline(),
+        "pass 2 of a run on 2 ranks over local",
+        "rank 0",
+        "rank 1",
+        "bucket 2, 1.0 KB",
+        "closed by b",
+        "waiting 18.0 ms",
+        "backward ends",
+        "hidden, costs no time",
+        "exposed, costs time",
+        "full, and waits for its turn",
+        "rank 1: times are right to 0.50 ms beside rank 0",
+    ):
+        assert text in words
+    save_picture(timeline, tmp_path / "y.svg", passes=[1])
+    assert "pass 1 of a run" in words_in(tmp_path / "y.svg")
+
+
+def test_names_are_text_in_a_picture(tmp_path: Path) -> None:
+    save_picture(hostile(), tmp_path / "x.svg")
+    tree = ElementTree.parse(tmp_path / "x.svg")
+    assert not [one for one in tree.iter() if one.tag.endswith(("script", "img"))]
+    assert "closed by $x_1$ \\frac{@TIMELINE@" in words_in(tmp_path / "x.svg")
+
+
+def test_hidden_and_exposed_lie_where_they_belong(tmp_path: Path) -> None:
+    """The widths of the bars are to each other as the times are; each colour is in the legend once more."""
+    save_picture(timeline_of([a_trace()]), tmp_path / "x.svg")
+    widths: dict[str, float] = defaultdict(float)
+    for one in ElementTree.parse(tmp_path / "x.svg").iter("{http://www.w3.org/2000/svg}path"):
+        colour = re.search(r"fill: (#\w+)", one.get("style", ""))
+        xs = [float(x) for x in re.findall(r"[ML] (\S+) ", one.get("d", ""))]
+        if colour and xs:
+            widths[colour[1]] += max(xs) - min(xs)
+    other, optimizer, hidden, exposed = (widths[colour] for colour in ("#ececec", "#bdbdbd", "#2f9e6e", "#d55e00"))
+    a_millisecond, in_legend = (other - optimizer) / 6, widths["#b9a88f"]
+    assert (optimizer - in_legend) / a_millisecond == pytest.approx(2, rel=1e-3)
+    assert (hidden - in_legend) / a_millisecond == pytest.approx(15 + 12 + 2, rel=1e-3)
+    assert (exposed - in_legend) / a_millisecond > 3 + 18 + 0 + 3 + 13
+
+
+@pytest.mark.parametrize("name, shown", [
+    ("0.weight", "0.weight"),
+    ("encoder.transformer_layers.11.self_attention.keys.bias", "encod….trans….11.self_….keys.bias"),
+    ("x" * 50, "x" * 33 + "…"),
+    (".".join("abcdefghijklmnopqrstuvwxyz"), "…j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z"),
+])  # fmt: skip
+def test_long_names_keep_something_of_each_part(name: str, shown: str) -> None:
+    assert shortened(name, 34) == shown and len(shown) <= 34
+
+
+def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PictureError) as caught:
+        save_picture(timeline_of(TWO), "overlap.gif")
+    assert str(caught.value) == "overlap.gif: a picture ends in .png or .svg"
+    with pytest.raises(PictureError) as caught:
+        save_picture(timeline_of(TWO), tmp_path / "nowhere" / "x.png")
+    assert str(caught.value) == (
+        f"the picture cannot be written: [Errno 2] No such file or directory: '{tmp_path}/nowhere/x.png'"
+    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PictureError) as caught:
+        save_picture(timeline_of(TWO), tmp_path / "x.png")
+    assert str(caught.value) == "pictures need matplotlib: pip install 'stretto[plot]'"
+
+
+# The page
+
+
+def data_of(page: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script id="timeline" type="application/json">(.*?)</script>', page)
+    return json.loads(text)
+
+
+def test_the_page_holds_all_and_loads_nothing() -> None:
+    page = to_html(timeline_of(TWO))
+    assert not re.search(r"(?:src|href)=|@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg)", page)
+    assert "default-src 'none'" in page and not re.search(r"@[A-Z]+@", page)
+    data = data_of(page)
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1] and data["end"] == 70_000.0
+    (one,) = data["ranks"][0]["passes"]
+    assert [bucket["label"] for bucket in one["buckets"]] == [f"bucket {number}, 1.0 KB" for number in range(3)]
+    assert one["buckets"][1]["parts"] == [
+        {"begin": 40_000.0, "end": 52_000.0, "hidden": True, "pale": False},
+        {"begin": 52_000.0, "end": 55_000.0, "hidden": False, "pale": False},
+    ]
+    assert one["buckets"][1]["tip"] == (
+        "bucket 1, 1.0 KB, 1 parameters\nfull at 40.000 ms, closed by b\n"
+        "launched at 40.000 ms, handed over at 41.000 ms\nresult there at 55.000 ms, seen at 55.000 ms\n"
+        "10.0 ms hidden, 5.00 ms exposed\n\nb"
+    )
+
+
+def test_names_are_text_on_the_page() -> None:
+    page = to_html(hostile())
+    assert page.count("<script") == page.count("</script") == 2
+    assert "<img" not in page and "<b>" not in page and "<i>" not in page and "<u>" not in page
+    tips = [piece["tip"] for piece in data_of(page)["ranks"][0]["passes"][0]["pieces"]]
+    assert all(any(name in tip for tip in tips) for name in HOSTILE)
+    assert html.escape("<u>: &amp;") in page
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def in_chromium(page: str, folder: Path, then: str) -> str:
+    """The page as it is after it was drawn and ``then`` was run."""
+    file = folder / "page.html"
+    file.write_text(page.replace("</body>", f"<script>{then}</script></body>"), encoding="utf-8")
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    done = subprocess.run(
+        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", *quiet,
+         f"--user-data-dir={folder / 'profile'}", "--window-size=1400,900", "--dump-dom", file.as_uri()],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    """It draws a bar a piece and a part, tells of what one points at, and looks closer when the wheel is turned."""
+    page = to_html(timeline_of(TWO))
+    point = """
+        document.body.dataset.bars = document.querySelectorAll("rect[data-tip]").length;
+        const find = () => document.querySelector("rect[data-tip^='bucket 1,']");
+        const old = find();
+        old.dispatchEvent(new MouseEvent("mousemove", {bubbles: true, clientX: 400, clientY: 200}));
+        document.body.dataset.before = old.getAttribute("width");
+        document.getElementById("picture").dispatchEvent(new WheelEvent("wheel", {deltaY: -1, clientX: 700}));
+        document.body.dataset.after = find().getAttribute("width");
+        """
+    dom = in_chromium(page, tmp_path, point)
+    assert re.findall(r'data-bars="(\d+)"', dom) == [str(2 * (15 + 5))]
+    (tip,) = re.findall(r'<div id="tip"[^>]*>(.*?)</div>', dom, re.DOTALL)
+    assert html.unescape(tip).startswith("bucket 1, 1.0 KB, 1 parameters\nfull at 40.000 ms, closed by b\n")
+    assert re.search(r'<div id="tip" style="display: block;', dom)
+    before, after = (float(re.findall(rf'data-{when}="([\d.]+)"', dom)[0]) for when in ("before", "after"))
+    assert after == pytest.approx(before * 1.25)
+    assert dom.count("<li>") == 7 and "rank 1</text>" in dom and "0 ms</text>" in dom
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_hostile_names_and_empty_timelines_in_a_browser(tmp_path: Path) -> None:
+    dom = in_chromium(to_html(hostile()), tmp_path, "")
+    assert "data-owned" not in dom and int(re.findall(r'data-drawn="(\d+)"', dom)[0]) > 20
+    dom = in_chromium(to_html(empty_ones()[0]), tmp_path, "")
+    assert 'data-drawn="0"' in dom and "no pass was recorded" in dom
+
+
+# Text
+
+
+def test_a_sketch() -> None:
+    late = a_record().moved(0)
+    late = type(late)(**{**vars(late), "backward_ended": 162 * MS})
+    assert sketch(timeline_of([a_trace(0, 2), a_trace(1, 2, [late])]), width=60) == (
+        "backward  ================================\n"
+        "bucket 0            ---------------\n"
+        "bucket 1                      ------------###\n"
+        "bucket 2                                --#############\n"
+        "exposed                                   ##################\n"
+        "rank 1    ==========================================########\n"
+        "60 % of communication hidden behind backward; 16.0 ms exposed, 23 % of the step "
+        "(pass 1; the buckets of rank 0)"
+    )
+
+
+def test_a_sketch_of_many_buckets_and_of_nothing() -> None:
+    names = [f"p{number}" for number in range(30)]
+    lines = sketch(timeline_of([a_trace(passes=[a_record(names=names)])])).splitlines()
+    assert len(lines) == 1 + 10 + 1 + 1 and lines[1].startswith("0 .. 2 ") and lines[10].startswith("27 .. 29 ")
+    assert all(len(line) <= 72 for line in lines[:-1])
+    assert sketch(timeline_of([])) == "no pass was recorded"
+    assert sketch(empty_ones()[1]).splitlines()[-2:] == [
+        "rank 1: no pass was recorded",
+        "rank 1: its trace was cut off, the process may have been killed",
+    ]
+    assert "(pass 2; the buckets of rank 0)" in sketch(timeline_of(TWO), passes=[2])

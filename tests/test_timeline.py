@@ -1,0 +1,274 @@
+"""The traces of all ranks side by side: nothing negative, nothing twice, and the times that were put in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traces import MS, a_record, a_trace, recorded
+
+from stretto.clocks import Clock
+from stretto.record import NANO, Launch, PassRecord, Span
+from stretto.timeline import RankPass, Timeline, timeline_of
+from stretto.trace import read_trace
+
+NAMES = ("first", "middle", "last")
+
+
+def check_spans(one: RankPass) -> None:
+    """Pieces follow each other from the step's beginning to its end, transfers lie in it."""
+    assert one.pieces[0].begin == one.record.began >= 0
+    assert one.pieces[-1].end == one.record.settled
+    assert all(piece.begin <= piece.end for piece in one.pieces)
+    assert all(piece.end == following.begin for piece, following in zip(one.pieces, one.pieces[1:], strict=False))
+    for transfer in one.transfers:
+        launch = transfer.launch
+        assert 0 <= launch.begin <= launch.handed_over <= launch.end <= launch.seen <= one.record.settled
+        assert transfer.hidden >= 0 and transfer.exposed >= 0
+        assert transfer.hidden + transfer.exposed == launch.end - launch.begin
+
+
+def seconds(one: RankPass, *kinds: str) -> float:
+    return sum(piece.end - piece.begin for piece in one.pieces if piece.kind in kinds) * NANO
+
+
+def check_sums(one: RankPass) -> None:
+    """The pieces are those of the record's breakdown."""
+    record = one.record
+    assert seconds(one, "launching", "waiting") == pytest.approx(record.exposed)
+    assert seconds(one, "backward") == pytest.approx(record.backward)
+    assert seconds(one, "forward") == pytest.approx(record.forward)
+    assert seconds(one, "optimizer") == pytest.approx(record.stepping)
+    assert seconds(one, "other") == pytest.approx(record.other)
+
+
+def test_a_run_of_three_ranks(tmp_path: Path) -> None:
+    traces = recorded(tmp_path, 3)
+    timeline = timeline_of(traces)
+    assert timeline.world_size == 3 and [rank.rank for rank in timeline.ranks] == [0, 1, 2]
+    assert timeline.numbers == (3, 4, 5) and timeline.typical in timeline.numbers
+    assert min(one.record.began for one in timeline.passes) == 0
+    for rank, trace in zip(timeline.ranks, traces, strict=True):
+        (plan,) = trace.plans.values()
+        settled = [0, *(one.record.settled for one in rank.passes)]
+        assert [one.record.began for one in rank.passes[1:]] == settled[1:-1]
+        for one in rank.passes:
+            check_spans(one)
+            check_sums(one)
+            assert [transfer.launch.bucket for transfer in one.transfers] == list(range(len(plan.buckets))) == [0, 1, 2]
+            assert [transfer.parameters for transfer in one.transfers] == [
+                (f"rungs.{name}.weight",) for name in reversed(NAMES)
+            ]
+            named = [piece.name for piece in one.pieces if piece.kind == "backward" and piece.name]
+            assert named == [f"rungs.{name}.weight" for name in reversed(NAMES)]
+
+
+def test_arrows_go_from_the_gradient_to_the_launch_to_the_settle(tmp_path: Path) -> None:
+    for one in timeline_of(recorded(tmp_path, 3)).passes:
+        assert len(one.arrows) == 3
+        for arrow in one.arrows:
+            launch = arrow.transfer.launch
+            assert arrow.source is not None and arrow.source in one.pieces and arrow.settle in one.pieces
+            assert (arrow.source.kind, arrow.source.name) == ("backward", launch.closed_by)
+            assert arrow.source.end <= launch.begin
+            assert arrow.settle.kind == "waiting" and arrow.settle.begin < launch.seen <= arrow.settle.end
+            assert arrow.settle.name == f"bucket {launch.bucket}"
+
+
+def test_the_pieces_of_a_known_pass() -> None:
+    (one,) = timeline_of([a_trace()]).passes
+    assert [(piece.kind, piece.begin // MS, piece.end // MS, piece.name) for piece in one.pieces] == [
+        ("other", 0, 2, ""),
+        ("optimizer", 2, 4, ""),
+        ("other", 4, 10, ""),
+        ("forward", 10, 20, ""),
+        ("backward", 20, 30, "c"),
+        ("launching", 30, 31, "bucket 0"),
+        ("backward", 31, 40, "b"),
+        ("launching", 40, 41, "bucket 1"),
+        ("backward", 41, 50, "a"),
+        ("launching", 50, 51, "bucket 2"),
+        ("backward", 51, 52, ""),
+        ("waiting", 52, 53, "bucket 0"),
+        ("waiting", 53, 55, "bucket 1"),
+        ("waiting", 55, 65, "bucket 2"),
+        ("waiting", 65, 70, ""),
+    ]
+    assert [(one.hidden // MS, one.exposed // MS) for one in one.transfers] == [(13, 2), (10, 5), (1, 14)]
+
+
+def test_a_bucket_that_lacked_a_gradient_has_no_source() -> None:
+    launches = tuple(replace(one, full=None, closed_by="") for one in a_record().launches)
+    (one,) = timeline_of([a_trace(passes=[a_record(launches=launches)])]).passes
+    assert [arrow.source for arrow in one.arrows] == [None] * 3
+
+
+times = st.integers(0, 200)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> PassRecord:
+    """Any times in any order: an optimizer around the pass, forwards in backward, launches behind its end."""
+    began, started, ended, settled = sorted(draw(st.lists(times, min_size=4, max_size=4)))
+    spans = st.lists(st.tuples(times, times).map(lambda pair: Span(*sorted(pair))), max_size=3).map(tuple)
+    gradients = sorted(draw(st.lists(st.integers(started, ended), max_size=4)))
+    launches = []
+    for bucket in range(draw(st.integers(0, 3))):
+        begin, handed, end, seen = sorted(draw(st.tuples(*[st.integers(started, settled)] * 4)))
+        launches.append(Launch(bucket, 8, "x", draw(st.none() | times), begin, handed, end, seen))
+    named = tuple((f"p{place}", at) for place, at in enumerate(gradients))
+    return PassRecord(1, "", began, started, ended, settled, draw(spans), draw(spans), named, tuple(launches))
+
+
+@given(st.lists(records(), min_size=1, max_size=3), st.lists(st.integers(-1000, 1000), min_size=3, max_size=3))
+def test_whatever_was_recorded_by_whatever_clock_spans_follow_each_other(
+    several: list[PassRecord], offsets: list[int]
+) -> None:
+    traces = [
+        a_trace(rank, len(several), [one], plans={}, clock=Clock(offset, 5))
+        for rank, (one, offset) in enumerate(zip(several, offsets, strict=False))
+    ]
+    timeline = timeline_of(traces)
+    assert min(one.pieces[0].begin for one in timeline.passes) == 0
+    for one in timeline.passes:
+        check_spans(one)
+        assert len(one.arrows) == len(one.transfers)
+
+
+@pytest.mark.parametrize("link, hidden, exposed", [(0.04, 0.12, 0.04), (0.1, 0.18, 0.22)])
+def test_on_a_link_with_known_delays_hidden_and_exposed_are_right_to_5_percent(
+    tmp_path: Path, link: float, hidden: float, exposed: float
+) -> None:
+    """Gradients come after 60, 120, 180 and 240 ms; the link takes one bucket after the other."""
+    traces = recorded(tmp_path, 2, ("a", "b", "c", "d"), backward=0.06, link=lambda nbytes: link)
+    shown = timeline_of(traces).only()
+    ways = {
+        0.04: [(0.04, 0.0), (0.04, 0.0), (0.04, 0.0), (0.0, 0.04)],
+        0.1: [(0.1, 0.0), (0.12, 0.02), (0.06, 0.12), (0.0, 0.22)],
+    }
+    for one in shown.passes:
+        assert one.record.hidden == pytest.approx(hidden, rel=0.05)
+        assert one.record.exposed == pytest.approx(exposed, rel=0.05)
+        for transfer, (over_backward, alone) in zip(one.transfers, ways[link], strict=True):
+            assert transfer.hidden * NANO == pytest.approx(over_backward, rel=0.05, abs=0.003)
+            assert transfer.exposed * NANO == pytest.approx(alone, rel=0.05, abs=0.003)
+    assert shown.exposed == pytest.approx(exposed, rel=0.05)
+    assert shown.percent_hidden == pytest.approx(100 * hidden / (hidden + exposed), rel=0.05)
+
+
+def test_a_bucket_has_not_arrived_before_the_last_rank_has_launched_it(tmp_path: Path) -> None:
+    traces = recorded(tmp_path, 2, backward=0.01, link=lambda nbytes: 0.002, late=lambda rank: 0.05 * rank)
+    early, late = (rank.passes[0] for rank in timeline_of(traces).only().ranks)
+    for mine, theirs in zip(early.transfers, late.transfers, strict=True):
+        assert mine.launch.begin + 30 * MS < theirs.launch.begin == mine.joined == theirs.joined
+        assert mine.launch.end >= theirs.launch.begin
+    assert early.record.exposed > 0.03 > late.record.exposed
+
+
+# Clocks
+
+
+def test_clocks_of_other_hosts_are_brought_to_rank_0s() -> None:
+    ahead = a_record().moved(-7 * MS)
+    timeline = timeline_of([a_trace(0, 2), a_trace(1, 2, [ahead], clock=Clock(9 * MS, 1 * MS))])
+    here, there = (rank.passes[0].record.began for rank in timeline.ranks)
+    assert (here, there) == (0, 2 * MS)
+    assert timeline.ranks[1].uncertainty == MS
+    assert timeline.notes() == ("rank 1: times are right to 1.00 ms beside rank 0",)
+    assert [one.joined for one in timeline.ranks[0].passes[0].transfers] == [
+        one.launch.begin for one in timeline.ranks[1].passes[0].transfers
+    ]
+
+
+def test_a_rank_that_clocks_place_before_rank_0_begins_the_time() -> None:
+    timeline = timeline_of([a_trace(0, 2), a_trace(1, 2, clock=Clock(-3 * MS, 4 * MS))])
+    assert [rank.passes[0].pieces[0].begin for rank in timeline.ranks] == [3 * MS, 0]
+
+
+def test_without_clocks_passes_settle_together() -> None:
+    boots_earlier = [a_record(number).moved(10**15) for number in (1, 2)]
+    timeline = timeline_of([a_trace(0, 2, [a_record(1), a_record(2)]), a_trace(1, 2, boots_earlier, clock=None)])
+    assert [one.record for one in timeline.ranks[0].passes] == [one.record for one in timeline.ranks[1].passes]
+    assert timeline.notes() == ("rank 1: its clock is not known, so its passes are drawn to settle with rank 0's",)
+    assert all(transfer.joined is None for one in timeline.passes for transfer in one.transfers)
+    other = timeline_of([a_trace(0, 2, [a_record(1)]), a_trace(1, 2, [a_record(2).moved(10**15)], clock=None)])
+    assert [one.record.settled for one in other.passes] == [70 * MS] * 2
+
+
+# Which passes
+
+
+def longer(number: int, by: int) -> PassRecord:
+    record = a_record(number)
+    return replace(record, began=record.began - by * MS)
+
+
+def test_the_typical_pass_is_the_one_in_the_middle_that_all_have() -> None:
+    first = [longer(1, 90), longer(2, 0), longer(3, 8), longer(4, 4), longer(5, 2)]
+    second = [longer(2, 0), longer(3, 0), longer(4, 5), longer(5, 50)]
+    timeline = timeline_of([a_trace(0, 2, first), a_trace(1, 2, second)])
+    assert timeline.typical == 4
+    assert timeline.numbers == (1, 2, 3, 4, 5)
+
+
+def test_time_begins_anew_with_the_passes_that_are_chosen() -> None:
+    traces = [a_trace(rank, 2, [a_record(1), a_record(2), longer(3, 20)]) for rank in range(2)]
+    timeline = timeline_of(traces)
+    assert [one.record.began // MS for one in timeline.ranks[0].passes] == [0, 100, 180]
+    assert timeline.end == 270 * MS
+    assert timeline.only().numbers == (1,)
+    assert timeline.only([2, 3]) == timeline_of(traces, [2, 3])
+    assert [one.record.began // MS for one in timeline.only([2, 3]).ranks[1].passes] == [0, 80]
+    assert timeline.only([9]).passes == ()
+
+
+# What is not there
+
+
+def test_nothing_at_all() -> None:
+    for timeline in (timeline_of([]), timeline_of([]).only()):
+        assert timeline == Timeline(0, ())
+        assert (timeline.typical, timeline.numbers, timeline.end, timeline.exposed) == (None, (), 0, 0.0)
+        assert timeline.headline() == "no pass was recorded"
+
+
+def test_a_rank_without_passes() -> None:
+    timeline = timeline_of([a_trace(0, 2, [a_record(1), a_record(2)]), a_trace(1, 2, [], end=None)])
+    assert timeline.typical == 1
+    assert timeline.notes() == (
+        "rank 1: no pass was recorded",
+        "rank 1: its trace was cut off, the process may have been killed",
+    )
+    assert timeline_of([a_trace(0, 2, []), a_trace(1, 2)]).end == 70 * MS
+
+
+def test_a_pass_that_sent_nothing() -> None:
+    timeline = timeline_of([a_trace(passes=[a_record(launches=())])])
+    check_spans(timeline.passes[0])
+    assert timeline.headline() == "no bucket was sent"
+
+
+def test_the_headline() -> None:
+    record = a_record()
+    assert record.hidden == pytest.approx(0.019) and record.exposed == pytest.approx(0.021)
+    assert timeline_of([a_trace()]).headline() == (
+        "48 % of communication hidden behind backward; 21.0 ms exposed, 30 % of the step"
+    )
+
+
+def test_a_trace_that_was_cut_off(tmp_path: Path) -> None:
+    recorded(tmp_path, 2)
+    file = tmp_path / "rank1.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:40])
+    timeline = timeline_of(read_trace(tmp_path))
+    assert [len(rank.passes) for rank in timeline.ranks] == [3, 1]
+    assert timeline.typical == timeline.ranks[1].passes[0].record.number
+    assert timeline.notes() == ("rank 1: its trace was cut off, the process may have been killed",)
+
+
+def test_a_run_that_ended_in_an_exception_says_so() -> None:
+    assert timeline_of([a_trace(end="KeyError: 'x'")]).notes() == ("rank 0: ended by KeyError: 'x'",)

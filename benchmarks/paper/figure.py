@@ -88,7 +88,7 @@ def markdown(figure: Figure, data: Data) -> str:
     rounds = sorted({run.rounds for run in runs})
     count = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
     missing = data.get("left_out", [])
-    noisy = [run.title for run in runs if not run.machine.quiet]
+    noisy = dict.fromkeys(run.title for run in runs if not run.machine.quiet)
     notes = [f"Medians [quartiles] of {count} rounds.", *remarks(data), *missing]
     notes += [f"**The machine was not quiet** when these began: {'; '.join(noisy)}."] if noisy else []
     return f"{table}\n\n" + "\n".join(f"- {note}" for note in notes) + f"\n\nMachine: {runs[0].machine}.\n"

@@ -4,8 +4,8 @@
     python examples/overlap.py --sizes 0.01 0.07 0.13 0.3 1   # what the size of buckets does to it
     python examples/overlap.py --pictures docs/pictures       # the four runs of docs/overlap.md, as pictures
 
-Two processes on this machine. The link between them is emulated: each all-reduce takes 2 ms, and 5 ms more for each 0.1
-MB. So is the work of a layer, 2 ms in forward and 5 ms in backward: what is seen is overlap, and not what else runs here.
+Two processes on this machine. The link between them is emulated: each all-reduce takes 2 ms, and 5 ms more for each
+0.1 MB. So is the work of a layer, 2 ms in forward and 5 ms in backward: what is seen is overlap, not what else runs.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..transport.memory import available_bytes, memory_limit
+from ..transport.memory import available_bytes, control_groups
 from .cores import cores
 
+_UNLIMITED = 2**60  # version 1 of control groups writes the largest number of pages there is
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
 
 
@@ -56,7 +57,7 @@ class Machine:
     omp_num_threads: str | None
     available_memory: int | None
     memory_limit: int | None
-    """Of the control groups."""
+    """Of the control groups; None if they allow all that there is."""
     open_files: int
     """So many a process may have."""
     hostname: str
@@ -92,11 +93,19 @@ def look_at_machine() -> Machine:
         threads=torch.get_num_threads(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         available_memory=available_bytes(),
-        memory_limit=memory_limit(),
+        memory_limit=_memory_limit(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         hostname=socket.gethostname(),
         interfaces=look_at_interfaces(),
     )
+
+
+def _memory_limit() -> int | None:
+    found = []
+    for limit, _, _ in control_groups():
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(limit.read_text()))
+    return min((one for one in found if one < _UNLIMITED), default=None)
 
 
 def _system() -> str:

@@ -43,7 +43,6 @@ _ALIGNMENT = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _MAP_FIXED = 16
 _TURN_SECONDS = 5.0
-_UNLIMITED = 2**60  # version 1 writes the largest number of pages there is
 
 SEGMENTS = 512
 _LINE = struct.Struct("<QQQ")  # number of the segment (0: none), file descriptor, bytes
@@ -143,7 +142,7 @@ def available_bytes() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 found.append(int(line.split()[1]) * 1024)
-    for limit, used, reclaimable in _control_groups():
+    for limit, used, reclaimable in control_groups():
         with contextlib.suppress(OSError, ValueError):
             cached = [
                 int(line.split()[1])
@@ -154,16 +153,7 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
-def memory_limit() -> int | None:
-    """What the control groups of this process allow; None if they allow all that there is."""
-    found = []
-    for limit, _, _ in _control_groups():
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(limit.read_text()))
-    return min((one for one in found if one < _UNLIMITED), default=None)
-
-
-def _control_groups() -> list[tuple[Path, Path, Path]]:
+def control_groups() -> list[tuple[Path, Path, Path]]:
     """Files with the limit, the use and the statistics of memory, of version 2 and of version 1, of all that hold us.
 
     In a container the path may be that of the host; then only the outermost is there.

@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 CODE := $(wildcard src tests examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench figures clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ format: $(STAMP) ## rewrite the code as make check wants it
 
 bench: $(STAMP) ## measure the overhead per parameter against torch DDP
 	@$(BIN)/python benchmarks/overhead.py
+
+figures: $(STAMP) ## measure and draw all of docs/benchmarks.md (about ten minutes, on a quiet machine)
+	@$(BIN)/python benchmarks/figures.py all
 
 clean: ## remove what make made, .venv included
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

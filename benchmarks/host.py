@@ -3,7 +3,9 @@
     python benchmarks/host.py [sizes] [steps] [ranks] [--rounds 40] [--json FILE] [--plot FILE]
 
 sizes: an all-reduce of 4 B to 256 MB by stretto, by Gloo on loopback and, where mpi4py is installed, by MPI.
-steps: an SGD step over the same step without communication, on seven models, stretto beside torch DDP as tuned.
+steps: an SGD step over the same step without communication, on seven models, stretto beside torch DDP as tuned, and
+       beside what no exact method can do without: ranks that only wait for each other (lockstep), and those that also
+       move the bytes once through shared memory (floor; see src/stretto/bench/floor.py).
 ranks: the same step with 2, 4 and 8 ranks, whatever the number of cores.
 One thread a rank. Contestants take turns within a round; figures are medians over rounds with quartiles.
 """
@@ -19,38 +21,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import stretto
+from stretto.bench import Comparison, Contestant, Effort, Spread, compare
+from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, alone, torch_variants
+from stretto.bench.result import geometric_mean
 from stretto.testing import spawn_ranks
 from stretto.transport import ProcessGroupTransport, choose
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, interleave, machine, show_table, worst_rank
+from common import interleave, machine, show_table, worst_rank
 from workloads import WORKLOADS
 
 SIZES = [4, 256, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 100_000_000, 256 << 20]
 BLOCK_SECONDS = 0.06
 """Steps are timed in blocks of about this length, since ranks that start together are not what training looks like."""
-LOCKSTEP = "lockstep alone"
-"""No gradients are sent, but ranks wait for each other in every step: what any exact method costs at least."""
-TUNED = {
-    f"torch DDP, {cap} MB": {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": cap}
-    for cap in (1, 4, 10, 25)
-}
-TUNED["torch DDP, batched copy"] = {
-    "gradient_as_bucket_view": True,
-    "static_graph": True,
-    "batched_grad_copy": True,
-    "bucket_cap_mb": 4,
-}
+AGAIN = "no communication, again"
 
 
 # An all-reduce alone
@@ -163,108 +154,71 @@ def plot_sizes(found: dict[str, dict[str, list[float]]], file: Path) -> None:
 # Whole steps
 
 
-def block_of(
-    model: torch.nn.Module, forward: torch.nn.Module, loss: Any, steps: int, meet: Callable[[], object] = lambda: None
-) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def run() -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss(forward).backward()
-            meet()
-            optimizer.step()
-
-    return run
+TORCH = [one.name for one in torch_variants()]
+CONTESTANTS = [
+    alone(),
+    Contestant(AGAIN, "alone"),
+    Contestant(LOCKSTEP, "lockstep"),
+    Contestant(FLOOR, "floor"),
+    Contestant("stretto", "stretto"),
+    Contestant("stretto over Gloo", "stretto", {"transport": "process_group"}),
+    *torch_variants(),
+]
 
 
-def steps_of_rank(rank: int, workload: str, rounds: int, only: list[str] | None) -> dict[str, list[float]]:
-    """Seconds of a step of each contestant in each round: the slower rank's."""
-    torch.set_num_threads(1)
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        return WORKLOADS[workload]()
-
-    model, loss = make()
-    once = block_of(model, model, loss, 1)
-    for _ in range(5):
-        once()
-    began = time.perf_counter()
-    once()
-    steps = torch.tensor([max(1, round(BLOCK_SECONDS / (time.perf_counter() - began)))])
-    dist.broadcast(steps, 0)
-    contestants = {"no communication": block_of(model, model, loss, int(steps))}
-    again, loss = make()
-    contestants["no communication, again"] = block_of(again, again, loss, int(steps))
-    shared, word = choose(ProcessGroupTransport(), "shared_memory"), torch.zeros(1)
-    again, loss = make()
-    contestants[LOCKSTEP] = block_of(again, again, loss, int(steps), lambda: shared.all_reduce(word).wait())
-    handles = []
-    for name, options in ({"stretto": {}, "stretto over Gloo": {"transport": "process_group"}}).items():
-        attached, loss = make()
-        handles.append(stretto.attach(attached, **options))
-        contestants[name] = block_of(attached, attached, loss, int(steps))
-    for name, options in TUNED.items():
-        if only is None or name in only:
-            inner, loss = make()
-            contestants[name] = block_of(inner, TorchDDP(inner, **options), loss, int(steps))
-    gc.collect()
-    gc.freeze()
-    seconds = worst_rank(interleave(contestants, rounds, title=f"{workload}, {dist.get_world_size()} ranks"))
-    return {name: [s / int(steps) for s in times] for name, times in seconds.items()}
+def best_torch(found: Comparison) -> tuple[str, Spread]:
+    return min(((name, found.ratio(name)) for name in TORCH if name in found.seconds), key=lambda one: one[1].median)
 
 
-def ratios(seconds: dict[str, list[float]]) -> dict[str, Spread]:
-    """To the step without communication in the same round."""
-    alone = seconds["no communication"]
-    return {
-        name: Spread.of([one / base for one, base in zip(times, alone, strict=True)])
-        for name, times in seconds.items()
-        if name != "no communication"
-    }
-
-
-def best_torch(spreads: dict[str, Spread]) -> tuple[str, Spread]:
-    return min(((name, s) for name, s in spreads.items() if name.startswith("torch")), key=lambda pair: pair[1].median)
+def ratios(found: Comparison) -> dict[str, dict[str, float]]:
+    return {name: vars(found.ratio(name)) for name in found.seconds if name != ALONE}
 
 
 def run_steps(rounds: int, only: list[str]) -> dict[str, Any]:
-    chosen = [name for name in WORKLOADS if not only or any(part in name for part in only)]
-    found, rows = {}, []
-    for workload in chosen:
-        seconds = spawn_ranks(steps_of_rank, 2, workload, rounds, None, timeout=900)[0]
-        spreads = ratios(seconds)
-        name, torch_best = best_torch(spreads)
-        row = [workload, f"{statistics.median(seconds['no communication']) * 1e3:.2f}"]
-        for one in ("no communication, again", LOCKSTEP, "stretto", "stretto over Gloo"):
-            row.append(spreads[one].show())
-        rows.append([*row, f"{torch_best.show()} ({name.removeprefix('torch DDP, ')})"])
-        found[workload] = {name: vars(s) for name, s in spreads.items()}
-    means = {
-        one: statistics.geometric_mean(found[workload][one]["median"] for workload in chosen)
-        for one in ("no communication, again", LOCKSTEP, "stretto", "stretto over Gloo")
-    }
-    best = statistics.geometric_mean(
-        min(s["median"] for name, s in found[workload].items() if name.startswith("torch")) for workload in chosen
-    )
-    rows.append(["geometric mean", "", *(f"{mean:.3f}" for mean in means.values()), f"{best:.3f}"])
-    header = ["SGD step, two ranks", "ms alone", "again", "lockstep", "stretto", "over Gloo", "torch DDP, best"]
+    effort = Effort(rounds, float("inf"), BLOCK_SECONDS, warm_up=5)
+    runs: dict[str, Comparison] = {}
+    for title, source in WORKLOADS.items():
+        if not only or any(part in title for part in only):
+            runs[title] = compare(source, contestants=CONTESTANTS, effort=effort, progress=True, timeout=900)
+    ours = [one.name for one in CONTESTANTS if one.kind != "torch" and one.name != ALONE]
+    rows, best = [], {}
+    for title, found in runs.items():
+        name, best[title] = best_torch(found)
+        row = [title, f"{found.spread(ALONE).median * 1e3:.2f}"]
+        row += [found.ratio(one).show() if one in found.seconds else "-" for one in ours]
+        rows.append([*row, f"{best[title].show()} ({name.removeprefix('torch DDP, ')})"])
+    means = {one: geometric_mean([*runs.values()], one) for one in [*ours, *TORCH]}
+    means["torch DDP, best"] = statistics.geometric_mean(one.median for one in best.values())
+    shown = [f"{means[one]:.3f}" if means[one] else "-" for one in (*ours, "torch DDP, best")]
+    rows.append(["geometric mean", "", *shown])
+    header = [
+        "SGD step, two ranks",
+        "ms alone",
+        "again",
+        "lockstep",
+        "floor",
+        "stretto",
+        "over Gloo",
+        "torch DDP, best",
+    ]
     show_table("Whole step over the same step without communication: median (and quartiles)", header, rows)
-    return found | {"geometric mean": means | {"torch DDP, best": best}}
+    for reason in sorted({f"{name}: {why}" for one in runs.values() for name, why in one.skipped.items()}):
+        print(f"did not take part: {reason}")
+    return {title: ratios(found) for title, found in runs.items()} | {"geometric mean": means}
 
 
 def run_ranks_table(rounds: int) -> dict[str, Any]:
     found, rows = {}, []
-    for workload in ("100 x Linear(64), batch 32", "GPT-2, 4 x 256, batch 2 x 64"):
+    names = ["stretto", "stretto over Gloo", "torch DDP, 4 MB"]
+    who = [one for one in CONTESTANTS if one.name in (ALONE, *names)]
+    effort = Effort(rounds, float("inf"), BLOCK_SECONDS, warm_up=5)
+    for title in ("100 x Linear(64), batch 32", "GPT-2, 4 x 256, batch 2 x 64"):
         for world in (2, 4, 8):
-            seconds = spawn_ranks(steps_of_rank, world, workload, rounds, ["torch DDP, 4 MB"], timeout=900)[0]
-            spreads = ratios(seconds)
-            alone = f"{statistics.median(seconds['no communication']) * 1e3:.2f}"
-            row = [workload, str(world), alone, spreads["stretto"].show(), spreads["stretto over Gloo"].show()]
-            rows.append([*row, spreads["torch DDP, 4 MB"].show()])
-            found[f"{workload}, {world} ranks"] = {name: vars(s) for name, s in spreads.items()}
-    header = ["SGD step", "ranks", "ms alone", "stretto", "stretto over Gloo", "torch DDP, 4 MB"]
+            run = compare(WORKLOADS[title], world, contestants=who, effort=effort, progress=True, timeout=900)
+            alone_ms = f"{run.spread(ALONE).median * 1e3:.2f}"
+            rows.append([title, str(world), alone_ms, *(run.ratio(name).show() for name in names)])
+            found[f"{title}, {world} ranks"] = ratios(run)
+    header = ["SGD step", "ranks", "ms alone", *names]
     show_table(f"More ranks than the {os.cpu_count()} cores: over the step without communication", header, rows)
     return found
 

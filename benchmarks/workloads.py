@@ -1,126 +1,39 @@
-"""The models that steps are timed on: the five of docs/design.md, section 6, and those of the two examples.
-
-Batches are random and of the same size in every step: what is timed is the arithmetic, not the learning.
-"""
+"""The built-in workloads of ``stretto.bench`` and those of the two examples: by title, as ``compare`` takes them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from stretto.bench.models import TITLES
 
-Loss = Callable[[nn.Module], torch.Tensor]
-
-
-def policy() -> tuple[nn.Module, Loss]:
-    """An RL policy: two hidden layers of 64."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-    inputs, targets = torch.randn(256, 16), torch.randint(4, (256,))
-    return model, lambda m: F.cross_entropy(m(inputs), targets)
+EXAMPLES = str(Path(__file__).parent.parent / "examples")
 
 
-def many_small_layers() -> tuple[nn.Module, Loss]:
-    """100 layers of 64."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100)))
-    inputs = torch.randn(32, 64)
-    return model, lambda m: m(inputs).square().mean()
-
-
-def wide_mlp() -> tuple[nn.Module, Loss]:
-    """8 layers of 1024: much to send for little to compute."""
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
-    inputs = torch.randn(32, 1024)
-    return model, lambda m: m(inputs).square().mean()
-
-
-class Gpt2(nn.Module):
-    """4 blocks of GPT-2, 256 wide, 4 heads, vocabulary 1024, head tied to the embedding."""
-
-    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 1024, context: int = 64) -> None:
-        super().__init__()
-        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.token.weight
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context), persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.token(tokens) + self.place.weight
-        for block in self.blocks:
-            hidden = block(hidden, src_mask=self.mask, is_causal=True)
-        return self.head(self.norm(hidden))
-
-
-def gpt2(batch: int = 2) -> tuple[nn.Module, Loss]:
-    """A small GPT-2, batch 2 x 64."""
-    tokens = torch.randint(1024, (batch, 65))
-    return Gpt2(), lambda m: F.cross_entropy(m(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class Residual(nn.Module):
-    """The basic block of a ResNet."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-        same = stride == 1 and inputs == outputs
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-        )
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(self.norm1(self.conv1(images)))
-        return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
-
-
-def resnet18(batch: int = 4) -> tuple[nn.Module, Loss]:
-    """ResNet18 (He et al., 2015), 10 classes, batch 4 of 64 x 64."""
-    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
-    widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    blocks = [Residual(*width) for width in widths]
-    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-    images, labels = torch.randn(batch, 3, 64, 64), torch.randint(10, (batch,))
-    return model, lambda m: F.cross_entropy(m(images), labels)
-
-
-def example_digits() -> tuple[nn.Module, Loss]:
+def example_digits() -> tuple[nn.Module, torch.Tensor, object]:
     """The CNN of examples/digits.py, 32 images a rank."""
+    if EXAMPLES not in sys.path:
+        sys.path.insert(0, EXAMPLES)
     from digits import digits_net
 
     images, labels = torch.rand(32, 1, 8, 8), torch.randint(10, (32,))
-    return digits_net(), lambda m: F.cross_entropy(m(images), labels)
+    return digits_net(), images, lambda model, batch: F.cross_entropy(model(batch), labels)
 
 
-def example_text() -> tuple[nn.Module, Loss]:
+def example_text() -> tuple[nn.Module, torch.Tensor, object]:
     """The GPT of examples/text.py, 16 rows a rank."""
+    if EXAMPLES not in sys.path:
+        sys.path.insert(0, EXAMPLES)
     from text import CONTEXT, GPT, next_byte_loss
 
-    rows = torch.randint(256, (16, CONTEXT + 1))
-    return GPT(), lambda m: next_byte_loss(m, rows)
+    return GPT(), torch.randint(256, (16, CONTEXT + 1)), next_byte_loss
 
 
-WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
-    "policy, 2 x Linear(64), batch 256": policy,
-    "100 x Linear(64), batch 32": many_small_layers,
-    "8 x Linear(1024), batch 32": wide_mlp,
-    "GPT-2, 4 x 256, batch 2 x 64": gpt2,
-    "ResNet18, batch 4 x 64 x 64": resnet18,
-    "examples/digits.py": example_digits,
-    "examples/text.py": example_text,
+WORKLOADS: dict[str, str] = {title: source for source, title in TITLES.items() if source != "gpt2x8"} | {
+    "examples/digits.py": f"{__file__}:example_digits",
+    "examples/text.py": f"{__file__}:example_text",
 }

@@ -30,6 +30,7 @@ PAGES = [
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
+        "docs/benchmarks.md",
         "docs/cli.md",
         "docs/design.md",
         "docs/overlap.md",

@@ -37,6 +37,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"testing_network"},
     {"looks"},
     {"chrome", "plots", "page", "sketch"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from ..errors import StrettoError
+from .bench import bench
 from .console import BAD_INPUT, FINE, WRONG, note
 from .demo import demo
 from .doctor import doctor
@@ -33,7 +34,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in (demo, plan, trace, doctor):
+    for command in (demo, plan, trace, doctor, bench):
         made.command()(command)
     made.command(context_settings={"allow_interspersed_args": False})(run)
     return made

@@ -1,0 +1,144 @@
+"""From a contestant to a model that steps: one of the libraries around it, or none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..attach import attach
+from ..handle import Synchronizer
+from ..transport import ProcessGroupTransport, Transport, choose
+from .contestants import Contestant
+from .floor import least_work, meeting
+from .models import Loss, Workload
+
+LEARNING_RATE = 1e-4
+Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Training:
+    """A model and its optimizer (SGD), as one contestant trains it."""
+
+    model: nn.Module
+    """Whose parameters are stepped."""
+    called: nn.Module
+    """That, or the wrapper around it."""
+    loss: Loss
+    after: Callable[[], object] = _nothing
+    """Runs between backward and the optimizer's step."""
+    no_sync: Scope = contextlib.nullcontext
+    handle: Synchronizer | None = None
+    """Of stretto."""
+    sync_every: int = 1
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+    def backward(self) -> None:
+        """One forward and backward pass."""
+        self.loss(self.called).backward()  # type: ignore[no-untyped-call]
+
+    def steps(self, count: int) -> None:
+        """So many forward and backward passes, and an optimizer's step after every ``sync_every``."""
+        for number in range(1, count + 1):
+            if number % self.sync_every:
+                with self.no_sync():
+                    self.backward()
+            else:
+                self.backward()
+                self.after()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Let go of what other ranks are held by."""
+        if self.handle is not None:
+            self.handle.detach()
+            self.handle = None
+
+
+def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
+    """Collective: what the contestant does to a model of its own.
+
+    Raises:
+        Exception: whatever the library raises that cannot do it.
+    """
+    model, loss = make()
+    options = dict(contestant.options)
+    if contestant.kind == "torch":
+        wrapped = TorchDDP(model, **options)
+        training = Training(model, wrapped, loss, no_sync=wrapped.no_sync)
+    elif contestant.kind == "stretto":
+        groups = [dist.new_group() for _ in range(options.pop("groups", 0))]
+        handle = attach(model, process_groups=groups, **options)
+        training = Training(model, model, loss, no_sync=handle.no_sync, handle=handle)
+    elif contestant.kind == "replicate":
+        training = _replicated(model, loss, options["by_layer"])
+    elif contestant.kind == "loop":
+        training = Training(model, model, loss, _message_by_message(model))
+    elif contestant.kind == "alone":
+        training = Training(model, model, loss)
+    else:
+        shared = choose(ProcessGroupTransport(), "shared_memory")
+        work = meeting(shared) if contestant.kind == "lockstep" else least_work(model, shared)
+        training = Training(model, model, loss, work)
+    training.sync_every = contestant.sync_every
+    return training
+
+
+def transport_of(contestant: Contestant) -> Transport:
+    """What carries its messages, or one like it. Collective."""
+    asked = contestant.options.get("transport", "auto") if contestant.kind == "stretto" else "process_group"
+    return choose(ProcessGroupTransport(), asked)
+
+
+def _message_by_message(model: nn.Module) -> Callable[[], None]:
+    def reduce() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    return reduce
+
+
+def _replicated(model: nn.Module, loss: Loss, by_layer: bool) -> Training:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+    for layer in _layers(model) if by_layer else []:
+        replicate(layer, mesh=mesh)
+    wrapped = replicate(model, mesh=mesh)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        wrapped.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            wrapped.set_requires_gradient_sync(True)
+
+    return Training(model, model, loss, no_sync=no_sync)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """What lists and sequences hold, where it has parameters, outermost first come."""
+    lists = [one for one in model.modules() if isinstance(one, (nn.ModuleList, nn.Sequential))]
+    inside = {id(inner) for one in lists for layer in one for inner in layer.modules() if inner is not layer}
+    found = {id(layer): layer for one in lists if id(one) not in inside for layer in one if [*layer.parameters()]}
+    return [layer for key, layer in found.items() if key not in inside]

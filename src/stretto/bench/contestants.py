@@ -1,0 +1,111 @@
+"""Who takes part: values that can be sent to ranks, named after what they do.
+
+Contestant ──build.py──> Training, a model of its own that steps
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..errors import SetupError
+
+Kind = Literal["alone", "lockstep", "floor", "loop", "torch", "replicate", "stretto"]
+ALONE = "no communication"
+LOCKSTEP = "lockstep"
+FLOOR = "floor of shared memory"
+TUNED = "torch DDP, tuned"
+REPLICATE = "FSDP2 replicate"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to keep the ranks' gradients equal, or not to."""
+
+    name: str
+    kind: Kind
+    """``alone``: nothing is sent. ``lockstep``: ranks only wait for each other. ``floor``: see floor.py. ``loop``: one
+    all-reduce a parameter after backward. ``torch``, ``replicate``, ``stretto``: the libraries."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the library's constructor; and ``groups`` (stretto), so many process groups in turn."""
+    sync_every: int = 1
+    """Gradients are accumulated over so many backward passes, the last of which communicates."""
+    candidates: tuple[Contestant, ...] = ()
+    """If any: the fastest of these in a short run before takes part in its place."""
+
+
+def alone(sync_every: int = 1) -> Contestant:
+    """The yardstick: the same step, and nothing is sent."""
+    return Contestant(ALONE if sync_every == 1 else f"{ALONE}, step every {sync_every}", "alone", {}, sync_every)
+
+
+def torch_variants() -> tuple[Contestant, ...]:
+    """torch DDP, tuned in the ways that help on CPUs."""
+    base = {"gradient_as_bucket_view": True, "static_graph": True}
+    batched = {"batched_grad_copy": True} if _takes("batched_grad_copy") else {}
+    found = [
+        Contestant(
+            f"torch DDP, {cap} MB{', batched copy' if copy else ''}", "torch", base | copy | {"bucket_cap_mb": cap}
+        )
+        for copy in ({}, batched)
+        for cap in (1, 4, 10, 25)
+        if copy or not batched or cap == 4
+    ]
+    return tuple(found)
+
+
+def _takes(option: str) -> bool:
+    return option in inspect.signature(TorchDDP).parameters
+
+
+def torch_tuned() -> Contestant:
+    """The fastest of :func:`torch_variants`."""
+    return Contestant(TUNED, "torch", candidates=torch_variants())
+
+
+def replicate() -> Contestant:
+    """torch's FSDP2 ``replicate``, the module as a whole or each layer by itself, whichever is faster."""
+    whole = Contestant("replicate, one message", "replicate", {"by_layer": False})
+    layers = Contestant("replicate, a message a layer", "replicate", {"by_layer": True})
+    return Contestant(REPLICATE, "replicate", candidates=(whole, layers))
+
+
+def naive() -> tuple[Contestant, ...]:
+    """Nothing is sent before backward has ended."""
+    flat = {"delay": True, "transport": "process_group"}
+    return (
+        Contestant("a message a parameter, after backward", "loop"),
+        Contestant("one message, after backward", "stretto", flat),
+    )
+
+
+def everybody(network: bool = False) -> tuple[Contestant, ...]:
+    """Everybody, in the order of tables.
+
+    Args:
+        network: ranks are on different hosts, so that what needs shared memory is left out, and stretto is over the
+            process group anyway.
+    """
+    found = [alone(), *naive(), Contestant("torch DDP, default", "torch"), torch_tuned(), replicate()]
+    if not network:
+        found.append(Contestant("stretto over the process group", "stretto", {"transport": "process_group"}))
+    found.append(Contestant("stretto", "stretto"))
+    return tuple(found) if network else (*found, Contestant(LOCKSTEP, "lockstep"), Contestant(FLOOR, "floor"))
+
+
+def chosen(all_of_them: Sequence[Contestant], only: Sequence[str]) -> tuple[Contestant, ...]:
+    """Those with one of these texts in their names, and the one without communication; all, if none are given.
+
+    Raises:
+        SetupError: nobody has such a name.
+    """
+    vain = [text for text in only if not any(text in one.name for one in all_of_them)]
+    if vain:
+        raise SetupError(
+            f"no contestant has {vain[0]!r} in its name.\nThere are: {'; '.join(one.name for one in all_of_them)}."
+        )
+    return tuple(c for c in all_of_them if not only or c.kind == "alone" or any(text in c.name for text in only))

@@ -1,0 +1,83 @@
+"""What a figure depends on besides the code, and whether the machine was quiet when it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QUIET = 0.1
+"""Others may use so large a share of the cores before figures are called doubtful."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and when."""
+
+    cpu: str
+    cores: int
+    """That this process may use."""
+    system: str
+    python: str
+    torch: str
+    stretto: str
+    load: float
+    """Average of the minute before, which includes what was measured just before."""
+    busy: float
+    """The share of all cores that was in use by others right before, 0 to 1."""
+    when: str
+    """UTC."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether others left the machine alone when measuring began."""
+        return self.busy < QUIET
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        state = "quiet" if self.quiet else "NOT QUIET: figures are doubtful"
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.system}, Python {self.python}, torch {self.torch}, stretto "
+            f"{self.stretto}; {self.when} UTC; load {self.load:.2f}, others used {100 * self.busy:.0f} % of the cores "
+            f"at the start ({state})"
+        )
+
+
+def this_machine(watch_seconds: float = 0.5) -> Machine:
+    """As it is now. Waits ``watch_seconds`` to see how busy others keep it; call it while this program does nothing."""
+    before = _ticks()
+    time.sleep(watch_seconds)
+    idle, total = (now - then for now, then in zip(_ticks(), before, strict=True))
+    return Machine(
+        cpu=_cpu(),
+        cores=len(os.sched_getaffinity(0)),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        stretto=importlib.metadata.version("stretto"),
+        load=os.getloadavg()[0],
+        busy=1 - idle / total if total else 0.0,
+        when=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all cores since boot: idle ones, and all."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return fields[3] + fields[4], sum(fields)
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,104 @@
+"""What a comparison has found: a value, to and from JSON, and a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .contestants import ALONE
+from .machine import Machine
+from .models import title_of
+from .timing import Spread
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of a step, of each contestant in each round: the slower rank's."""
+
+    workload: str
+    """As it was asked for."""
+    ranks: int
+    network: str
+    """Between the ranks, for people."""
+    threads: int
+    """That torch may use, a rank."""
+    steps: int
+    """A contestant ran so many at a time."""
+    machine: Machine
+    seconds: Mapping[str, Sequence[float]]
+    """By contestant, round by round."""
+    stands_for: Mapping[str, str] = field(default_factory=dict)
+    """By contestant that was chosen among several in a short run: which one it is."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """By contestant that could not run: why."""
+
+    @property
+    def rounds(self) -> int:
+        """How many there were."""
+        return len(self.seconds[ALONE])
+
+    def spread(self, name: str) -> Spread:
+        """Seconds of a step."""
+        return Spread.of(self.seconds[name])
+
+    def ratio(self, name: str, to: str = ALONE) -> Spread:
+        """To another contestant's step of the same round."""
+        pairs = zip(self.seconds[name], self.seconds[to], strict=True)
+        return Spread.of([one / base for one, base in pairs])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; seconds. ``summary`` follows from the rest."""
+        summary = {name: {"seconds": vars(self.spread(name)), "ratio": vars(self.ratio(name))} for name in self.seconds}
+        return vars(self) | {"machine": self.machine.to_dict(), "summary": summary}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Comparison:
+        """The reverse."""
+        given = {name: one for name, one in value.items() if name != "summary"}
+        return cls(**given | {"machine": Machine(**value["machine"])})
+
+    @property
+    def title(self) -> str:
+        """What was compared, in one line."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{title_of(self.workload)}: {ranks} x {threads}, {self.network}"
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader has to know besides the figures."""
+        found = [f"{name}: {real}, the fastest in a short run before." for name, real in self.stands_for.items()]
+        found += [f"{name} did not take part: {reason}" for name, reason in self.skipped.items()]
+        if self.ranks * self.threads > self.machine.cores:
+            found.append(f"{self.ranks} ranks share {self.machine.cores} cores: times are of ranks that take turns.")
+        if "emulated" in self.network:
+            found.append("The hosts and the link between them are emulated on one machine (network namespaces, veth).")
+        return found
+
+    def rows(self) -> list[list[str]]:
+        """Contestant, milliseconds a step, ratio to the step without communication."""
+        return [[name, self.spread(name).show(1e-3), self.ratio(name).show()] for name in self.seconds]
+
+    def __str__(self) -> str:
+        head = ["SGD step", "ms", f"over {ALONE}"]
+        text = columns([head, *self.rows()])
+        end = f"medians [quartiles] of {self.rounds} rounds of {self.steps} steps, contestants in turn"
+        return "\n".join([self.title, "", text, "", end, *self.remarks, str(self.machine)])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Text in columns, the first row their heads; all but the first column end at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+
+
+def geometric_mean(comparisons: Sequence[Comparison], name: str) -> float | None:
+    """Of a contestant's median ratios over workloads; None if it took no part in one."""
+    if any(name not in one.seconds for one in comparisons):
+        return None
+    return statistics.geometric_mean(one.ratio(name).median for one in comparisons)

@@ -1,0 +1,68 @@
+"""``stretto bench``: a model of your own, or a built-in one, under stretto, torch DDP and others, in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..bench import Comparison, Effort, compare
+from ..bench.models import BUILT_IN
+from ..bench.plots import check, plot
+from .console import FINE, WRONG, AsJson, CommandError, check_writable, say, say_json, write
+
+MODEL = (
+    f"A built-in workload ({', '.join(BUILT_IN)}), or a function of yours: train.py:make or package.module:make. "
+    "It is called without arguments and returns (model, batch) or (model, batch, loss), with loss(model, batch) the "
+    "loss of a step."
+)
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help=MODEL)] = "gpt2",
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes on this machine.")] = 2,
+    threads: Annotated[int, typer.Option(help="That torch may use in each.")] = 1,
+    rounds: Annotated[int, typer.Option(help="At most; in each everybody runs once.")] = 30,
+    seconds: Annotated[float, typer.Option(help="After so many no new round begins, but five are run.")] = 30.0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Contestants with this in their name, besides the step without communication. Repeatable."),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(help="Put the ranks on two emulated hosts with a cable of 1gbit, 100mbit or unlimited."),
+    ] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw bars to this file (.svg, .png, .pdf).")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compare stretto with torch DDP and others on a model of your own.
+
+    All train the same model in the same processes, in turn, in an order that changes every round. Shown are the time of
+    an SGD step, the slower rank's, and its ratio to the same step without any communication.
+    """
+    effort = Effort(rounds, seconds)
+    if plot_file is not None:
+        check(plot_file)
+        check_writable(plot_file)
+    found = _compared(model, ranks, threads, effort, only or [], network)
+    if plot_file is not None:
+        write(plot_file, lambda file: plot(found, file))
+    if as_json:
+        say_json(found.to_dict())
+    else:
+        say(str(found))
+    return FINE
+
+
+def _compared(model: str, ranks: int, threads: int, effort: Effort, only: list[str], network: str | None) -> Comparison:
+    try:
+        return compare(
+            model, ranks, threads=threads, effort=effort, only=only, network=network, progress=True, timeout=3600
+        )
+    except OSError as error:
+        raise CommandError(f"--network {network}: {error}", WRONG) from error
+    except RuntimeError as error:  # with the traceback of each rank that failed
+        if isinstance(error, ValueError):
+            raise  # of the options, in one line
+        raise CommandError(f"a rank failed: {str(error).strip().splitlines()[-1]}", WRONG) from error

@@ -1,0 +1,340 @@
+"""The fair comparison: who takes part, what is told of them, and ``stretto bench``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparisons import MACHINE, made_up
+
+from stretto import SetupError
+from stretto.bench import Comparison, Contestant, Effort, Machine, Spread, compare, everybody, this_machine
+from stretto.bench.compare import enter, try_out
+from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, REPLICATE, TUNED, alone, chosen, naive
+from stretto.bench.factory import load, workload_of
+from stretto.bench.floor import open_buffer
+from stretto.bench.plots import check, plot
+from stretto.bench.result import geometric_mean
+from stretto.bench.timing import interleave
+from stretto.cli import execute
+
+ROOT = Path(__file__).parent.parent
+QUICK = Effort(rounds=2, seconds=1.0, block=0.002, warm_up=1)
+MINE = """
+import torch
+from torch import nn
+
+class Answer:
+    def __init__(self, loss): self.loss = loss
+
+class Keywords(nn.Linear):
+    def forward(self, x, scale): return Answer(super().forward(x).sum() * scale)
+
+class Pair(nn.Linear):
+    def forward(self, x, y): return super().forward(x), y
+
+class Silent(nn.Linear):
+    def forward(self, x): return None
+
+count = [0]
+def counted():
+    count[0] += 1
+    return torch.ones(3, 4)
+
+def plain(): return nn.Linear(4, 4), torch.ones(3, 4)
+def keywords(): return Keywords(4, 4), {"x": torch.ones(3, 4), "scale": 2}
+def pair(): return Pair(4, 4), (torch.ones(3, 4), 1)
+def three(): return nn.Linear(4, 4), counted, lambda model, batch: model(batch).sum()
+def silent(): return Silent(4, 4), torch.ones(3, 4)
+def lone(): return nn.Linear(4, 4)
+def swapped(): return torch.ones(3, 4), nn.Linear(4, 4)
+def shapes(): return nn.Linear(4, 4), torch.ones(3, 5)
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("mine") / "mine_for_bench.py"
+    file.write_text(MINE)
+    return str(file)
+
+
+@pytest.fixture(autouse=True)
+def path_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+# For real
+
+
+@pytest.fixture(scope="module")
+def found(mine: str) -> Comparison:
+    broken = Contestant("broken", "torch", {"no_such_option": 1})
+    return compare(f"{mine}:plain", contestants=[*everybody(), broken], effort=QUICK)
+
+
+@pytest.mark.ranks
+def test_everybody_runs_and_who_cannot_is_named(found: Comparison) -> None:
+    assert [*found.seconds] == [one.name for one in everybody()]
+    assert {ALONE, *(one.name for one in naive()), TUNED, REPLICATE, "stretto", LOCKSTEP, FLOOR} <= {*found.seconds}
+    assert [*found.skipped] == ["broken"] and found.skipped["broken"].startswith("TypeError: ")
+    assert found.stands_for[TUNED].startswith("torch DDP, ") and found.stands_for[REPLICATE].startswith("replicate, ")
+    assert all(len(times) == found.rounds == 2 and min(times) > 0 for times in found.seconds.values())
+    assert found.ratio(ALONE).median == 1.0 and found.ratio("stretto").median > 0
+
+
+@pytest.mark.ranks
+def test_result_goes_to_json_and_back_and_says_what_must_be_known(found: Comparison) -> None:
+    value = json.loads(json.dumps(found.to_dict()))
+    again = Comparison.from_dict(value)
+    assert again.to_dict() == found.to_dict()
+    assert value["summary"]["stretto"]["ratio"]["low"] <= value["summary"]["stretto"]["ratio"]["high"]
+    text = str(found)
+    assert "2 ranks x 1 thread, one host" in text and "stretto over the process group" in text
+    assert f"{TUNED}: {found.stands_for[TUNED]}, the fastest in a short run before." in text
+    assert "broken did not take part: TypeError: " in text and torch.__version__ in text
+
+
+@pytest.mark.ranks
+@pytest.mark.network
+@pytest.mark.slow
+def test_ranks_on_emulated_hosts(mine: str) -> None:
+    try:
+        told = compare(f"{mine}:plain", only=["stretto"], effort=QUICK, network="1gbit")
+    except OSError as error:
+        pytest.skip(f"{error}")
+    assert [*told.seconds] == [ALONE, "stretto"]
+    assert "The hosts and the link between them are emulated on one machine" in str(told)
+
+
+# Values
+
+
+def test_table_of_a_comparison() -> None:
+    run = made_up({ALONE: [0.1, 0.2, 0.3], "stretto": [0.11, 0.22, 0.33], "torch DDP, default": [0.2, 0.4, 0.6]})
+    lines = str(run).splitlines()
+    assert lines[:6] == [
+        "policy, 2 x Linear(64), batch 256: 2 ranks x 1 thread, one host",
+        "",
+        "SGD step                                   ms  over no communication",
+        "no communication    200.00 [150.00 .. 250.00]    1.00 [1.00 .. 1.00]",
+        "stretto             220.00 [165.00 .. 275.00]    1.10 [1.10 .. 1.10]",
+        "torch DDP, default  400.00 [300.00 .. 500.00]    2.00 [2.00 .. 2.00]",
+    ]
+    assert lines[-2] == "medians [quartiles] of 3 rounds of 10 steps, contestants in turn"
+    assert lines[-1].endswith("load 0.50, others used 2 % of the cores at the start (quiet)")
+
+
+def test_what_makes_figures_doubtful_is_said() -> None:
+    run = made_up({ALONE: [1.0]}, ranks=4, machine=replace(MACHINE, busy=0.5), network="two emulated hosts")
+    assert run.remarks == [
+        "4 ranks share 2 cores: times are of ranks that take turns.",
+        "The hosts and the link between them are emulated on one machine (network namespaces, veth).",
+    ]
+    assert not run.machine.quiet
+    assert str(run).endswith("others used 50 % of the cores at the start (NOT QUIET: figures are doubtful)")
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    run = made_up({ALONE: [1.0, 10.0, 100.0], "stretto": [2.0, 20.0, 200.0]})
+    assert run.ratio("stretto") == Spread(2.0, 2.0, 2.0)
+    other = made_up({ALONE: [1.0], "stretto": [8.0]})
+    assert geometric_mean([run, other], "stretto") == pytest.approx(4.0)
+    assert geometric_mean([run, other], "torch") is None
+
+
+def test_machine_is_this_one() -> None:
+    seen = this_machine(0.01)
+    assert seen.torch == torch.__version__ and seen.cores >= 1 and 0 <= seen.busy <= 1
+    assert Machine(**seen.to_dict()) == seen
+
+
+def test_every_contestant_runs_once_a_round_in_changing_order() -> None:
+    order: list[str] = []
+    contestants = {name: lambda name=name: order.append(name) for name in "abcd"}
+    told = interleave(contestants, 6, 2, progress=False)
+    rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
+    assert len(rounds) == 8 and all(sorted(one) == [*"abcd"] for one in rounds) and len({*map(tuple, rounds)}) > 1
+    assert {name: len(times) for name, times in told.items()} == dict.fromkeys("abcd", 6)
+    assert len(interleave(contestants, 100, 1, seconds=1e-9, progress=False)["a"]) == 5
+
+
+def test_some_are_chosen_by_name() -> None:
+    names = [one.name for one in chosen(everybody(), ["torch", "floor"])]
+    assert names == [ALONE, "torch DDP, default", TUNED, FLOOR]
+
+
+# The user's own model
+
+
+@pytest.mark.parametrize("name, expected", [("keywords", None), ("pair", None), ("plain", None), ("three", None)])
+def test_factories_of_all_forms_give_a_loss(mine: str, name: str, expected: None) -> None:
+    make = workload_of(f"{mine}:{name}")
+    model, loss = make()
+    value = loss(model)
+    assert value.dim() == 0 and value.requires_grad
+    again, other = make()
+    assert torch.equal(other(again), value), "seeded alike"
+
+
+def test_a_batch_that_is_a_function_is_made_in_every_step(mine: str) -> None:
+    model, loss = workload_of(f"{mine}:three")()
+    before = sys.modules["mine_for_bench"].count[0]
+    loss(model), loss(model)
+    assert sys.modules["mine_for_bench"].count[0] == before + 2
+
+
+def test_a_module_is_found_from_the_working_directory(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(mine).parent)
+    assert load("mine_for_bench:plain")()[0].in_features == 4
+
+
+def test_example_and_page_show_factories_that_work(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(# train.py.*?)```", (ROOT / "docs" / "benchmarks.md").read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "train.py").write_text(f"import torch\n{code[1]}")
+    try_out(f"{tmp_path}/train.py:make_model")
+    try_out(f"{ROOT}/examples/own_model.py:classifier")
+
+
+def refusals(mine: str) -> list[tuple[Any, str]]:
+    odd = (
+        f"{mine}:{{}} returned {{}}.\n"
+        "Return (model, batch) or (model, batch, loss), where loss(model, batch) is the loss of a step."
+    )
+    names = "no communication; stretto"
+    return [
+        (
+            lambda: workload_of("nix"),
+            "'nix' is neither a built-in workload (policy, layers, mlp, gpt2, gpt2x8, resnet18) nor a function of "
+            "yours.\nName that as module:function or path/to/file.py:function.",
+        ),
+        (lambda: workload_of("no_such_module:f"), "no_such_module cannot be imported: ModuleNotFoundError: No module "
+            "named 'no_such_module'"),
+        (lambda: workload_of("none.py:f"), "there is no file none.py"),
+        (lambda: workload_of(f"{mine}:number"), f"{mine} has no function number"),
+        (lambda: workload_of(f"{mine}:lone")(), odd.format("lone", "Linear")),
+        (lambda: workload_of(f"{mine}:swapped")(), odd.format("swapped", "(Tensor, Linear)")),
+        (
+            lambda: try_out(f"{mine}:silent"),
+            "the model returns NoneType, of which no loss can be made.\n"
+            "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
+        ),
+        (
+            lambda: try_out(f"{mine}:shapes"),
+            f"{mine}:shapes cannot make one step: RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and "
+            "4x4)",
+        ),
+        (lambda: compare(ranks=0), "ranks=0 and threads=1 must be 1 or more"),
+        (lambda: compare(ranks=1, network="1gbit"), "a network needs two hosts, so ranks must be 2 or more"),
+        (
+            lambda: chosen([Contestant(name, "alone") for name in names.split("; ")], ["elephant"]),
+            f"no contestant has 'elephant' in its name.\nThere are: {names}.",
+        ),
+        (lambda: Effort(rounds=0), "rounds=0, seconds=30 and block=0.05 must be positive"),
+        (lambda: open_buffer(2**31 - 1, 3, 8), "the memory of process 2147483647 cannot be opened: No such file or "
+            "directory"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_text_of_what_is_refused(mine: str, number: int) -> None:
+    trigger, text = refusals(mine)[number]
+    with pytest.raises(SetupError) as caught:
+        trigger()
+    assert str(caught.value) == text
+
+
+def test_text_of_plots_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = "eps, jpg, svg"
+    base = SimpleNamespace(FigureCanvasBase=SimpleNamespace(get_supported_filetypes=lambda: kinds.split(", ")))
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", base)
+    with pytest.raises(SetupError) as caught:
+        check(Path("a.foo"))
+    assert str(caught.value) == f"a.foo: a plot can be written as {kinds}"
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    with pytest.raises(SetupError) as caught:
+        check(Path("a.svg"))
+    assert str(caught.value) == "plots need matplotlib, which is not installed: pip install 'stretto[plot]'"
+
+
+def test_text_of_a_yardstick_that_fails() -> None:
+    def make() -> Any:
+        raise ValueError("not here")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            enter([alone()], make)
+    finally:
+        dist.destroy_process_group()
+    assert str(caught.value) == "the step without communication failed: ValueError: not here"
+
+
+# stretto bench
+
+
+@pytest.mark.ranks
+def test_command_compares_a_model_of_ones_own(tmp_path: Path) -> None:
+    picture = tmp_path / "bars.svg"
+    command = [sys.executable, "-m", "stretto", "bench", "examples/own_model.py:reader", "--only", "stretto"]
+    command += ["--rounds", "2", "--seconds", "1", "--json", "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert Comparison.from_dict(json.loads(done.stdout)).ratio("stretto").median > 0
+    assert "<svg" in picture.read_text() and [*tmp_path.iterdir()] == [picture]
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["nix"], "stretto: 'nix' is neither a built-in workload"),
+        (["none.py:f"], "stretto: there is no file none.py"),
+        (["--ranks", "0"], "stretto: ranks=0 and threads=1 must be 1 or more"),
+        (["--ranks", "two"], "stretto: Invalid value for '--ranks'"),
+        (["--rounds", "0"], "stretto: rounds=0"),
+        (["--only", "elephant"], "stretto: no contestant has 'elephant' in its name."),
+        (["--ranks", "1", "--network", "1gbit"], "stretto: a network needs two hosts"),
+        (["--plot", "a.foo"], "stretto: a.foo: a plot can be written as "),
+        (["--plot", "no/a.svg"], "stretto: no/a.svg cannot be written: there is no folder no"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["bench", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(line) and told.err.count("\n") == 1 and not told.out
+
+
+@pytest.mark.parametrize(
+    "error, arguments, line",
+    [
+        (OSError("ip is missing"), ["--network", "1gbit"], "--network 1gbit: ip is missing"),
+        (RuntimeError("rank 1:\nTraceback\nValueError: odd"), [], "a rank failed: ValueError: odd"),
+    ],
+)
+def test_what_fails_on_ranks_is_one_line(
+    error: Exception, arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("stretto.cli.bench"), "compare", fail)
+    assert execute(["bench", *arguments]) == 1
+    assert capsys.readouterr().err == f"stretto: {line}\n"
+
+
+def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
+    file = tmp_path / "bars.svg"
+    plot(made_up({ALONE: [1.0, 1.0], "stretto": [1.1, 1.2]}), file)
+    assert "stretto" in file.read_text()

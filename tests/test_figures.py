@@ -1,0 +1,122 @@
+"""Figures of docs/benchmarks.md: what is made of measurements, and the driver for real."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparisons import made_up
+
+from stretto.bench import everybody
+from stretto.bench.contestants import ALONE
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("figures")
+
+
+def run_of(names: list[str], **changes: Any) -> dict[str, Any]:
+    return made_up({name: [0.01 * number, 0.011 * number] for number, name in enumerate(names, 1)}, **changes).to_dict()
+
+
+def data_of(figures: Any, name: str) -> dict[str, Any]:
+    """Made up, for each figure."""
+    everyone = [one.name for one in everybody()]
+    module = sys.modules[figures.FIGURES[name].table.__module__]
+    if name == "breakdown":
+        parts = {
+            who: {part: [0.1, 0.2] for part in ("forward", "backward", "exposed", "hidden", "optimizer")}
+            for who in everyone
+        }
+        return {"runs": [run_of(everyone)], "parts": [parts], "reported": [{}], "left_out": ["the network: not here"]}
+    if name == "sweep":
+        sizes = [module.label(cap) for cap in (module.A_PARAMETER, *module.SIZES)]
+        return {"runs": [run_of([ALONE, *sizes])] * 3, "kinds": [module.SHARED, module.GROUP, module.TORCH]}
+    if name == "skip":
+        every = [1, 2]
+        names = [ALONE, f"{ALONE}, step every 2", *(module.name_of(kind, n) for kind in module.KINDS for n in every)]
+        return {"runs": [run_of(names)], "every": every}
+    if name == "round_robin":
+        return {"runs": [run_of([ALONE, *map(module.name_of, module.GROUPS)])]}
+    if name == "ranks":
+        return {"runs": [run_of([ALONE, "stretto", module.GROUP, "torch DDP"], ranks=world) for world in (1, 2, 3, 4)]}
+    return {"runs": [run_of(everyone)]}
+
+
+@pytest.mark.parametrize("name", ["contest", "breakdown", "sweep", "skip", "round_robin", "ranks", "network"])
+def test_each_figure_goes_to_json_a_table_and_a_plot(figures: Any, name: str, tmp_path: Path) -> None:
+    assert [*figures.FIGURES] == ["contest", "breakdown", "sweep", "skip", "round_robin", "ranks", "network"]
+    figure, data = figures.FIGURES[name], data_of(figures, name)
+    figures.save(figure, data, tmp_path)
+    again = json.loads((tmp_path / f"{name}.json").read_text())
+    assert again == json.loads(json.dumps(data))
+    assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    table = [line for line in figures.markdown(figure, again).splitlines() if line.startswith("|")]
+    assert len(table) > 2 and len({line.count("|") for line in table}) == 1
+
+
+def test_a_figure_that_cannot_be_measured_says_why(figures: Any, tmp_path: Path) -> None:
+    data = {"skipped": "hosts cannot be emulated"}
+    figures.save(figures.FIGURES["network"], data, tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["network.json"]
+    assert figures.markdown(figures.FIGURES["network"], data) == "Not measured: hosts cannot be emulated\n"
+
+
+def test_breakdown_adds_up(figures: Any) -> None:
+    """Backward takes 4 s alone and 5 with messages that take 3: 1 is exposed, 2 are hidden."""
+    parts_of = sys.modules["paper.breakdown"].parts_of
+    everyone = [{ALONE: [(1.0, 4.0, 0.5)], "stretto": [(1.0, 5.0, 0.5)], "slow": [(1.0, 9.0, 0.5)]}] * 2
+    seconds = {"messages of stretto": [6.0], "messages of slow": [6.0]}
+    told = parts_of("stretto", everyone, seconds, 2)
+    assert told == {
+        "forward": [1.0],
+        "backward": [4.0],
+        "exposed": [1.0],
+        "hidden": [2.0],
+        "optimizer": [0.5],
+        "messages": [3.0],
+    }
+    assert parts_of("slow", everyone, seconds, 2)["hidden"] == [0.0], "all of it is exposed, and more"
+
+
+@pytest.mark.ranks
+def test_driver_measures_writes_and_draws_again(
+    figures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, folder = tmp_path / "benchmarks.md", tmp_path / "benchmarks"
+    page.write_text("before\n<!-- figure: round_robin -->\nold\n<!-- end of round_robin -->\nafter\n")
+    command = [str(ROOT / "benchmarks" / "figures.py"), "round_robin", "--output", str(folder)]
+    done = subprocess.run([sys.executable, *command, "--quick"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert sorted(one.name for one in folder.iterdir()) == ["round_robin.json", "round_robin.svg"]
+    text = page.read_text()
+    assert text.startswith("before\n<!-- figure: round_robin -->\n")
+    assert text.endswith("<!-- end of round_robin -->\nafter\n")
+    assert "| 3 groups |" in text and "old" not in text
+    assert "\n![Process groups in turn](benchmarks/round_robin.svg)\n" in text
+
+    page.write_text(text.replace("groups", "changed"))
+    monkeypatch.setattr(sys, "argv", [*command, "--draw-only"])
+    figures.main()
+    assert page.read_text() == text
+    monkeypatch.setattr(sys, "argv", [command[0], "sweep", *command[1:], "--draw-only"])
+    with pytest.raises(SystemExit) as caught:
+        figures.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"{folder} has no sweep.json")
+
+
+def test_page_has_a_place_for_every_figure(figures: Any) -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name in figures.FIGURES:
+        assert text.count(f"<!-- figure: {name} -->") == text.count(f"<!-- end of {name} -->") == 1
+        assert f"figures.py {name}" in text

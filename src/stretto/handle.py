@@ -197,6 +197,9 @@ class Synchronizer:
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.
 
+        To have the mean too, and step with the others, give zeros to any one of the parameters instead, outside
+        ``no_grad``: ``parameter.backward(torch.zeros_like(parameter))``.
+
         Raises:
             CommunicationError: as ``backward`` does.
         """

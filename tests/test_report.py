@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import threading
@@ -88,8 +89,7 @@ def test_hidden_and_exposed_times_are_those_of_a_link_that_is_known(
         assert mine.communication == pytest.approx(hidden + exposed, rel=0.05)
         assert mine.percent_hidden == pytest.approx(100 * hidden / (hidden + exposed), rel=0.05)
         assert mine.backward == pytest.approx(3 * backward, rel=0.05)
-        parts = mine.forward + mine.backward + mine.exposed + mine.optimizer + mine.other
-        assert parts == pytest.approx(mine.step, rel=0.05)
+        assert_adds_up(mine)
         assert [one.bucket for one in report.buckets] == [0, 1, 2, 3]
         assert [one.closed_by for one in report.buckets] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
         for one in report.buckets:
@@ -140,6 +140,19 @@ def test_what_is_recorded_unasked_and_what_a_trace_adds(tmp_path: Any) -> None:
         return [*counts, sync.report().passes]
 
     assert run_ranks(worker, 2) == [[0, 1, 5, 5, 6, 7, 8]] * 2
+
+
+def test_a_pass_that_is_traced_counts_once(tmp_path: Any) -> None:
+    def worker(transport: Any) -> None:
+        model = Layers(2, 0.0)
+        sync = stretto.attach(model, transport=transport)
+        with sync.trace(tmp_path):
+            for _ in range(9):
+                model(torch.ones(2, 8)).sum().backward()
+        assert [record.number for record, _ in sync.sampler.records] == [*range(1, 10)]
+        assert all(record.gradients for record, _ in sync.sampler.records)
+
+    run_ranks(worker, 2)
 
 
 def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
@@ -207,7 +220,10 @@ def test_reports_of_processes(transport: str) -> None:
     text, numbers, closed_by = spawn_ranks(report_in_a_process, 2, transport)[0]
     name = "shared_memory" if transport == "shared_memory" else "process_group (gloo)"
     assert text.startswith(f"rank 0 of 2 over {name}, medians of 5 passes\n")
-    assert "\nrank   forward  backward   exposed  (hidden)  optimizer    other      step    behind\n   0  " in text
+    assert (
+        "\nrank   forward  backward   exposed  (waiting)  (hidden)  optimizer    other      step    behind\n   0  "
+        in text
+    )
     assert json.loads(json.dumps(numbers))["percent_hidden"] <= 100
     assert numbers["nbytes"] == 4 * (128 * 128 + 128) * 4 <= numbers["bucket_memory"]
     assert closed_by[-1] == "0.weight"
@@ -292,9 +308,55 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 
 def test_micro_batches_are_forward_and_backward_in_turn() -> None:
-    one = record(forwards=(Span(5 * MS, 10 * MS), Span(20 * MS, 30 * MS)), optimizer=(Span(12 * MS, 13 * MS),))
-    assert one.forward == pytest.approx(0.015)
-    assert one.backward == pytest.approx(0.090 - 0.010 - 0.010 - 0.001 - 0.001)
+    forwards = (Span(8 * MS, 10 * MS), Span(20 * MS, 30 * MS))
+    one = record(forwards=forwards, unsynchronized=(Span(10 * MS, 18 * MS),))
+    assert one.forward == pytest.approx(0.012)
+    assert one.backward == pytest.approx(0.008 + 0.060 - 0.001)
+    assert one.other == pytest.approx(0.100 - 0.012 - 0.067 - 0.011 - 0.005), "2 ms lie between, 3 before"
+    assert record(forwards=forwards).backward == pytest.approx(0.060 - 0.001), "a forward that no backward follows"
+
+
+def test_gradient_accumulation_is_seen_as_it_is() -> None:
+    def worker(transport: Any) -> Report:
+        model = Layers(2, 0.02)
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(9):
+            for micro in range(4):
+                with sync.no_sync() if micro < 3 else contextlib.nullcontext():
+                    model(torch.ones(2, 8)).sum().backward()
+                time.sleep(0.005)
+            with torch.enable_grad():
+                model(torch.ones(2, 8))  # a rollout, say, without a backward
+                time.sleep(0.01)
+        return sync.report()
+
+    for one in run_ranks(worker, 2):
+        assert one.breakdown.backward == pytest.approx(0.080, rel=0.15)
+        assert one.breakdown.other == pytest.approx(0.030, rel=0.3)
+        assert_adds_up(one.breakdown)
+
+
+def assert_adds_up(mine: Breakdown) -> None:
+    parts = mine.forward + mine.backward + mine.exposed + mine.optimizer + mine.other
+    assert parts == pytest.approx(mine.step, rel=1e-6)
+
+
+def test_waiting_for_a_rank_is_no_matter_of_the_link() -> None:
+    def worker(transport: Any) -> Report:
+        model = Layers(2, 0.0)
+        sync = stretto.attach(model, transport=transport)
+        for number in range(9):
+            out = model(torch.ones(2, 8)).sum()
+            if number % 2 == transport.rank:
+                time.sleep(0.03)
+            out.backward()
+        return sync.report()
+
+    for one in run_ranks(worker, 2):
+        assert one.straggler is None
+        mine = one.ranks[one.rank]
+        assert mine.waiting is not None and mine.waiting > 0.5 * mine.breakdown.exposed
+        assert not any("Communication is" in said for said in one.advice), one.advice
 
 
 def test_what_several_spans_cover_counts_once() -> None:
@@ -424,7 +486,7 @@ def report(**other: Any) -> Report:
         "passes": 5,
         "breakdown": step,
         "buckets": (bucket(0), bucket(1), bucket(2), bucket(3, nbytes=2**18)),
-        "ranks": (RankReport(0, step, 0.0, 0.5), RankReport(1, step, 0.0001, 0.5)),
+        "ranks": (RankReport(0, step, 0.0, 0.5, 0.0001), RankReport(1, step, 0.0001, 0.5, 0.0)),
         "nbytes": 3 * 2**20 + 2**18,
         "bucket_memory": 2**22,
         "clock_uncertainty": 0.0,
@@ -448,6 +510,14 @@ def test_a_straggler_is_named() -> None:
     )
     now_and_then = report(ranks=(RankReport(0, breakdown(), 0.0, 0.5), RankReport(1, slow, 0.02, 0.5)))
     assert advise(now_and_then, {}) == ()
+
+
+def test_ranks_that_wait_for_each_other_in_turn_are_told() -> None:
+    each = tuple(RankReport(rank, breakdown(exposed=60, step=140), 0.015, 0.5, 0.030) for rank in range(2))
+    assert advise(report(breakdown=each[0].breakdown, ranks=each), {}) == (
+        "This rank waits 30.0 ms a step for others, now for one and now for another: batches that cost alike on all "
+        "ranks would save it.",
+    )
 
 
 def test_more_communication_than_backward_cannot_be_hidden() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import re
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +102,139 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, caplog:
             for _ in range(3):
                 model(torch.ones(1, 2)).sum().backward()
 
-    real = TraceWriter.keep
+    real = TraceWriter._write
 
-    def full(self: TraceWriter, record: Any, plan: Any) -> None:
-        if record.number == 2:
+    def full(self: TraceWriter, value: dict[str, Any]) -> None:
+        if value.get("pass", {}).get("number") == 2:
             raise OSError(28, "No space left on device")
-        real(self, record, plan)
+        real(self, value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TraceWriter, "keep", full)
+        patch.setattr(TraceWriter, "_write", full)
         run_ranks(worker, 2)
-    assert [[one.number for one in trace.passes] for trace in read_trace(tmp_path)] == [[1], [1]]
+    for trace in read_trace(tmp_path):
+        assert [one.number for one in trace.passes] == [1]
+        assert trace.end == "OSError: [Errno 28] No space left on device"
     assert any("raised and was dropped; training goes on." in one.getMessage() for one in caplog.records)
+
+
+def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    real, full = TraceWriter._write, threading.Event()
+
+    def write(self: TraceWriter, value: dict[str, Any]) -> None:
+        if full.is_set() or value.get("pass", {}).get("number") == 2:
+            full.set()
+            raise OSError(28, "No space left on device")
+        real(self, value)
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        with sync.trace(tmp_path):
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
+            transport.all_gather_object(None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TraceWriter, "_write", write)
+        run_ranks(worker, 2)
+    assert [trace.end for trace in read_trace(tmp_path)] == [None, None]
+    said = [one.getMessage() for one in caplog.records if "ends early" in one.getMessage()]
+    assert (
+        f"the trace in {tmp_path / 'rank0.jsonl'} ends early: OSError: [Errno 28] No space left on device" in said
+        or f"the trace in {tmp_path / 'rank0.jsonl'} ends early: closed" in said
+    )
+
+
+def test_a_disk_that_is_full_at_the_beginning_is_an_error_on_all(tmp_path: Path) -> None:
+    def worker(transport: Any) -> str:
+        sync = stretto.attach(torch.nn.Linear(2, 1), transport=transport)
+        if transport.rank == 1:
+            (tmp_path / "one").mkdir()
+            os.symlink("/dev/full", tmp_path / "one" / "rank1.jsonl")
+        with pytest.raises(TraceError) as caught, sync.trace(tmp_path / ("one" if transport.rank else "zero")):
+            raise AssertionError("it does not begin")
+        return str(caught.value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.tracing.set_aside", lambda *_: None)
+        told = run_ranks(worker, 2)
+    assert told == ["rank 1: the trace cannot be written: [Errno 28] No space left on device"] * 2
+
+
+def test_an_earlier_trace_is_moved_aside_and_never_lost(tmp_path: Path) -> None:
+    run_ranks(lambda transport: train(transport, tmp_path, 2), 3)
+    run_ranks(lambda transport: train(transport, tmp_path, 4), 2)
+    (tmp_path / "rank1-copy.jsonl").write_text("no trace")
+    assert [len(one.passes) for one in read_trace(tmp_path)] == [4, 4]
+    assert [len(one.passes) for one in read_trace(tmp_path / "earlier-1")] == [2, 2, 2]
+
+
+def test_two_handles_trace_into_one_folder(tmp_path: Path) -> None:
+    """The first goes on writing where it was moved to."""
+
+    def worker(transport: Any) -> None:
+        models = [torch.nn.Linear(2, 1) for _ in range(2)]
+        first, second = (stretto.attach(model, transport=transport) for model in models)
+        with first.trace(tmp_path):
+            models[0](torch.ones(1, 2)).sum().backward()
+            with second.trace(tmp_path):
+                for model in models:
+                    model(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(worker, 2)
+    assert [len(one.passes) for one in read_trace(tmp_path)] == [1, 1]
+    assert [len(one.passes) for one in read_trace(tmp_path / "earlier-1")] == [2, 2]
+
+
+def test_an_earlier_trace_that_cannot_be_moved(tmp_path: Path) -> None:
+    run_ranks(lambda transport: train(transport, tmp_path), 2)
+    (tmp_path / "earlier-1").write_text("")
+
+    def worker(transport: Any) -> str:
+        sync = stretto.attach(torch.nn.Linear(2, 1), transport=transport)
+        with pytest.raises(TraceError) as caught, sync.trace(tmp_path):
+            raise AssertionError("it does not begin")
+        return str(caught.value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.tracing.next_aside", lambda _: 1)
+        found = run_ranks(worker, 2)
+    for told in found:
+        assert told.startswith("rank 0: the earlier trace cannot be moved aside: [Errno 17] File exists: ")
+    assert len(read_trace(tmp_path)) == 2
+
+
+def test_a_pass_given_up_before_and_inside(tmp_path: Path) -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+
+        def step(*, fails: bool = False) -> None:
+            with contextlib.suppress(ZeroDivisionError, stretto.PeerError):
+                out = model(torch.ones(1, 2)).sum()
+                if fails and transport.rank == 1:
+                    model[0].weight.register_hook(lambda _: 1 / 0)
+                out.backward()
+            model[0].weight._backward_hooks = None
+            model.zero_grad()
+
+        step()
+        step(fails=True)
+        with sync.trace(tmp_path):
+            step()
+            step()
+            step(fails=True)
+            time.sleep(0.2)
+            step()
+            step()
+
+    run_ranks(worker, 2)
+    for trace in read_trace(tmp_path):
+        assert trace.end == "closed"
+        assert [one.number for one in trace.passes][-2:] == [6, 7]
+        after = trace.passes[-2]
+        assert len(after.forwards) == 1 and after.backward < 0.1, "what was given up is no part of it"
 
 
 def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
@@ -162,7 +287,8 @@ SPOILT = {
     "no pass": NO_PART % 7,
     "unknown": NO_PART % 7,
     "a later version": "{folder}/rank0.jsonl: written in version 9 of the format, this is version 1",
-    "another run": "{folder}: traces of different runs (of different numbers of ranks) lie in it",
+    "another run": "{folder}: the files of ranks [1] are of another run than that of rank 0",
+    "another number of ranks": "{folder}: the files of ranks [1] are of another run than that of rank 0",
     "bytes": "{folder}/rank0.jsonl: cannot be read: "
     "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
 }
@@ -181,7 +307,8 @@ def spoil(folder: Path, how: str) -> None:
         "no pass": text + '{"pass": {}}\n',
         "unknown": text + '{"x": 1}\n',
         "a later version": text.replace('"stretto_trace":1', '"stretto_trace":9'),
-        "another run": text.replace('"world_size":2', '"world_size":5'),
+        "another run": re.sub('"run":"[0-9a-f]{16}"', '"run":"x"', text),
+        "another number of ranks": text.replace('"world_size":2', '"world_size":5'),
     }
     if how in becomes:
         path.write_text(becomes[how])
@@ -205,7 +332,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 def test_clocks_of_a_header_are_kept(tmp_path: Path) -> None:
     for rank, clock in enumerate((Clock(0, 0), None)):
-        writer = TraceWriter(tmp_path, header_of(rank, 2, "somehow", clock, {"a": "b"}))
+        writer = TraceWriter(tmp_path, header_of(rank, 2, "somehow", clock, "run", {"a": "b"}))
         writer.close()
         writer.close("later")
     first, second = read_trace(tmp_path)

@@ -28,7 +28,14 @@ def advise(report: Report, tied: Mapping[str, str]) -> tuple[str, ...]:
     """
     if not report.passes or report.world_size == 1:
         return ()
-    rules = (_straggler(report), _too_much(report), _waits(report, tied), _last_bucket(report), _many_launches(report))
+    rules = (
+        _straggler(report),
+        _uneven(report),
+        _too_much(report),
+        _waits(report, tied),
+        _last_bucket(report),
+        _many_launches(report),
+    )
     said = sorted((one for one in rules if one is not None), key=lambda one: -one[0])
     return tuple(sentence for gain, sentence in said if gain >= WORTH * report.breakdown.step)[:MOST]
 
@@ -58,15 +65,33 @@ def _straggler(report: Report) -> Said:
     )
 
 
+def _uneven(report: Report) -> Said:
+    """Ranks wait for each other, but not always for the same one."""
+    waiting = _waiting(report)
+    if report.straggler is not None:
+        return None
+    return (
+        waiting,
+        f"This rank waits {ms(waiting)} a step for others, now for one and now for another: batches that cost alike "
+        "on all ranks would save it.",
+    )
+
+
+def _waiting(report: Report) -> float:
+    mine = [one.waiting for one in report.ranks if one.rank == report.rank]
+    return mine[0] or 0.0 if mine else 0.0
+
+
 def _too_much(report: Report) -> Said:
     """More communication than backward could ever hide."""
     mine = report.breakdown
-    if report.straggler is not None or not mine.backward or mine.communication <= TOO_MUCH * mine.backward:
+    exposed = mine.exposed - _waiting(report)
+    if report.straggler is not None or not mine.backward or mine.hidden + exposed <= TOO_MUCH * mine.backward:
         return None
     return (
-        mine.exposed,
-        f"Communication is {mine.communication / mine.backward:.1f}x backward: overlap cannot hide it. Send less, by "
-        "register_comm_hook(None, bf16_compress_hook), or less often, by accumulating under no_sync().",
+        exposed,
+        f"Communication is {(mine.hidden + exposed) / mine.backward:.1f}x backward: overlap cannot hide it. Send less, "
+        "by register_comm_hook(None, bf16_compress_hook), or less often, by accumulating under no_sync().",
     )
 
 

@@ -129,20 +129,22 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def breakdown_of(records: Sequence[PassRecord]) -> Breakdown:
-    """Medians over records of one rank; zeros if there are none."""
+    """Means over the middle half of one rank's passes by the time of a step, so that parts add up; zeros for none."""
+    ordered = sorted(records, key=lambda one: one.step)
+    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
-    def median(value: Callable[[PassRecord], float]) -> float:
-        return statistics.median(map(value, records)) if records else 0.0
+    def mean(value: Callable[[PassRecord], float]) -> float:
+        return statistics.fmean(map(value, middle)) if middle else 0.0
 
     return Breakdown(
-        forward=median(lambda one: one.forward),
-        backward=median(lambda one: one.backward),
-        exposed=median(lambda one: one.exposed),
-        launching=median(lambda one: one.launching),
-        hidden=median(lambda one: one.hidden),
-        optimizer=median(lambda one: one.stepping),
-        other=median(lambda one: one.other),
-        step=median(lambda one: one.step),
+        forward=mean(lambda one: one.forward),
+        backward=mean(lambda one: one.backward),
+        exposed=mean(lambda one: one.exposed),
+        launching=mean(lambda one: one.launching),
+        hidden=mean(lambda one: one.hidden),
+        optimizer=mean(lambda one: one.stepping),
+        other=mean(lambda one: one.other),
+        step=mean(lambda one: one.step),
     )
 
 
@@ -260,5 +262,7 @@ def side_by_side(everyone: Sequence[Seen], clocks: Sequence[Clock | None]) -> tu
     for rank, one in enumerate(everyone):
         behind = [(ends[rank][number] - min(other[number] for other in ends)) * NANO for number in common]
         last = [ends[rank][number] == max(other[number] for other in ends) for number in common]
-        reports.append(RankReport(rank, one.breakdown, statistics.median(behind), sum(last) / len(last)))
+        ahead = [(max(other[number] for other in ends) - ends[rank][number]) * NANO for number in common]
+        waiting = min(statistics.fmean(ahead), one.breakdown.exposed)
+        reports.append(RankReport(rank, one.breakdown, statistics.median(behind), sum(last) / len(last), waiting))
     return tuple(reports)

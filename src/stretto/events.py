@@ -41,6 +41,9 @@ class Observer(Protocol):
     def gradient_ready(self, pass_number: int, name: str) -> None:
         """The gradient of parameter ``name`` is in ``.grad``."""
 
+    def gradient_kept(self, pass_number: int) -> None:
+        """A gradient has come that is not to be synchronised; it counts with the pass that begins next."""
+
     def bucket_full(self, pass_number: int, bucket: int, closed_by: str) -> None:
         """All gradients of the bucket are there; ``closed_by`` is the parameter that came last."""
 
@@ -82,6 +85,7 @@ class Events:
     forward_ended: list[Subscription]
     pass_started: list[Subscription]
     gradient_ready: list[Subscription]
+    gradient_kept: list[Subscription]
     bucket_full: list[Subscription]
     launch_started: list[Subscription]
     bucket_launched: list[Subscription]

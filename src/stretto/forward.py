@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,25 +30,34 @@ from .words import Control
 log = logging.getLogger("stretto")
 
 
+class Passes(Protocol):
+    """What is asked of the reducer."""
+
+    running: bool
+    """A pass is under way; what runs forward now is a checkpoint."""
+    synchronize: bool
+    """The next backward is a pass; else its gradients are kept for one."""
+
+
 class ForwardWatch:
     """Stands in the slot of an attached module. Never communicates.
 
     Args:
         module: the attached one; held weakly. None if it was freed already.
+        passes: knows what a forward that begins now is for; held weakly.
         queue: knows the pass, and who watches.
-        counts: whether a forward that begins now belongs to a pass; asked only in training mode with gradients.
         failed: told of an exception that came out of such a forward.
     """
 
     def __init__(
         self,
         module: torch.nn.Module | None,
+        passes: Passes,
         queue: LaunchQueue,
-        counts: Callable[[], bool],
         failed: Callable[[Exception], object],
     ) -> None:
         self._module = None if module is None else weakref.ref(module)
-        self._counts = counts
+        self._passes = weakref.ref(passes)
         self._failed = failed
         self._queue = queue
         self._compiled: Any = None
@@ -71,18 +80,21 @@ class ForwardWatch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._found()
         assert module is not None, "it is being called"
-        call = self._compiled or module._call_impl
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled() and self._counts()):
+        call, passes = self._compiled or module._call_impl, self._passes()
+        learns = module.training and torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or not learns or passes is None or passes.running:
             return call(*args, **kwargs)
-        self._runs += 1
+        counts = passes.synchronize
+        self._runs += counts
         queue, events = self._queue, self._queue.events
         if events.forward_started:
             events.emit(events.forward_started, queue.pass_number + 1)
         try:
             result = call(*args, **kwargs)
         except Exception as error:
-            self._has_failed = True
-            self._failed(error)
+            if counts:
+                self._has_failed = True
+                self._failed(error)
             raise
         if events.forward_ended:
             events.emit(events.forward_ended, queue.pass_number + 1)

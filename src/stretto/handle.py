@@ -292,6 +292,8 @@ class Synchronizer:
     def trace(self, folder: str | os.PathLike[str]) -> Iterator[None]:
         """Record every pass inside into ``folder``, one file a rank, for ``stretto trace``. Collective where it begins.
 
+        A trace that lies there already is moved into ``folder/earlier-1`` and so on.
+
         Each pass is on disk when it has settled; an exception is written down and goes on. Where there is one rank,
         nothing is recorded. While it lasts each gradient is looked at when it arrives, some microseconds each.
 

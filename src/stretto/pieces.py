@@ -74,6 +74,7 @@ def pieces_of(record: PassRecord) -> tuple[Piece, ...]:
     """Without a gap and without an overlap, whatever the record says."""
     known = [Piece("forward", one.begin, one.end) for one in record.forwards]
     known += [Piece("optimizer", one.begin, one.end) for one in record.optimizer]
+    known += [Piece("backward", one.begin, one.end) for one in record.unsynchronized]
     known += [Piece("launching", one.begin, one.handed_over, f"bucket {one.bucket}") for one in record.launches]
     pieces: list[Piece] = []
     at = record.began
@@ -93,8 +94,8 @@ def pieces_of(record: PassRecord) -> tuple[Piece, ...]:
 
 
 def _between(record: PassRecord, begin: int, end: int) -> list[Piece]:
-    """What lies between forwards, optimizers and launches: backward, from the first forward's end on."""
-    first = record.forwards[0].end if record.forwards else record.started
+    """What lies between forwards, optimizers and launches: backward, from the end of the last forward on."""
+    first = record.backward_began
     pieces: list[Piece] = []
     if begin < min(first, end):
         pieces.append(Piece("other", begin, min(first, end)))

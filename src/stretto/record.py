@@ -92,6 +92,8 @@ class PassRecord:
     """In launch order. Buckets that no rank used are not there."""
     buffers: int | None = None
     """When the module's buffers were put under way."""
+    unsynchronized: tuple[Span, ...] = ()
+    """Backwards under ``no_sync``, each from the forward before it to its last gradient."""
 
     @property
     def launching(self) -> float:
@@ -125,10 +127,11 @@ class PassRecord:
 
     @property
     def backward(self) -> float:
-        """Seconds from the first forward's end to the end of backward, without forward and without launching."""
-        first = self.forwards[0].end if self.forwards else self.started
-        between = [one for one in (*self.forwards, *self.optimizer) if one.begin >= first]
-        return max(0.0, (self.backward_ended - first) * NANO - covered(between) - self.launching)
+        """Seconds from forward's end to the end of backward, of all micro-batches, without launching."""
+        began = self.backward_began
+        between = [one for one in (*self.forwards, *self.optimizer) if one.begin >= began]
+        last = (self.backward_ended - began) * NANO - covered(between) - self.launching
+        return max(0.0, last) + covered(self.unsynchronized)
 
     @property
     def stepping(self) -> float:
@@ -155,6 +158,7 @@ class PassRecord:
             settled=self.settled + by,
             forwards=tuple(one.moved(by) for one in self.forwards),
             optimizer=tuple(one.moved(by) for one in self.optimizer),
+            unsynchronized=tuple(one.moved(by) for one in self.unsynchronized),
             gradients=tuple((name, at + by) for name, at in self.gradients),
             launches=tuple(one.moved(by) for one in self.launches),
             buffers=None if self.buffers is None else self.buffers + by,
@@ -171,10 +175,13 @@ class PassRecord:
         Raises:
             TypeError: fields are missing or unknown.
         """
-        spans = {name: tuple(Span(**one) for one in value[name]) for name in ("forwards", "optimizer")}
+        spans = {name: tuple(Span(**one) for one in value[name]) for name in _SPANS}
         gradients = tuple((name, at) for name, at in value["gradients"])
         launches = tuple(Launch(**one) for one in value["launches"])
         return cls(**{**value, **spans, "gradients": gradients, "launches": launches})
+
+
+_SPANS = ("forwards", "optimizer", "unsynchronized")
 
 
 def covered(spans: Iterable[Span]) -> float:

@@ -85,6 +85,7 @@ class Recorder:
         self._started = self._ended = 0
         self._forwards: list[Span] = []
         self._optimizer: list[Span] = []
+        self._kept: list[Span] = []
         self._open: list[tuple[Any, int]] = []  # what has begun and not ended: optimizers, and None for a forward
         self._buffers: int | None = None
         self._empty()
@@ -122,9 +123,23 @@ class Recorder:
 
     def pass_started(self, pass_number: int) -> None:
         """A pass before may have been given up; what it left is no part of this one."""
+        if self._started:
+            self._forget_failed(self._started)
         self._empty()
         self._started = now()
         self._ended = 0
+
+    def _forget_failed(self, started: int) -> None:
+        for spans in (self._forwards, self._optimizer, self._kept):
+            spans[:] = [span for span in spans if span.begin > started]
+        self._open = [one for one in self._open if one[0] is not None and one[1] > started]
+        self._began = self._forwards[0].begin if self._forwards else now()
+
+    def gradient_kept(self, pass_number: int) -> None:
+        """The backward of a micro-batch: from the forward before it, or its first gradient, to its last."""
+        at, ended = now(), self._forwards[-1].end if self._forwards else 0
+        before = self._kept.pop() if self._kept and self._kept[-1].end >= ended else None
+        self._kept.append(Span(before.begin if before else ended or at, at))
 
     def bucket_full(self, pass_number: int, bucket: int, closed_by: str) -> None:
         """Its gradients are there; earlier buckets may still be missing some."""
@@ -145,8 +160,9 @@ class Recorder:
         self._flights[bucket].follow(work)
 
     def bucket_reduced(self, pass_number: int, bucket: int) -> None:
-        """This rank has waited for it."""
-        self._flights[bucket].seen = now()
+        """This rank has waited for it. What was launched by a pass given up before one looked is unknown."""
+        if bucket in self._flights:
+            self._flights[bucket].seen = now()
         self._look()
 
     def backward_ended(self, pass_number: int) -> None:
@@ -192,6 +208,7 @@ class Recorder:
             tuple(self.gradients),
             tuple(launches),
             self._buffers,
+            tuple(self._kept),
         )
 
 
@@ -259,12 +276,20 @@ class Sampler:
 
     def __init__(self, watched: Reducer) -> None:
         self.every = EVERY
-        self.records: collections.deque[tuple[PassRecord, BucketPlan]] = collections.deque(maxlen=KEPT)
+        self._records: dict[int, tuple[PassRecord, BucketPlan]] = {}
         self._recorder = Recorder(watched, self.keep)
 
+    @property
+    def records(self) -> list[tuple[PassRecord, BucketPlan]]:
+        """The last ones, oldest first, each with its plan."""
+        return [*self._records.values()]
+
     def keep(self, record: PassRecord, plan: BucketPlan) -> None:
-        """Also what others have recorded."""
-        self.records.append((record, plan))
+        """Also what others have recorded; of two records of one pass the one that saw single gradients."""
+        if record.gradients or record.number not in self._records:
+            self._records[record.number] = record, plan
+        while len(self._records) > KEPT:
+            del self._records[next(iter(self._records))]
 
     def pass_settled(self, pass_number: int) -> None:
         """Is the next one to be looked at?"""

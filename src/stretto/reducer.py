@@ -98,7 +98,7 @@ class Reducer:
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self._queue, self._tracker, sparse, events)
-        self._forward = ForwardWatch(members.module(), self._queue, self._is_between, self._failing.in_forward)
+        self._forward = ForwardWatch(members.module(), self, self._queue, self._failing.in_forward)
         self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward)
         self._never_used = NeverUsed(self._queue)
         self.family: Family = Family([self])
@@ -193,6 +193,8 @@ class Reducer:
                 self._arrivals.order.append(parameter)
             else:
                 self._unsynchronized.add(self._tracker.index_of[id(parameter)])
+                if self._events.gradient_kept:
+                    self._events.emit(self._events.gradient_kept, self._queue.pass_number + 1)
 
     def _sparse_arrival(self, name: str) -> None:
         """A pass may reach nothing but sparse parameters."""
@@ -217,10 +219,6 @@ class Reducer:
         with self._queue.lock:
             if not self._arrivals.is_open:
                 self._enter()
-
-    def _is_between(self) -> bool:
-        """Whether a forward that begins now is one of the next pass."""
-        return self.synchronize and not self.running
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""

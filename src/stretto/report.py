@@ -77,6 +77,8 @@ class RankReport:
     cannot be compared."""
     last: float | None
     """The share of passes in which it was the last."""
+    waiting: float | None = None
+    """The part of exposed in which it waited for ranks whose backward had not ended, which is no matter of the link."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,14 @@ class Report:
 
 
 def _steps(ranks: Sequence[RankReport]) -> list[str]:
-    head = "rank   forward  backward   exposed  (hidden)  optimizer    other      step    behind"
+    head = "rank   forward  backward   exposed  (waiting)  (hidden)  optimizer    other      step    behind"
     rows = []
     for one in ranks:
         b = one.breakdown
-        late = "?" if one.behind is None else ms(one.behind)
+        late, waiting = ("?" if seconds is None else ms(seconds) for seconds in (one.behind, one.waiting))
         rows.append(
-            f"{one.rank:4}  {ms(b.forward):>8}  {ms(b.backward):>8}  {ms(b.exposed):>8}  {ms(b.hidden):>8}  "
-            f"{ms(b.optimizer):>9}  {ms(b.other):>7}  {ms(b.step):>8}  {late:>8}"
+            f"{one.rank:4}  {ms(b.forward):>8}  {ms(b.backward):>8}  {ms(b.exposed):>8}  {waiting:>9}  "
+            f"{ms(b.hidden):>8}  {ms(b.optimizer):>9}  {ms(b.other):>7}  {ms(b.step):>8}  {late:>8}"
         )
     return [head, *rows]
 

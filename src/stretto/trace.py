@@ -2,17 +2,24 @@
 
     FOLDER/rank0.jsonl     {"stretto_trace": 1, "rank": 0, ...}      the header, with this rank's clock against rank 0's
     FOLDER/rank1.jsonl     {"plan": {...}, "hash": ...}               before the first pass that uses it
-                           {"pass": {...}}                            a PassRecord
+    FOLDER/earlier-1/      {"pass": {...}}                            a PassRecord
                            {"end": "closed"}                          or what ended it; missing after a kill
+
+A trace that lies in the folder already is moved aside, into ``earlier-1`` and so on: also one that another handle is
+still writing, which goes on there.
 
 A process that is killed leaves whole lines, and at most a part of a last one, which reading leaves out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import logging
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +33,8 @@ from .plan import BucketPlan
 from .record import PassRecord
 
 VERSION = 1
+_FILE = re.compile(r"rank(\d+)\.jsonl")
+log = logging.getLogger("stretto")
 
 
 class TraceError(StrettoError, ValueError):
@@ -44,6 +53,8 @@ class RankTrace:
     clock: Clock | None
     """Against rank 0's; None if they could not be compared."""
     versions: Mapping[str, str]
+    run: str = ""
+    """The same for all ranks of one trace, and for no other trace."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names of parameters, and under what other name the module uses them too."""
     plans: Mapping[str, BucketPlan] = field(default_factory=dict)
@@ -70,31 +81,78 @@ class TraceWriter:
 
     def __init__(self, folder: str | os.PathLike[str], header: RankTrace) -> None:
         path = Path(folder) / f"rank{header.rank}.jsonl"
+        self._plans: set[str] = set()
+        self._failed = ""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = path.open("w", encoding="utf-8")
+            kept = {name: value for name, value in asdict(header).items() if name not in ("plans", "passes", "end")}
+            try:
+                self._write({"stretto_trace": VERSION, **kept})
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._file.close()
+                raise
         except OSError as error:
             raise TraceError(f"the trace cannot be written: {error}") from error
-        self._plans: set[str] = set()
-        kept = {name: value for name, value in asdict(header).items() if name not in ("plans", "passes", "end")}
-        self._write({"stretto_trace": VERSION, **kept})
 
     def keep(self, record: PassRecord, plan: BucketPlan) -> None:
-        """One more pass."""
-        if record.plan not in self._plans:
-            self._plans.add(record.plan)
-            self._write({"plan": json.loads(plan.to_json()), "hash": record.plan})
-        self._write({"pass": record.to_dict()})
+        """One more pass.
+
+        Raises:
+            OSError: it cannot be written. Nothing more should be.
+        """
+        try:
+            if record.plan not in self._plans:
+                self._plans.add(record.plan)
+                self._write({"plan": json.loads(plan.to_json()), "hash": record.plan})
+            self._write({"pass": record.to_dict()})
+        except OSError as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            raise
 
     def close(self, end: str = "closed") -> None:
-        """The last line. Harmless twice."""
-        if not self._file.closed:
-            self._write({"end": end})
+        """The last line: what ended it, or why it could not be written to the end. Harmless twice; raises nothing."""
+        if self._file.closed:
+            return
+        try:
+            self._write({"end": self._failed or end})
+        except OSError:  # the file just ends then
+            log.warning("the trace in %s ends early: %s", self._file.name, self._failed or end)
+        with contextlib.suppress(OSError):
             self._file.close()
 
     def _write(self, value: dict[str, Any]) -> None:
         self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
         self._file.flush()
+
+
+def set_aside(folder: str | os.PathLike[str], rank: int, world_size: int, number: int) -> None:
+    """Move files of an earlier trace into ``earlier-number``: this rank's; rank 0 also those of ranks there are not.
+
+    Raises:
+        TraceError: they cannot be moved.
+    """
+    target = Path(folder) / f"earlier-{number}"
+    for path, owner in _files(folder):
+        if owner == rank or (rank == 0 and owner >= world_size):
+            try:
+                target.mkdir(exist_ok=True)
+                path.replace(target / path.name)
+            except OSError as error:
+                raise TraceError(f"the earlier trace cannot be moved aside: {error}") from error
+
+
+def next_aside(folder: str | os.PathLike[str]) -> int:
+    """The first number that no earlier trace has."""
+    taken = {path.name for path in Path(folder).glob("earlier-*")}
+    return next(number for number in itertools.count(1) if f"earlier-{number}" not in taken)
+
+
+def _files(folder: str | os.PathLike[str]) -> list[tuple[Path, int]]:
+    """Those of ranks, with the ranks by their names."""
+    found = [(path, _FILE.fullmatch(path.name)) for path in Path(folder).glob("rank*.jsonl")]
+    return sorted(((path, int(match[1])) for path, match in found if match), key=lambda one: one[1])
 
 
 def read_trace(folder: str | os.PathLike[str]) -> list[RankTrace]:
@@ -105,11 +163,12 @@ def read_trace(folder: str | os.PathLike[str]) -> list[RankTrace]:
     """
     if not Path(folder).is_dir():
         raise TraceError(f"{folder}: no such folder")
-    found = sorted((_read(path) for path in Path(folder).glob("rank*.jsonl")), key=lambda one: one.rank)
+    found = [_read(path) for path, _ in _files(folder)]
     if not found:
         raise TraceError(f"{folder}: no trace in it (rank0.jsonl, rank1.jsonl, ...)")
-    if len({one.world_size for one in found}) > 1:
-        raise TraceError(f"{folder}: traces of different runs (of different numbers of ranks) lie in it")
+    other = [one.rank for one in found if (one.run, one.world_size) != (found[0].run, found[0].world_size)]
+    if other:
+        raise TraceError(f"{folder}: the files of ranks {other} are of another run than that of rank {found[0].rank}")
     missing = sorted(set(range(found[0].world_size)) - {one.rank for one in found})
     if missing:
         raise TraceError(f"{folder}: the files of ranks {missing} are missing; copy all of them into one folder")
@@ -148,7 +207,9 @@ def _read(path: Path) -> RankTrace:
     return RankTrace(**{**vars(trace), "plans": plans, "passes": tuple(passes), "end": end})
 
 
-def header_of(rank: int, world_size: int, transport: str, clock: Clock | None, tied: Mapping[str, str]) -> RankTrace:
+def header_of(
+    rank: int, world_size: int, transport: str, clock: Clock | None, run: str, tied: Mapping[str, str]
+) -> RankTrace:
     """Of this process."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return RankTrace(rank, world_size, transport, platform.node(), os.getpid(), clock, versions, dict(tied))
+    return RankTrace(rank, world_size, transport, platform.node(), os.getpid(), clock, versions, run, dict(tied))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 
 from .clocks import compare_clocks
@@ -12,7 +13,7 @@ from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
 from .reducer import Reducer
-from .trace import TraceError, TraceWriter, header_of
+from .trace import TraceError, TraceWriter, header_of, next_aside, set_aside
 
 Keep = Callable[[PassRecord, BucketPlan], object]
 
@@ -26,7 +27,7 @@ def tracing(
     Args:
         reducer: of this rank.
         peers: the other ranks.
-        folder: where each rank writes its file.
+        folder: where each rank writes its file. A trace that lies there is moved into a folder inside.
         tied: names of parameters, and under what other name the module uses them too.
         also: told of each record.
 
@@ -36,9 +37,12 @@ def tracing(
     """
     transport = reducer.transport
     clocks = compare_clocks(getattr(transport, "store", None), transport.rank, peers.gather)
-    header = header_of(transport.rank, transport.world_size, transport.name, clocks[transport.rank], tied)
+    rank, world_size = transport.rank, transport.world_size
+    everyone: list[tuple[str, int]] = peers.gather((secrets.token_hex(8), next_aside(folder)))
+    header = header_of(rank, world_size, transport.name, clocks[rank], everyone[0][0], tied)
     writer, problem = None, ""
     try:
+        set_aside(folder, rank, world_size, max(number for _, number in everyone))
         writer = TraceWriter(folder, header)
     except TraceError as error:
         problem = str(error)

@@ -192,6 +192,7 @@ def test_a_layer_newly_used_plainly_and_in_a_reentrant_checkpoint(begins: int, c
     def worker(transport):
         model = Branches()
         stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        transport.all_gather_object(None)  # threads share the count of checkpoints: none before all have attached
         for number in range(8):
             model.zero_grad()
             loss_of(model, number, transport.rank).backward()

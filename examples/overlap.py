@@ -20,6 +20,7 @@ import torch
 import stretto
 from stretto.plots import save_picture
 from stretto.sketch import sketch
+from stretto.specs import counted
 from stretto.testing import DelayTransport, spawn_ranks
 from stretto.timeline import Timeline, timeline_of
 from stretto.trace import read_trace
@@ -72,7 +73,8 @@ def main() -> None:
     asked = parser.parse_args()
     for size in asked.sizes:
         timeline = traced({"bucket_cap_mb": size})
-        print(f"bucket_cap_mb={size:<5g} {len(timeline.passes[0].transfers):3} buckets: {timeline.headline()}")
+        buckets = counted(len(timeline.passes[0].transfers), "buckets")
+        print(f"bucket_cap_mb={size:<5g} {buckets:>11}: {timeline.headline()}")
     if asked.pictures:
         asked.pictures.mkdir(parents=True, exist_ok=True)
         for name, options in RUNS.items():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,13 +259,10 @@ def test_text_of_what_is_refused(mine: str, number: int) -> None:
 
 
 def test_text_of_plots_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = "eps, jpg, svg"
-    base = SimpleNamespace(FigureCanvasBase=SimpleNamespace(get_supported_filetypes=lambda: kinds.split(", ")))
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", base)
     with pytest.raises(SetupError) as caught:
         check(Path("a.foo"))
-    assert str(caught.value) == f"a.foo: a plot can be written as {kinds}"
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert str(caught.value) == "a.foo: a plot ends in .svg, .png or .pdf"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SetupError) as caught:
         check(Path("a.svg"))
     assert str(caught.value) == "plots need matplotlib, which is not installed: pip install 'stretto[plot]'"
@@ -306,7 +305,7 @@ def test_command_compares_a_model_of_ones_own(tmp_path: Path) -> None:
         (["--rounds", "0"], "stretto: rounds=0"),
         (["--only", "elephant"], "stretto: no contestant has 'elephant' in its name."),
         (["--ranks", "1", "--network", "1gbit"], "stretto: a network needs two hosts"),
-        (["--plot", "a.foo"], "stretto: a.foo: a plot can be written as "),
+        (["--plot", "a.gif"], "stretto: a.gif: a plot ends in .svg, .png or .pdf\n"),
         (["--plot", "no/a.svg"], "stretto: no/a.svg cannot be written: there is no folder no"),
     ],
 )
@@ -332,6 +331,42 @@ def test_what_fails_on_ranks_is_one_line(
     monkeypatch.setattr(importlib.import_module("stretto.cli.bench"), "compare", fail)
     assert execute(["bench", *arguments]) == 1
     assert capsys.readouterr().err == f"stretto: {line}\n"
+
+
+def test_a_model_that_stretto_cannot_train_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    run = made_up({ALONE: [1.0, 1.0], "torch DDP, default": [1.1, 1.2]}, skipped={"stretto": "SetupError: odd"})
+    monkeypatch.setattr(importlib.import_module("stretto.cli.bench"), "compare", lambda *_, **__: run)
+    assert execute(["bench"]) == 1
+    told = capsys.readouterr()
+    assert told.err == "stretto: stretto did not take part: SetupError: odd\n" and told.out == f"{run}\n"
+    others = replace(run, skipped={"torch DDP, tuned": "TypeError: odd"})
+    monkeypatch.setattr(importlib.import_module("stretto.cli.bench"), "compare", lambda *_, **__: others)
+    assert execute(["bench"]) == 0
+
+
+SLOW = """
+import os, time, torch
+def make():
+    open(f"{os.getpid()}.ran", "w").close()
+    def loss(model, batch):
+        time.sleep(0.2)
+        return model(batch).sum()
+    return torch.nn.Linear(1, 1), torch.ones(1, 1), loss
+"""
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_a_comparison_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-m", "stretto", "bench", "slow.py:make", "--only", "stretto"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+    ) as running:
+        until = time.monotonic() + 60
+        while len([*tmp_path.glob("*.ran")]) < 2 and time.monotonic() < until:  # this process and a rank
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        assert (*running.communicate(timeout=30), running.returncode) == ("", "", 130)
 
 
 def test_a_picture_of_a_comparison(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from stretto.cli.console import CommandError, write
 from stretto.cli.cores import cores
 from stretto.cli.demo import ENOUGH
 from stretto.cli.digits import drawn_digits, train_once
-from stretto.cli.doctor import Findings, advise, faults
+from stretto.cli.doctor import Findings, _speed, advise, faults
 from stretto.cli.launch import Failure, first_failure
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
 from stretto.cli.reach import Choice, Reached, reach_the_store
-from stretto.cli.speed import Speed
+from stretto.cli.speed import Speed, Timing
 from stretto.cli.streams import Traceback, last_traceback
 from stretto.testing import run_ranks
 from stretto.trace import read_trace
@@ -213,6 +213,16 @@ def test_plan_shows_buckets_and_costs_of_a_script(tmp_path: Path) -> None:
     assert sorted(told["by_cap_mb"]) == ["0.25", "1", "25", "4"]
 
 
+def test_plan_of_one_bucket(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("one_bucket.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(4, 1, bias=False)")
+    assert execute(["plan", "one_bucket.py:net"]) == 0
+    told = capsys.readouterr().out
+    assert ": 1 parameter, 16 B, in 1 bucket of at most 4.0 MB (the last 1.0 MB)\n" in told
+    assert "\nBackward can hide nothing of it: the only bucket leaves when backward has ended.\n" in told
+
+
 def test_plan_imports_a_script_from_where_it_lies_and_modules_from_here(tmp_path: Path) -> None:
     done = command("plan", ROOT / "examples" / "digits.py:digits_net", "--ranks", 1, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("One rank sends nothing.") == 1
@@ -304,6 +314,20 @@ def test_a_trace_that_an_exception_ended_is_whole(folder: Path, capsys) -> None:
     assert capsys.readouterr().err == "stretto: rank 0: its trace ends after pass 4 by ValueError: a b\n"
 
 
+def test_a_folder_that_cannot_be_written_is_shown_all_the_same(folder: Path, tmp_path: Path, capsys) -> None:
+    (folder / "trace.json").mkdir()
+    line = f"{folder}/trace.json cannot be written: it is a folder (--chrome takes another file)"
+    assert execute(["trace", str(folder), "--text", "--html", str(tmp_path / "a.html")]) == 0
+    told = capsys.readouterr()
+    assert told.err == f"stretto: {line}\n"
+    assert told.out.startswith("rank 0 of 2 ") and told.out.endswith(f"\n\nhtml: {tmp_path / 'a.html'}\n")
+    assert execute(["trace", str(folder), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["written"], said["notes"]) == ({}, [line])
+    assert execute(["trace", str(folder), "--chrome", str(folder / "trace.json")]) == 2
+    assert capsys.readouterr().err == f"stretto: {folder}/trace.json cannot be written: it is a folder\n"
+
+
 # stretto doctor
 
 
@@ -364,6 +388,18 @@ def test_advice_of_the_doctor() -> None:
         "OMP_NUM_THREADS=8 on 2 cores: threads wait for each other; unset it, or lower it."
     ]
     assert advise(findings(threads=8)) == ["torch would use 8 threads on 2 cores: set OMP_NUM_THREADS."]
+
+
+def test_speeds_say_over_what_they_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = (Timing(2**20, 0.001, 0.001, 0.002),)
+    found = findings(speed=Speed({"process_group": once, "shared_memory": once}))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert [line.split("  ")[0] for line in _speed(found)[-1].splitlines()[1:]] == [
+        "process_group over loopback",
+        "shared_memory",
+    ]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert "\nprocess_group over eth0  " in _speed(found)[-1]
 
 
 def test_faults_that_the_doctor_finds() -> None:
@@ -459,10 +495,15 @@ def test_without_a_command_there_is_help(capsys) -> None:
     assert capsys.readouterr().out.startswith("Usage: stretto ")
 
 
+def test_the_version(capsys) -> None:
+    assert execute(["--version"]) == 0
+    assert capsys.readouterr() == (f"stretto {stretto.__version__}\n", "")
+
+
 def test_help_and_version_of_the_entry_point() -> None:
     done = command("--help")
-    assert done.returncode == 0
-    for name in ("demo", "run", "plan", "trace", "doctor"):
+    assert done.returncode == 0 and "..." not in done.stdout.partition("Commands:")[2]
+    for name in ("demo", "run", "plan", "trace", "doctor", "bench"):
         assert re.search(rf"^  {name} ", done.stdout, re.MULTILINE)
     from importlib.metadata import entry_points
 

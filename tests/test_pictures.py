@@ -197,7 +197,7 @@ def test_hidden_and_exposed_lie_where_they_belong(tmp_path: Path) -> None:
         if colour and xs:
             widths[colour[1]] += max(xs) - min(xs)
     other, optimizer, hidden, exposed = (widths[colour] for colour in ("#ececec", "#bdbdbd", "#2f9e6e", "#d55e00"))
-    a_millisecond, in_legend = (other - optimizer) / 6, widths["#b9a88f"]
+    a_millisecond, in_legend = (other - optimizer) / 6, widths["#acd8c5"] + widths["#eebf99"]  # halves of a swatch
     assert (optimizer - in_legend) / a_millisecond == pytest.approx(2, rel=1e-3)
     assert (hidden - in_legend) / a_millisecond == pytest.approx(15 + 12 + 2, rel=1e-3)
     assert (exposed - in_legend) / a_millisecond > 3 + 18 + 0 + 3 + 13
@@ -246,14 +246,24 @@ def test_the_page_holds_all_and_loads_nothing() -> None:
     (one,) = data["ranks"][0]["passes"]
     assert [bucket["label"] for bucket in one["buckets"]] == [f"bucket {number}, 1.0 KB" for number in range(3)]
     assert one["buckets"][1]["parts"] == [
-        {"begin": 40_000.0, "end": 52_000.0, "hidden": True, "pale": False},
-        {"begin": 52_000.0, "end": 55_000.0, "hidden": False, "pale": False},
+        {"begin": 40_000.0, "end": 52_000.0, "colour": "#2f9e6e"},
+        {"begin": 52_000.0, "end": 55_000.0, "colour": "#d55e00"},
     ]
     assert one["buckets"][1]["tip"] == (
-        "bucket 1, 1.0 KB, 1 parameters\nfull at 40.000 ms, closed by b\n"
+        "bucket 1, 1.0 KB, 1 parameter\nfull at 40.000 ms, closed by b\n"
         "launched at 40.000 ms, handed over at 41.000 ms\nresult there at 55.000 ms, seen at 55.000 ms\n"
         "10.0 ms hidden, 5.00 ms exposed\n\nb"
     )
+
+
+def test_pale_is_the_same_colour_in_the_legend_and_in_all_pictures(tmp_path: Path) -> None:
+    late = timeline_of([TWO[0], a_trace(1, 2, [a_record(2).moved(18 * MS)])])
+    data = data_of(to_html(late))
+    (one,) = data["ranks"][0]["passes"]
+    pale = {part["colour"] for bucket in one["buckets"] for part in bucket["parts"]} - {"#2f9e6e", "#d55e00"}
+    assert pale == {"#acd8c5", "#eebf99"} == set(data["legend"][-1][0])
+    save_picture(late, tmp_path / "x.svg")
+    assert all((tmp_path / "x.svg").read_text().count(colour) > 1 for colour in pale)
 
 
 def test_names_are_text_on_the_page() -> None:
@@ -299,7 +309,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     dom = in_chromium(page, tmp_path, point)
     assert re.findall(r'data-bars="(\d+)"', dom) == [str(2 * (15 + 5))]
     (tip,) = re.findall(r'<div id="tip"[^>]*>(.*?)</div>', dom, re.DOTALL)
-    assert html.unescape(tip).startswith("bucket 1, 1.0 KB, 1 parameters\nfull at 40.000 ms, closed by b\n")
+    assert html.unescape(tip).startswith("bucket 1, 1.0 KB, 1 parameter\nfull at 40.000 ms, closed by b\n")
     assert re.search(r'<div id="tip" style="display: block;', dom)
     before, after = (float(re.findall(rf'data-{when}="([\d.]+)"', dom)[0]) for when in ("before", "after"))
     assert after == pytest.approx(before * 1.25)
@@ -328,8 +338,7 @@ def test_a_sketch() -> None:
         "bucket 2                                --#############\n"
         "exposed                                   ##################\n"
         "rank 1    ==========================================########\n"
-        "60 % of communication hidden behind backward; 16.0 ms exposed, 23 % of the step "
-        "(pass 1; the buckets of rank 0)"
+        "48 % of communication hidden behind backward; 21.0 ms exposed, 30 % of the step (rank 0, pass 1)"
     )
 
 
@@ -343,4 +352,5 @@ def test_a_sketch_of_many_buckets_and_of_nothing() -> None:
         "rank 1: no pass was recorded",
         "rank 1: its trace was cut off, the process may have been killed",
     ]
-    assert "(pass 2; the buckets of rank 0)" in sketch(timeline_of(TWO), passes=[2])
+    assert "(rank 0, pass 2)" in sketch(timeline_of(TWO), passes=[2])
+    assert sketch(timeline_of([a_trace()])).endswith(" 30 % of the step (pass 1)")

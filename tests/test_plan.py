@@ -15,7 +15,7 @@ import stretto
 from stretto.errors import PlanError
 from stretto.plan import BucketPlan, BucketSpec, plan_buckets
 from stretto.replan import ReplanPolicy, complete_order, recut
-from stretto.specs import ParameterSpec, describe_parameters, format_bytes, slot_strides
+from stretto.specs import ParameterSpec, counted, describe_parameters, format_bytes, slot_strides
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -187,7 +187,7 @@ def test_what_lies_in_a_run_can_be_concatenated(request):
 def test_table_names_things(request):
     plan = make(request)
     title, header, *rows = str(plan).splitlines()
-    assert plan.hash in title and f"{len(plan.parameters)} parameters" in title
+    assert plan.hash in title and f": {counted(len(plan.parameters), 'parameters')}, " in title
     assert format_bytes(plan.cap_bytes) in title and format_bytes(plan.last_cap_bytes) in title
     assert header.split() == ["bucket", "dtype", "device", "params", "size", "filled", "by"]
     for number, (row, bucket, inside) in enumerate(zip(rows, plan.buckets, members(plan), strict=True)):

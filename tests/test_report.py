@@ -531,9 +531,12 @@ def test_a_bucket_that_waits_for_one_gradient_is_named() -> None:
     late = bucket(1, parameters=("h.bias", "embed.weight"), closed_by="embed.weight", before_last=0.020, full=0.032)
     waiting = report(buckets=(bucket(0), late, bucket(2), bucket(3, nbytes=2**18)))
     assert advise(waiting, {"embed.weight": "head.weight"}) == (
-        "Bucket 1 waits 12.0 ms for `embed.weight`, which is used as `head.weight` too, and 1 full buckets behind it: "
+        "Bucket 1 waits 12.0 ms for `embed.weight`, which is used as `head.weight` too, and 1 full bucket behind it: "
         'let the rest leave before it with attach(launch_after=["h.bias"]).',
     )
+    third = bucket(4, full=0.031)
+    unsent = replace(waiting, buckets=(late, bucket(2), third))  # the first bucket of the plan was not sent
+    assert ", and 2 full buckets behind it: " in advise(unsent, {})[0]
     alone = replace(waiting, buckets=(bucket(0), late))
     assert advise(alone, {}) == (
         'Bucket 1 waits 12.0 ms for `embed.weight`: let the rest leave before it with attach(launch_after=["h.bias"]).',

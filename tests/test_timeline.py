@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -13,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import MS, Ladder, a_record, a_trace, recorded
+from traces import MS, Ladder, a_record, a_trace, plan_of, recorded
 
 import stretto
 from stretto.clocks import Clock
+from stretto.pieces import transfers_of
 from stretto.record import NANO, Launch, PassRecord, Span
 from stretto.testing import DelayTransport, run_ranks
 from stretto.timeline import RankPass, Timeline, timeline_of
@@ -265,6 +267,22 @@ def test_time_begins_anew_with_the_passes_that_are_chosen() -> None:
     assert timeline.only([2, 3]) == timeline_of(traces, [2, 3])
     assert [one.record.began // MS for one in timeline.only([2, 3]).ranks[1].passes] == [0, 80]
     assert timeline.only([9]).passes == ()
+
+
+def test_hidden_is_what_is_left_of_the_way_without_the_launches_in_it() -> None:
+    numbers = random.Random(0)
+    names = [f"p{number}" for number in range(40)]
+    launches = []
+    for number, name in enumerate(names):
+        begin = numbers.randrange(100)
+        times = (begin, begin + numbers.randrange(5), begin + numbers.randrange(40))
+        launches.append(Launch(number, 1024, name, begin, *times, 150))
+    record = a_record(names=names, launches=tuple(launches), backward_ended=80)
+    for one in transfers_of(record, plan_of(names)):
+        begin, end = one.launch.begin, min(one.launch.end, 80)
+        launching = sum(max(0, min(end, other.handed_over) - max(begin, other.begin)) for other in launches)
+        assert one.hidden == max(0, end - begin - launching)
+        assert one.hidden + one.exposed == one.launch.end - begin and one.parameters == (names[one.launch.bucket],)
 
 
 # What is not there

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .report import Report, ms, share
-from .specs import format_bytes
+from .specs import counted, format_bytes
 
 MOST = 3
 WORTH = 0.03
@@ -106,8 +106,9 @@ def _waits(report: Report, tied: Mapping[str, str]) -> Said:
     if one is None or gap < 0.1 * report.breakdown.backward:
         return None
     why = f", which is used as `{tied[one.closed_by]}` too" if one.closed_by in tied else ""
-    behind = sum(other.full is not None and other.full < (one.full or 0) for other in report.buckets[one.bucket + 1 :])
-    also = f", and {behind} full buckets behind it" if behind else ""
+    later = [other.full for other in report.buckets if other.bucket > one.bucket and other.full is not None]
+    behind = sum(full < (one.full or 0.0) for full in later)
+    also = f", and {counted(behind, 'full buckets')} behind it" if behind else ""
     before = [name for name in one.parameters if name != one.closed_by][-1]
     return (
         min(gap, report.breakdown.exposed),

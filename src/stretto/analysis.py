@@ -190,13 +190,12 @@ def _reduced(one: PassRecord) -> int:
 
 def buckets_of(records: Sequence[PassRecord], plan: BucketPlan) -> tuple[BucketReport, ...]:
     """The buckets of a plan, in launch order, as far as they were sent."""
-    found = []
-    for number, spec in enumerate(plan.buckets):
-        seen = [(record, one) for record in records for one in record.launches if one.bucket == number]
-        if seen:
-            names = tuple(plan.parameters[index].name for index in spec.indices)
-            found.append(_bucket(seen, names))
-    return tuple(found)
+    seen: dict[int, list[tuple[PassRecord, Launch]]] = {}
+    for record in records:
+        for one in record.launches:
+            seen.setdefault(one.bucket, []).append((record, one))
+    names = [tuple(plan.parameters[index].name for index in spec.indices) for spec in plan.buckets]
+    return tuple(_bucket(seen[number], names[number]) for number in range(len(names)) if number in seen)
 
 
 def _bucket(seen: Sequence[tuple[PassRecord, Launch]], names: tuple[str, ...]) -> BucketReport:

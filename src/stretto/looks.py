@@ -10,6 +10,8 @@ from .report import ms
 from .timeline import RankPass, Timeline
 
 HIDDEN, EXPOSED = "#2f9e6e", "#d55e00"
+PALE_HIDDEN, PALE_EXPOSED = "#acd8c5", "#eebf99"
+"""The same at 40 % on white."""
 COLOURS: dict[Kind, str] = {  # close to Okabe and Ito's, which people who see fewer colours tell apart too
     "optimizer": "#bdbdbd",
     "other": "#ececec",
@@ -19,13 +21,13 @@ COLOURS: dict[Kind, str] = {  # close to Okabe and Ito's, which people who see f
     "waiting": EXPOSED,
 }
 LEGEND = (
-    (COLOURS["other"], "data, zeroing, anything else"),
-    (COLOURS["optimizer"], "optimizer"),
-    (COLOURS["forward"], "forward"),
-    (COLOURS["backward"], "backward: computes gradients"),
-    (HIDDEN, "a bucket of gradients on its way while backward computes: hidden, costs no time"),
-    (EXPOSED, "communication while this rank computes nothing: exposed, costs time"),
-    ("#b9a88f", "pale: until the last rank has launched the bucket too"),
+    ((COLOURS["other"],), "data, zeroing, anything else"),
+    ((COLOURS["optimizer"],), "optimizer"),
+    ((COLOURS["forward"],), "forward"),
+    ((COLOURS["backward"],), "backward: computes gradients"),
+    ((HIDDEN,), "a bucket of gradients on its way while backward computes: hidden, costs no time"),
+    ((EXPOSED,), "communication while this rank computes nothing: exposed, costs time"),
+    ((PALE_HIDDEN, PALE_EXPOSED), "pale: until the last rank has launched the bucket too"),
 )
 """Colours and their meaning in plain words."""
 
@@ -47,6 +49,11 @@ def captions(one: RankPass) -> list[tuple[int, int, str, Kind]]:
         (record.backward_began, ended, "backward", "backward"),
         (ended, settled, f"waiting {ms((settled - ended) * NANO)}", "waiting"),
     ]
+
+
+def colour_of(*, hidden: bool, pale: bool) -> str:
+    """Of a part of a bucket's way."""
+    return (PALE_HIDDEN if pale else HIDDEN) if hidden else (PALE_EXPOSED if pale else EXPOSED)
 
 
 def parts_of(transfer: Transfer, one: RankPass) -> list[tuple[int, int, bool, bool]]:

@@ -12,11 +12,11 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from .looks import COLOURS, EXPOSED, HIDDEN, LEGEND, about, captions, label_of, parts_of
+from .looks import COLOURS, LEGEND, about, captions, colour_of, label_of, parts_of
 from .pieces import Piece, Transfer
 from .record import NANO
 from .report import ms
-from .specs import format_bytes
+from .specs import counted, format_bytes
 from .timeline import RankPass, Timeline
 
 MOST_NAMES = 12
@@ -59,8 +59,7 @@ def _json(value: Any) -> str:
 
 def _timeline(shown: Timeline) -> dict[str, Any]:
     ranks = [{"rank": rank.rank, "passes": [_pass(one) for one in rank.passes]} for rank in shown.ranks]
-    colours = COLOURS | {"hidden": HIDDEN, "exposed": EXPOSED}
-    return {"end": _us(shown.end), "ranks": ranks, "colours": colours, "legend": LEGEND}
+    return {"end": _us(shown.end), "ranks": ranks, "colours": COLOURS, "legend": LEGEND}
 
 
 def _pass(one: RankPass) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def _bucket(transfer: Transfer, one: RankPass) -> dict[str, Any]:
         "full": None if launch.full is None else _us(launch.full),
         "tip": _tip(transfer),
         "parts": [
-            {"begin": _us(begin), "end": _us(end), "hidden": hidden, "pale": pale}
+            {"begin": _us(begin), "end": _us(end), "colour": colour_of(hidden=hidden, pale=pale)}
             for begin, end, hidden, pale in parts_of(transfer, one)
         ],
     }
@@ -97,7 +96,7 @@ def _bucket(transfer: Transfer, one: RankPass) -> dict[str, Any]:
 
 def _tip(transfer: Transfer) -> str:
     launch, names = transfer.launch, transfer.parameters
-    lines = [f"bucket {launch.bucket}, {format_bytes(launch.nbytes)}, {len(names)} parameters"]
+    lines = [f"bucket {launch.bucket}, {format_bytes(launch.nbytes)}, {counted(len(names), 'parameters')}"]
     if launch.full is not None:
         lines.append(f"full at {_at(launch.full)}, closed by {launch.closed_by}")
     lines.append(f"launched at {_at(launch.begin)}, handed over at {_at(launch.handed_over)}")

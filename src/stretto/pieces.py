@@ -11,12 +11,13 @@ of a bucket's way that lies over backward is hidden.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Literal
 
 from .plan import BucketPlan
-from .record import Launch, PassRecord, Span
+from .record import Launch, PassRecord
 
 Kind = Literal["optimizer", "other", "forward", "backward", "launching", "waiting"]
 
@@ -57,17 +58,34 @@ class Transfer:
         return replace(self, launch=self.launch.moved(by), joined=joined)
 
 
-def transfer_of(launch: Launch, record: PassRecord, plan: BucketPlan | None) -> Transfer:
-    """A bucket on its way; without its parameters where the plan is not known."""
-    names = () if plan is None else tuple(plan.parameters[index].name for index in plan.buckets[launch.bucket].indices)
-    way = Span(launch.begin, min(launch.end, record.backward_ended))
-    launching = sum(_common(way, Span(one.begin, one.handed_over)) for one in record.launches)
-    hidden = max(0, way.end - way.begin - launching)
-    return Transfer(launch, names, hidden, launch.end - launch.begin - hidden)
+def transfers_of(record: PassRecord, plan: BucketPlan | None) -> tuple[Transfer, ...]:
+    """The buckets on their way; without their parameters where the plan is not known."""
+    launching = _Launching(record.launches)
+    transfers = []
+    for one in record.launches:
+        names = () if plan is None else tuple(plan.parameters[index].name for index in plan.buckets[one.bucket].indices)
+        begin, end = one.begin, min(one.end, record.backward_ended)
+        hidden = max(0, end - begin - launching.between(begin, end)) if begin < end else 0
+        transfers.append(Transfer(one, names, hidden, one.end - one.begin - hidden))
+    return tuple(transfers)
 
 
-def _common(one: Span, other: Span) -> int:
-    return max(0, min(one.end, other.end) - max(one.begin, other.begin))
+class _Launching:
+    """How long launching took between two times, found without a look at each launch."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self._begins = sorted(one.begin for one in launches)
+        self._ends = sorted(max(one.begin, one.handed_over) for one in launches)
+        self._begun = [0, *accumulate(self._begins)]
+        self._ended = [0, *accumulate(self._ends)]
+
+    def between(self, begin: int, end: int) -> int:
+        """What several launches take at once counts several times."""
+        return self._until(end) - self._until(begin)
+
+    def _until(self, time: int) -> int:
+        begun, ended = bisect_right(self._begins, time), bisect_right(self._ends, time)
+        return (begun - ended) * time - self._begun[begun] + self._ended[ended]
 
 
 def pieces_of(record: PassRecord) -> tuple[Piece, ...]:

@@ -20,7 +20,7 @@ from itertools import chain
 import torch
 
 from .errors import PlanError
-from .specs import ParameterSpec, dtype_name, dtype_of, format_bytes
+from .specs import ParameterSpec, counted, dtype_name, dtype_of, format_bytes
 
 MIB = 1024 * 1024
 
@@ -178,8 +178,9 @@ class BucketPlan:
             for row in rows
         ]
         total = format_bytes(sum(p.nbytes for p in self.parameters))
+        parameters, buckets = counted(len(self.parameters), "parameters"), counted(len(self.buckets), "buckets")
         title = (
-            f"plan {self.hash}: {len(self.parameters)} parameters, {total}, in {len(self.buckets)} buckets "
+            f"plan {self.hash}: {parameters}, {total}, in {buckets} "
             f"of at most {format_bytes(self.cap_bytes)} (the last {format_bytes(self.last_cap_bytes)})"
         )
         return "\n".join([title, *(line.rstrip() for line in lines)])

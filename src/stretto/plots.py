@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import StrettoError
-from .looks import COLOURS, EXPOSED, HIDDEN, LEGEND, about, captions, parts_of
+from .looks import COLOURS, LEGEND, about, captions, colour_of, parts_of
 from .pieces import Transfer
 from .record import NANO
 from .specs import format_bytes
@@ -137,8 +137,8 @@ def _bucket(axes: Any, transfer: Transfer, one: RankPass, middle: float, high: f
     if launch.full is not None and launch.full < launch.begin:
         axes.plot([_ms(launch.full), _ms(launch.begin)], [middle, middle], color=FULL, linewidth=1, linestyle=":")
     for begin, end, hidden, pale in parts_of(transfer, one):
-        look = {"facecolors": HIDDEN if hidden else EXPOSED, "alpha": 0.4 if pale else 1, "linewidth": 0}
-        axes.broken_barh([(_ms(begin), _ms(end - begin))], (low, thick), **look)
+        colour = colour_of(hidden=hidden, pale=pale)
+        axes.broken_barh([(_ms(begin), _ms(end - begin))], (low, thick), facecolors=colour, linewidth=0)
     if high > 0.5 and launch.full is not None:  # the gradient that let it go
         axes.plot([_ms(launch.full)] * 2, [0.72, low], color="#1b4f72", linewidth=0.8, alpha=0.6)
         axes.plot([_ms(launch.full)], [0.72], color="#ffffff", marker="o", markersize=2.5)
@@ -173,11 +173,14 @@ def shortened(name: str, most: int) -> str:
 def _legend(figure: Any, tall: float, shown: Timeline) -> None:
     patches: Any = importlib.import_module("matplotlib.patches")
     lines: Any = importlib.import_module("matplotlib.lines")
-    handles = [patches.Patch(facecolor=colour, label=text) for colour, text in LEGEND]
-    handles.append(lines.Line2D([], [], color=FULL, linewidth=1, linestyle=":", label="full, and waits for its turn"))
+    handlers: Any = importlib.import_module("matplotlib.legend_handler")
+    handles: list[Any] = [tuple(patches.Patch(facecolor=colour) for colour in colours) for colours, _ in LEGEND]
+    handles.append(lines.Line2D([], [], color=FULL, linewidth=1, linestyle=":"))
     notes = len(shown.notes())
     figure.legend(
         handles=handles,
+        labels=[*(text for _, text in LEGEND), "full, and waits for its turn"],
+        handler_map={tuple: handlers.HandlerTuple(ndivide=None, pad=0)},  # several colours beside each other
         loc="lower left",
         bbox_to_anchor=(0.01, (0.1 + 0.17 * notes) / tall),
         ncols=2,

@@ -11,6 +11,7 @@ rank 1    =======================================##
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from .record import PassRecord, Span
 from .timeline import RankPass, RankTimeline, Timeline
@@ -25,7 +26,7 @@ def sketch(timeline: Timeline, width: int = 72, passes: Collection[int] | None =
     """Draw the rank that lost most time to communication, bucket by bucket, and below one line for each other rank.
 
     Drawn is from forward's end to the end of the pass. ``=`` backward computes, ``-`` a bucket is on its way meanwhile,
-    ``#`` it is on its way and nothing is computed.
+    ``#`` it is on its way and nothing is computed. The numbers below are of that rank and that pass.
 
     Args:
         timeline: of all ranks.
@@ -45,8 +46,8 @@ def sketch(timeline: Timeline, width: int = 72, passes: Collection[int] | None =
     begin = min(rank.passes[0].record.backward_began for rank in drawn)
     scale = _Scale(begin, shown.end, max(10, width - LEFT))
     others = [_other(rank, scale) for rank in drawn if rank is not main]
-    which = f"pass {main.passes[0].record.number}" + f"; the buckets of rank {main.rank}" * (len(drawn) > 1)
-    lines = [*_rank(main.passes[0], scale), *others, f"{shown.headline()} ({which})"]
+    which = f"rank {main.rank}, " * (shown.world_size > 1) + f"pass {main.passes[0].record.number}"
+    lines = [*_rank(main.passes[0], scale), *others, f"{replace(shown, ranks=(main,)).headline()} ({which})"]
     return "\n".join([*lines, *shown.notes()])
 
 

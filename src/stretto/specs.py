@@ -109,6 +109,16 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def counted(number: int, things: str) -> str:
+    """``1 bucket``, ``2 buckets``.
+
+    Args:
+        number: of them.
+        things: their word in the plural, which ends in s.
+    """
+    return f"{number} {things.removesuffix('s') if number == 1 else things}"
+
+
 def format_bytes(count: float) -> str:
     """``1.5 MB``: bytes for people (1 KB is 1,024 bytes)."""
     for unit in ("B", "KB", "MB"):

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from .pieces import Piece, Transfer, pieces_of, transfer_of
+from .pieces import Piece, Transfer, pieces_of, transfers_of
 from .plan import BucketPlan
 from .record import NANO, PassRecord
 from .report import ms, share
@@ -210,7 +210,7 @@ def _moved(one: RankPass, by: int) -> RankPass:
 
 
 def _pass_of(record: PassRecord, plan: BucketPlan | None) -> RankPass:
-    return RankPass(record, pieces_of(record), tuple(transfer_of(one, record, plan) for one in record.launches))
+    return RankPass(record, pieces_of(record), transfers_of(record, plan))
 
 
 def _joined(placed: Sequence[Placed]) -> list[Placed]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SetupError
+from ..quiet import quietly
 from ..testing import spawn_ranks
 from ..testing_network import EmulatedHosts
 from .build import Training, build
@@ -119,16 +120,19 @@ def spawn(
 ) -> list[Any]:
     """Run ``worker(rank, *args)`` on one host or, with a network, half of the ranks on each of two emulated hosts.
 
+    Ctrl-C ends them.
+
     Raises:
         OSError: hosts cannot be emulated here.
         RuntimeError: a rank failed.
     """
     if network is None:
-        return spawn_ranks(worker, ranks, *args, timeout=timeout)
+        return quietly(spawn_ranks, worker, ranks, *args, timeout=timeout)
     with EmulatedHosts() as hosts:
         if network != UNLIMITED:
             hosts.limit(network)
-        return hosts.spawn_ranks(worker, [ranks - ranks // 2, ranks // 2], *args, timeout=timeout)
+        sizes = [ranks - ranks // 2, ranks // 2]
+        return quietly(hosts.spawn_ranks, worker, sizes, *args, timeout=timeout, end=hosts.close)
 
 
 def words_for(network: str | None) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
 from ..errors import StrettoError
 from .bench import bench
-from .console import BAD_INPUT, FINE, WRONG, note
+from .console import BAD_INPUT, FINE, WRONG, note, say
 from .demo import demo
 from .doctor import doctor
 from .plan import plan
@@ -27,7 +29,6 @@ INTERRUPTED = 130
 def make_app() -> typer.Typer:
     """All commands."""
     made = typer.Typer(
-        help="Data-parallel training for PyTorch: start it, look into it, find out what is wrong.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
@@ -36,8 +37,23 @@ def make_app() -> typer.Typer:
     )
     for command in (demo, plan, trace, doctor, bench):
         made.command()(command)
+    made.callback()(_options)
     made.command(context_settings={"allow_interspersed_args": False})(run)
     return made
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        say(f"stretto {version('stretto')}")
+        raise typer.Exit
+
+
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and leave.", is_eager=True, callback=_say_version)
+    ] = False,
+) -> None:
+    """Data-parallel training for PyTorch: start it, look into it, find out what is wrong."""
 
 
 app = make_app()

@@ -10,7 +10,7 @@ import typer
 from ..bench import Comparison, Effort, compare
 from ..bench.models import BUILT_IN
 from ..bench.plots import check, plot
-from .console import FINE, WRONG, AsJson, CommandError, check_writable, say, say_json, write
+from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, show_cursor, write
 
 MODEL = (
     f"A built-in workload ({', '.join(BUILT_IN)}), or a function of yours: train.py:make or package.module:make. "
@@ -39,7 +39,8 @@ def bench(
     """Compare stretto with torch DDP and others on a model of your own.
 
     All train the same model in the same processes, in turn, in an order that changes every round. Shown are the time of
-    an SGD step, the slower rank's, and its ratio to the same step without any communication.
+    an SGD step, the slower rank's, and its ratio to the same step without any communication. Ends with 1 if stretto
+    could not train the model.
     """
     effort = Effort(rounds, seconds)
     if plot_file is not None:
@@ -52,7 +53,10 @@ def bench(
         say_json(found.to_dict())
     else:
         say(str(found))
-    return FINE
+    missing = {name: reason for name, reason in found.skipped.items() if name.startswith("stretto")}
+    for name, reason in missing.items():
+        note(f"{name} did not take part: {reason}")
+    return WRONG if missing else FINE
 
 
 def _compared(model: str, ranks: int, threads: int, effort: Effort, only: list[str], network: str | None) -> Comparison:
@@ -60,6 +64,9 @@ def _compared(model: str, ranks: int, threads: int, effort: Effort, only: list[s
         return compare(
             model, ranks, threads=threads, effort=effort, only=only, network=network, progress=True, timeout=3600
         )
+    except KeyboardInterrupt:
+        show_cursor()  # which the bar of rank 0 had hidden
+        raise
     except OSError as error:
         raise CommandError(f"--network {network}: {error}", WRONG) from error
     except RuntimeError as error:  # with the traceback of each rank that failed

@@ -85,6 +85,13 @@ def progress(title: str, total: float | None = None) -> Iterator[Callable[[float
         yield lambda done: bar.update(task, completed=done)
 
 
+def show_cursor() -> None:
+    """After a bar that could not end by itself."""
+    from rich.console import Console
+
+    Console(stderr=True).show_cursor()  # does nothing where there is no terminal
+
+
 def check_writable(path: Path) -> None:
     """Before anything is computed.
 

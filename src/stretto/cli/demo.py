@@ -26,11 +26,11 @@ BUSY = 0.5
 
 
 def demo(as_json: AsJson = False) -> int:
-    """Train a small network on two processes, and show what becomes of the time of a step.
+    """Train a small network on two processes, with and without overlap.
 
-    Three runs over the same batches of digits: torch's DDP; everything sent when backward has ended, as one would write
-    it by hand (before); and stretto.attach(model) as it comes (after). Ends with 1 if they do not learn, or if
-    stretto's losses are not those of DDP.
+    Shown is what becomes of the time of a step, in three runs over the same batches of digits: torch's DDP; everything
+    sent when backward has ended, as one would write it by hand (before); and stretto.attach(model) as it comes (after).
+    Ends with 1 if they do not learn, or if stretto's losses are not those of DDP.
     """
     began = time.monotonic()
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * cores():

@@ -40,9 +40,10 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Measure a few rounds only.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Look at this machine: versions, network, shared memory, threads, and how fast ranks exchange gradients.
+    """Look at this machine: versions, network, shared memory, speed.
 
-    Ends with 1 if something is broken. What can be better is said in the last lines.
+    Threads too, and how fast two ranks exchange gradients. Ends with 1 if something is broken. What can be better is
+    said in the last lines.
     """
     findings = examine(interface, quick=quick)
     broken, advice = faults(findings), advise(findings)
@@ -182,8 +183,10 @@ def _speed(findings: Findings) -> list[str]:
         return []
     problem = findings.speed.no_shared_memory
     lines = [f"{'shared memory':<16}" + (problem or "yes: two processes have read each other's memory"), ""]
+    through = os.environ.get("GLOO_SOCKET_IFNAME", "loopback")  # as ranks do that testing.py starts
     rows = [("all-reduce, 2 ranks", "size", "median", "quarter to quarter", "per second")]
-    for name, timings in findings.speed.timings.items():
+    for transport, timings in findings.speed.timings.items():
+        name = f"{transport} over {through}" if transport == "process_group" else transport
         for one in timings:
             spread = f"{_short(one.low)} - {_short(one.high)}"
             rate = f"{format_bytes(one.bytes_per_second)}/s" if one.nbytes > 4 else "-"

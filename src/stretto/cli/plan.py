@@ -81,6 +81,8 @@ def _costs(made: BucketPlan, link: Link, words: str) -> str:
     end = f"Each rank sends {sent} in a pass; latency is {share(waiting, total)} of {ms(total)}."
     if link.ranks == 1:
         end = "One rank sends nothing."
+    elif len(sizes) == 1:
+        end += "\nBackward can hide nothing of it: the only bucket leaves when backward has ended."
     else:
         end += f"\nBackward can hide all but the last bucket's {ms(link.all_reduce(sizes[-1]))}."
     return f"{head}\n{table(rows, left=())}\n{end}"

@@ -35,40 +35,42 @@ def trace(
     text: Annotated[bool, typer.Option("--text", help="A picture in the terminal.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show where the time of the recorded steps went, and write it down for others to draw.
+    """Show where the time of recorded steps went, and draw it.
 
     Ends with 1 if a rank's file was cut off; what is there is shown all the same.
     """
-    traces = read_trace(folder)
+    with progress(f"reading {folder}"):
+        traces = read_trace(folder)
     if not 0 <= rank < len(traces):
         raise CommandError(f"--rank {rank}: the trace has ranks 0 to {len(traces) - 1}")
     outputs = {"chrome": chrome or folder / "trace.json", "html": html, "picture": picture}
     asked = {kind: path for kind, path in outputs.items() if path is not None}
-    _check(asked, folder)
+    _check(asked, folder, needed=chrome is not None)
     notes, cut_off = _how_it_ended(traces)
     for one in notes:
         note(one)
-    timeline = timeline_of(traces)
+    with progress("laying ranks side by side"):
+        timeline = timeline_of(traces)
+        reports = reports_from(traces) if timeline.passes else []
     if not timeline.passes:
         raise CommandError(f"{folder}: no pass has settled in it, so there is nothing to show", WRONG)
     if number is not None and number not in timeline.numbers:
         known = f"{timeline.numbers[0]} to {timeline.numbers[-1]}"
         raise CommandError(f"--pass {number}: the trace has passes {known}")
     drawn = None if number is None else [number]
-    _write_all(asked, timeline, drawn)
-    reports = reports_from(traces)
+    notes += _write_all(asked, timeline, drawn, needed=chrome is not None)
     if as_json:
         written = {kind: str(path) for kind, path in asked.items()}
         ends = {str(one.rank): one.end for one in traces}
         say_json({"reports": [one.to_dict() for one in reports], "ends": ends, "written": written, "notes": notes})
     else:
         pictures = [sketch(timeline, WIDTH, drawn)] if text else []
-        files = "\n".join(f"{kind}: {path}" for kind, path in asked.items())
-        say("\n\n".join([str(reports[rank]), *pictures, files]))
+        files = ["\n".join(f"{kind}: {path}" for kind, path in asked.items())] if asked else []
+        say("\n\n".join([str(reports[rank]), *pictures, *files]))
     return WRONG if cut_off else FINE
 
 
-def _check(asked: Mapping[str, Path], folder: Path) -> None:
+def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
     """Before anything is computed, and before a trace is lost."""
     recorded = {one.resolve() for one in folder.glob("rank*.jsonl")}
     for kind, path in asked.items():
@@ -76,7 +78,8 @@ def _check(asked: Mapping[str, Path], folder: Path) -> None:
             raise CommandError(f"{path}: a picture ends in .png or .svg")
         if path.resolve() in recorded:
             raise CommandError(f"{path} is part of the trace: write to another file")
-        check_writable(path)
+        if needed or kind != "chrome":
+            check_writable(path)
 
 
 def _how_it_ended(traces: Sequence[RankTrace]) -> tuple[list[str], bool]:
@@ -91,13 +94,31 @@ def _how_it_ended(traces: Sequence[RankTrace]) -> tuple[list[str], bool]:
     return notes, any(one.end is None for one in traces)
 
 
-def _write_all(asked: Mapping[str, Path], timeline: Timeline, drawn: Collection[int] | None) -> None:
+def _write_all(asked: dict[str, Path], timeline: Timeline, drawn: Collection[int] | None, *, needed: bool) -> list[str]:
+    """Write the files. Where the default one for Chrome cannot be written, it is taken out, and a note says so.
+
+    Args:
+        asked: what to write, by kind.
+        timeline: of all ranks.
+        drawn: passes in pictures.
+        needed: whether the one for Chrome was asked for.
+    """
     writers: dict[str, Callable[[Path], object]] = {
         "chrome": lambda path: path.write_text(json.dumps(to_chrome(timeline)), encoding="utf-8"),
         "html": lambda path: path.write_text(to_html(timeline, drawn), encoding="utf-8"),
         "picture": lambda path: save_picture(timeline, path, drawn),
     }
+    notes = []
     with progress("drawing", len(asked)) as done:
-        for number, (kind, path) in enumerate(asked.items(), 1):
-            write(path, writers[kind])
+        for number, (kind, path) in enumerate([*asked.items()], 1):
+            try:
+                write(path, writers[kind])
+            except CommandError as error:
+                if needed or kind != "chrome":
+                    raise
+                notes.append(f"{error} (--chrome takes another file)")
+                del asked[kind]
             done(number)
+    for one in notes:
+        note(one)
+    return notes

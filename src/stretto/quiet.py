@@ -1,0 +1,69 @@
+"""Ranks that end with Ctrl-C, and leave all that is to be said to the process that started them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_LOOK_SECONDS = 0.05
+
+
+def quietly(
+    spawn: Callable[..., list[T]],
+    worker: Callable[..., T],
+    ranks: Any,
+    *args: Any,
+    timeout: float,
+    meanwhile: Callable[[], object] = lambda: time.sleep(_LOOK_SECONDS),
+    end: Callable[[], object] | None = None,
+) -> list[T]:
+    """``spawn(worker, ranks, *args, timeout=timeout)`` in a thread: what it returns, or raises. Ctrl-C ends the ranks.
+
+    A terminal sends Ctrl-C to all processes. Ranks do not get it, even while they are being started, and print no
+    traceback: it is raised here alone.
+
+    Args:
+        spawn: such as :func:`~stretto.testing.spawn_ranks`.
+        worker: can be imported by its name.
+        ranks: how many, as ``spawn`` takes it.
+        args: anything that can be pickled.
+        timeout: seconds.
+        meanwhile: called again and again while they run.
+        end: ends them, called until they have; default, kill all that multiprocessing has started.
+    """
+    resource_tracker.ensure_running()  # to start it later would unblock the signal again
+    with ThreadPoolExecutor(1, initializer=_block_ctrl_c) as pool:
+        found = pool.submit(spawn, _on_rank, ranks, worker, args, timeout=timeout)
+        try:
+            while not found.done():
+                meanwhile()
+        except BaseException:
+            while not found.done():
+                (end or _kill)()
+                time.sleep(_LOOK_SECONDS)
+            raise
+        return found.result()
+
+
+def _kill() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def _block_ctrl_c() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes that this thread starts inherit it
+
+
+def _on_rank(rank: int, worker: Callable[..., T], args: tuple[Any, ...]) -> T:
+    try:
+        return worker(rank, *args)
+    except BaseException:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # told by the parent, in one line, not by multiprocessing
+        raise

@@ -591,7 +591,7 @@ def test_a_report_is_made_to_be_read() -> None:
         "a step takes 90.0 ms; buckets are on their way for 40.0 ms: backward hides 75 %, 10.0 ms exposed, "
         "11 % of the step"
     )
-    assert text.splitlines()[2] == "3.2 MB of gradients in 4 buckets, which hold 4.0 MB of memory"
+    assert text.splitlines()[2] == "3.2 MB of gradients in 4 buckets, with 4.0 MB of memory"
     assert "     3    256 KB   40.0 ms   40.0 ms   45.0 ms   55.0 ms  3.weight" in text
     assert text.endswith("\ntimes of different hosts are right to 0.20 ms\nDo this.")
     unknown = str(report(clock_uncertainty=None))

@@ -190,23 +190,28 @@ def _reduced(one: PassRecord) -> int:
 
 def buckets_of(records: Sequence[PassRecord], plan: BucketPlan) -> tuple[BucketReport, ...]:
     """The buckets of a plan, in launch order, as far as they were sent."""
-    seen: dict[int, list[tuple[PassRecord, Launch]]] = {}
+    seen: dict[int, list[_Seen]] = {}
     for record in records:
+        came = {name: (at - record.started) * NANO for name, at in record.gradients}
         for one in record.launches:
-            seen.setdefault(one.bucket, []).append((record, one))
+            seen.setdefault(one.bucket, []).append((record, one, came))
     names = [tuple(plan.parameters[index].name for index in spec.indices) for spec in plan.buckets]
     return tuple(_bucket(seen[number], names[number]) for number in range(len(names)) if number in seen)
 
 
-def _bucket(seen: Sequence[tuple[PassRecord, Launch]], names: tuple[str, ...]) -> BucketReport:
+_Seen = tuple[PassRecord, Launch, Mapping[str, float]]
+"""A bucket's launch in a pass, and when gradients came last in it, in seconds since its first."""
+
+
+def _bucket(seen: Sequence[_Seen], names: tuple[str, ...]) -> BucketReport:
     def median(value: Callable[[Launch], int | None]) -> float | None:
-        found = [(at - record.started) * NANO for record, one in seen if (at := value(one)) is not None]
+        found = [(at - record.started) * NANO for record, one, _ in seen if (at := value(one)) is not None]
         return statistics.median(found) if found else None
 
     def always(value: Callable[[Launch], int]) -> float:
         return median(value) or 0.0
 
-    arrivals = [sorted(_arrivals(record, names)) for record, _ in seen]
+    arrivals = [sorted(came[name] for name in names if name in came) for _, _, came in seen]
     firsts = [times[0] for times in arrivals if times]
     before = [times[-2] for times in arrivals if len(times) > 1]
     last = seen[-1][1]
@@ -214,7 +219,7 @@ def _bucket(seen: Sequence[tuple[PassRecord, Launch]], names: tuple[str, ...]) -
         last.bucket,
         last.nbytes,
         names,
-        statistics.mode(one.closed_by for _, one in seen),
+        statistics.mode(one.closed_by for _, one, _ in seen),
         first=statistics.median(firsts) if firsts else None,
         before_last=statistics.median(before) if before else None,
         full=median(lambda one: one.full),
@@ -222,12 +227,6 @@ def _bucket(seen: Sequence[tuple[PassRecord, Launch]], names: tuple[str, ...]) -
         ended=always(lambda one: one.end),
         seen=always(lambda one: one.seen),
     )
-
-
-def _arrivals(record: PassRecord, names: Sequence[str]) -> list[float]:
-    """When the gradient of each came last, in seconds since the first of the pass."""
-    came = {name: at for name, at in record.gradients if name in names}
-    return [(at - record.started) * NANO for at in came.values()]
 
 
 # All ranks

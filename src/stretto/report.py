@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .specs import format_bytes
+from .specs import counted, format_bytes
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Report:
             f"rank {self.rank} of {self.world_size} over {self.transport}, medians of {self.passes} passes",
             f"a step takes {ms(mine.step)}; buckets are on their way for {ms(mine.communication)}: backward hides "
             f"{mine.percent_hidden:.0f} %, {ms(mine.exposed)} exposed, {share(mine.exposed, mine.step)} of the step",
-            f"{format_bytes(self.nbytes)} of gradients in {len(self.buckets)} buckets, which hold "
-            f"{format_bytes(self.bucket_memory)} of memory",
+            f"{format_bytes(self.nbytes)} of gradients in {counted(len(self.buckets), 'buckets')}, "
+            f"with {format_bytes(self.bucket_memory)} of memory",
         ]
 
     def _buckets(self) -> list[str]:

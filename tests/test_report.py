@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
+from traces import Slow
 
 import stretto
 from stretto.advice import advise
@@ -26,20 +27,6 @@ from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
 
 MS = 1_000_000
-
-
-class Slow(torch.autograd.Function):
-    """The identity; its backward takes ``seconds``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
 
 
 class Layers(torch.nn.Module):

@@ -82,6 +82,7 @@ class Slots:
         self.views = cut[-len(specs) :]
         self._tensors = cut
         self._regions: list[tuple[torch.Tensor, int, int, int]] = []
+        self._stretches: list[tuple[torch.Tensor, int, int]] = []
         del cut
         self._own = self._memory.uses()
 
@@ -128,6 +129,16 @@ class Slots:
         """They are not used any more."""
         self._regions.clear()
 
+    def stretch(self, start: int, stop: int) -> torch.Tensor:
+        """So many elements of the slots, flat, wherever the slots go; until it is forgotten."""
+        stretch = self.slots[start:stop].data
+        self._stretches.append((stretch, start, stop))
+        return stretch
+
+    def forget_stretch(self, stretch: torch.Tensor) -> None:
+        """It is not used any more."""
+        self._stretches = [one for one in self._stretches if one[0] is not stretch]
+
     # Who else looks
 
     @property
@@ -138,7 +149,7 @@ class Slots:
 
     def in_use(self) -> int:
         """How many tensors of others lie in the slots: ``.grad`` of parameters, and whatever users keep."""
-        return use_count(self._memory.number) - self._own - len(self._regions)
+        return use_count(self._memory.number) - self._own - len(self._regions) - len(self._stretches)
 
     def move(self) -> None:
         """Take other memory: see [Note: other memory]. What the slots held is not carried over."""
@@ -150,6 +161,8 @@ class Slots:
             tensor.data = part
         for region, *where in self._regions:
             region.data = self._region(*where)
+        for stretch, start, stop in self._stretches:
+            stretch.data = self.slots[start:stop]
 
     def tidy(self) -> None:
         """Asked now and then: give back what nobody uses, unless it has been of use since this was asked last."""

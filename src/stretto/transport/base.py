@@ -32,6 +32,8 @@ class Transport(Protocol):
     ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
     world size, for less than it costs to divide before. ``own_channel`` is true if nobody else's collectives can come
     between this transport's. ``process_group`` is the group beneath, for comm hooks.
+    ``homes`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes
+    ``common(nbytes)``, a collective that gives a home memory to share (common.py).
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
     go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
     any more.

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..specs import dtype_name
 from .base import Transport, Work
+from .common import Offered
 from .host import Host
 from .shared_memory import BLOCK_BYTES, CLOSE_SECONDS, MIB, PIECE_BYTES, SMALL_BYTES, Block, slice_of, views
 from .staging import Staging
@@ -73,6 +74,15 @@ class HierarchicalTransport:
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
         return self._team.host.allocate(numel * dtype.itemsize).view(dtype)
+
+    @property
+    def homes(self) -> Hosts:
+        """The ranks of each host share one memory."""
+        return self._team.hosts
+
+    def common(self, nbytes: int) -> Offered:
+        """Memory that lies once for all ranks of a home. Collective; it is there when the work is done."""
+        return Offered.by(self._team.host, nbytes)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place: in rank order inside each host, then over hosts."""
@@ -141,14 +151,14 @@ class Team:
         self.slices = min(map(len, hosts))
         self.home = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
         self.counterparts = Counterparts(base, host.patience)
-        self._hosts = hosts
+        self.hosts = hosts
         if host.place < self.slices:
             self.counterparts.connect(f"{name}/{host.place}", self.home, len(hosts))
 
     def home_of(self, rank: int) -> tuple[int, int]:
         """The number of its host, and its place there."""
-        found = next(number for number, ranks in enumerate(self._hosts) if rank in ranks)
-        return found, self._hosts[found].index(rank)
+        found = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
+        return found, self.hosts[found].index(rank)
 
     def slice_of(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """First and last (excluded) element of what this rank owns; small messages are not cut, the first owns all."""

@@ -35,7 +35,7 @@ from . import memory
 from .futex import Futex
 from .memory import Location
 from .message import Message
-from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Entry, Page, Peer, first_dead
+from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, Entry, Missing, Page, Peer, behind, first_dead
 
 _SPINS = 12
 """Looks, with a yield of the core after each, before a rank sleeps: some 10 us."""
@@ -203,7 +203,7 @@ class Host:
         """
         number, missing = posted.number, set()
         if posted.message.root is not None:
-            missing = {peer.rank for peer in self._others if _behind((peer,), PUBLISHED, number)}
+            missing = {peer.rank for peer in self._others if behind((peer,), PUBLISHED, number)}
         self._futex.fence()
         own = self._me.packed_entry(number)
         entries = []
@@ -215,12 +215,12 @@ class Host:
             entries.append(entry)
         return entries
 
-    def _unpublished(self, posted: Posted) -> _Missing | None:
+    def _unpublished(self, posted: Posted) -> Missing | None:
         root = posted.message.root
-        return _behind(self._others if root is None else (self.peers[root],), PUBLISHED, posted.number)
+        return behind(self._others if root is None else (self.peers[root],), PUBLISHED, posted.number)
 
-    def _unfinished(self, posted: Posted) -> _Missing | None:
-        return _behind(self._others, FINISHED, posted.number)
+    def _unfinished(self, posted: Posted) -> Missing | None:
+        return behind(self._others, FINISHED, posted.number)
 
     # Waiting
 
@@ -312,12 +312,12 @@ class Host:
 
     def _look_at_peers(self, posted: Posted, word: int) -> None:
         """Whether one that is behind with the message will never come."""
-        behind = [peer for peer in self._others if _behind((peer,), word, posted.number)]
-        for peer in behind:
+        late = [peer for peer in self._others if behind((peer,), word, posted.number)]
+        for peer in late:
             if reason := peer.reason():  # also of one that has ended since
                 return self.break_off(reason, by_peer=True)
-        for peer in behind:
-            if peer.is_dead() and _behind((peer,), word, posted.number):  # it may have come, and ended then
+        for peer in late:
+            if peer.is_dead() and behind((peer,), word, posted.number):  # it may have come, and ended then
                 return self.break_off(_died(peer), by_peer=True)
 
     def _error(self) -> CommunicationError:
@@ -335,15 +335,5 @@ def _forked(host: weakref.ref[Host], pid: int) -> None:
     if (alive := host()) is not None:
         alive.broken = f"this process was forked from process {pid}, which alone can reduce"
         alive.page.arena.make_private()
-
-
-_Missing = tuple[Peer, int, int]
-"""Somebody who has to go on first, the word that will say so, and what it says now."""
-
-
-def _behind(peers: Sequence[Peer], word: int, number: int) -> _Missing | None:
-    for peer in peers:
-        seen = peer.words[word // 4]
-        if (seen - number) % SEQUENCE >= SEQUENCE // 2:
-            return peer, word, seen
-    return None
+        for peer in alive.peers:
+            peer.memory.make_private()

@@ -45,8 +45,8 @@ _MAP_FIXED = 16
 _TURN_SECONDS = 5.0
 
 SEGMENTS = 512
-_LINE = struct.Struct("<QQQ")  # number of the segment (0: none), file descriptor, bytes
-TABLE_BYTES = SEGMENTS * _LINE.size
+LINE = struct.Struct("<QQQ")  # number of the segment (0: none), file descriptor, bytes
+TABLE_BYTES = SEGMENTS * LINE.size
 
 
 class Location(NamedTuple):
@@ -218,8 +218,8 @@ class Arena:
         self._space: weakref.ref[mmap.mmap] | None = None
         self._used = self._size = 0
         self._private = False
+        self._map_privately = private_mapper()
         self._turns: int | None = None
-        self._map_again = _bind_mmap()
 
     def take_turns_at(self, fd: int) -> None:
         """See [Note: reserved]: a file whose lock the ranks of the host share. It is closed with the arena."""
@@ -271,7 +271,7 @@ class Arena:
         self._lines[base] = (line, self._made, base + nbytes)
         bisect.insort(self._bases, base)
         self._in_use += nbytes
-        _LINE.pack_into(self._table, line * _LINE.size, self._made, fd, nbytes)
+        LINE.pack_into(self._table, line * LINE.size, self._made, fd, nbytes)
         weakref.finalize(mapping, _retire, weakref.ref(self), os.getpid(), base, line, fd).atexit = False
         self._space, self._used, self._size = weakref.ref(mapping), 0, nbytes
         return mapping
@@ -280,8 +280,8 @@ class Arena:
         """The last tensor of a segment is gone."""
         del self._lines[base]
         self._bases.remove(base)
-        self._in_use -= _LINE.unpack_from(self._table, line * _LINE.size)[2]
-        _LINE.pack_into(self._table, line * _LINE.size, 0, 0, 0)
+        self._in_use -= LINE.unpack_from(self._table, line * LINE.size)[2]
+        LINE.pack_into(self._table, line * LINE.size, 0, 0, 0)
         self._free_lines.append(line)
         if (changed := self._changed()) is not None:
             changed()
@@ -292,8 +292,8 @@ class Arena:
             return
         self._private = True
         for base, (line, _, _) in self._lines.items():
-            _, fd, nbytes = _LINE.unpack_from(self._table, line * _LINE.size)
-            self._map_again(base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, 0)
+            _, fd, nbytes = LINE.unpack_from(self._table, line * LINE.size)
+            self._map_privately(base, nbytes, fd)
 
 
 def _retire(arena: weakref.ref[Arena], pid: int, base: int, line: int, fd: int) -> None:
@@ -304,38 +304,16 @@ def _retire(arena: weakref.ref[Arena], pid: int, base: int, line: int, fd: int) 
         alive.retire(base, line)
 
 
-def _bind_mmap() -> Callable[..., int]:
+def private_mapper() -> Callable[[int, int, int], None]:
+    """What lets a mapping (address, bytes, descriptor) be a private copy: see [Note: forked].
+
+    Bound before the fork: in the child, another thread may have held the loader's lock for ever.
+    """
     call = ctypes.CDLL(None).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    return call
 
+    def map_privately(base: int, nbytes: int, fd: int) -> None:
+        call(base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, 0)
 
-class PeersMemory:
-    """The segments of one rank (this one, too), mapped for moving data, as they come into use."""
-
-    def __init__(self, pid: int, table: memoryview) -> None:
-        self._pid = pid
-        self._table = table
-        self._mapped: dict[int, tuple[int, torch.Tensor]] = {}  # line: number of the segment, all its bytes
-
-    def bytes_at(self, location: Location, nbytes: int) -> torch.Tensor:
-        """That part of the rank's memory, as uint8.
-
-        Raises:
-            OSError: it cannot be opened; the process may be gone.
-        """
-        number, segment = self._mapped.get(location.line, (0, None))
-        if segment is None or number != location.segment:
-            number, fd, size = _LINE.unpack_from(self._table, location.line * _LINE.size)
-            if number != location.segment:
-                raise OSError(errno.ESTALE, f"segment {location.segment} of process {self._pid} is gone")
-            segment = torch.frombuffer(open_peers(self._pid, fd, size), dtype=torch.uint8)
-            self._mapped[location.line] = (number, segment)
-        return segment[location.offset : location.offset + nbytes]
-
-    def forget_retired(self) -> None:
-        """Drop the mappings of segments that their owner has given up. Messages under way may still need them."""
-        for line, (number, _) in [*self._mapped.items()]:
-            if _LINE.unpack_from(self._table, line * _LINE.size)[0] != number:
-                del self._mapped[line]
+    return map_privately

@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 
 from . import memory
-from .memory import Arena, Location, PeersMemory
+from .mapped import PeersMemory
+from .memory import Arena, Location
 
 TOKEN_BYTES = 16
 _LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
@@ -174,6 +175,19 @@ class Peer:
     def is_dead(self) -> bool:
         """Whether the process has ended, reaped or not."""
         return self._life.is_over()
+
+
+Missing = tuple[Peer, int, int]
+"""Somebody who has to go on first, the word that will say so, and what it says now."""
+
+
+def behind(peers: Sequence[Peer], word: int, number: int) -> Missing | None:
+    """The first rank that has not said the number of a message by that word, if any."""
+    for peer in peers:
+        seen = peer.words[word // 4]
+        if (seen - number) % SEQUENCE >= SEQUENCE // 2:
+            return peer, word, seen
+    return None
 
 
 def first_dead(addresses: Sequence[Address]) -> Address | None:

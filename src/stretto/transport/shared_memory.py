@@ -22,6 +22,7 @@ import torch
 
 from ..specs import dtype_name
 from .base import Transport, Work
+from .common import Offered
 from .host import Host
 from .page import Entry
 from .staging import Staging
@@ -72,6 +73,15 @@ class SharedMemoryTransport:
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
         return self._host.allocate(numel * dtype.itemsize).view(dtype)
+
+    @property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks share one memory."""
+        return (tuple(range(self.world_size)),)
+
+    def common(self, nbytes: int) -> Offered:
+        """Memory that lies once for all ranks of a home. Collective; it is there when the work is done."""
+        return Offered.by(self._host, nbytes)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place, in rank order."""

@@ -1,0 +1,86 @@
+"""Memory that lies once for several ranks: in the arena of the first of their host.
+
+Tensors in it have storages of their own, though they may overlap: whoever saves or copies one, saves or copies no more
+than its own bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .base import Work
+from .host import Host
+from .page import Entry
+
+
+class CommonMemory:
+    """Zeroed memory from which tensors are cut.
+
+    Args:
+        buffer: the memory; it lives as long as any tensor in it.
+        keeps: whatever must live as long as it is to be shared.
+    """
+
+    def __init__(self, buffer: memoryview, keeps: object = None) -> None:
+        self._buffer = buffer
+        self._keeps = keeps
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many elements from byte ``start`` on, flat, as a tensor with a storage of its own."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=start)
+
+
+def own_memory(nbytes: int) -> CommonMemory:
+    """Memory of this process alone."""
+    return CommonMemory(memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE)))
+
+
+class Offer:
+    """The first rank's memory, opened by the others. Collective among the ranks of a host."""
+
+    action = b"common memory"
+    root = 0
+    by_all = True
+
+    def __init__(self, host: Host, nbytes: int) -> None:
+        self.numel = nbytes
+        self.tensor: torch.Tensor | None = host.allocate(nbytes) if host.place == 0 else None
+        self.memory: CommonMemory | None = None
+        self._host = host
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Open it."""
+        location = Entry.unpack(entries[0]).location
+        self.memory = CommonMemory(self._host.peers[0].memory.buffer_at(location, self.numel), self.tensor)
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """The memory stays with whoever uses it."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """Common memory on its way."""
+
+    work: Work
+    _offer: Offer
+
+    @classmethod
+    def by(cls, host: Host, nbytes: int) -> Offered:
+        """Begin. Collective among the ranks of the host."""
+        offer = Offer(host, nbytes)
+        return cls(host.post(offer), offer)
+
+    @property
+    def memory(self) -> CommonMemory:
+        """What all ranks of the home see, once the work is done."""
+        assert self._offer.memory is not None, "the work has been waited for"
+        return self._offer.memory

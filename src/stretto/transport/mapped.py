@@ -1,0 +1,76 @@
+"""Another rank's memory, mapped here as it comes into use."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+from .memory import LINE, Location, open_file, open_peers, private_mapper
+
+
+class Segment(NamedTuple):
+    """One that is mapped."""
+
+    number: int
+    mapping: mmap.mmap
+    everything: torch.Tensor
+    """All its bytes."""
+
+
+class PeersMemory:
+    """The segments of one rank (this one, too), mapped for moving data.
+
+    Args:
+        pid: of the rank's process.
+        table: where it says which segments there are.
+    """
+
+    def __init__(self, pid: int, table: memoryview) -> None:
+        self._pid = pid
+        self._table = table
+        self._mapped: dict[int, Segment] = {}  # by line of the table
+        self._map_privately = private_mapper()
+
+    def bytes_at(self, location: Location, nbytes: int) -> torch.Tensor:
+        """That part of the rank's memory, as uint8.
+
+        Raises:
+            OSError: it cannot be opened; the process may be gone.
+        """
+        return self._segment(location).everything[location.offset : location.offset + nbytes]
+
+    def buffer_at(self, location: Location, nbytes: int) -> memoryview:
+        """The same as a buffer, by which the mapping lives as long as anything made of it. Raises ``OSError`` too."""
+        return memoryview(self._segment(location).mapping)[location.offset : location.offset + nbytes]
+
+    def _segment(self, location: Location) -> Segment:
+        segment = self._mapped.get(location.line)
+        if segment is None or segment.number != location.segment:
+            number, fd, size = LINE.unpack_from(self._table, location.line * LINE.size)
+            if number != location.segment:
+                raise OSError(errno.ESTALE, f"segment {location.segment} of process {self._pid} is gone")
+            mapping = open_peers(self._pid, fd, size)
+            segment = Segment(number, mapping, torch.frombuffer(mapping, dtype=torch.uint8))
+            self._mapped[location.line] = segment
+        return segment
+
+    def forget_retired(self) -> None:
+        """Drop the mappings of segments that their owner has given up. Messages under way may still need them."""
+        for line, segment in [*self._mapped.items()]:
+            if LINE.unpack_from(self._table, line * LINE.size)[0] != segment.number:
+                del self._mapped[line]
+
+    def make_private(self) -> None:
+        """In a forked child: see memory.py, [Note: forked]. What a rank that has ended left is not to be had again."""
+        for line, segment in self._mapped.items():
+            found, fd, nbytes = LINE.unpack_from(self._table, line * LINE.size)
+            with contextlib.suppress(OSError):
+                if found == segment.number:
+                    own = open_file(self._pid, fd)
+                    self._map_privately(segment.everything.data_ptr(), nbytes, own)
+                    os.close(own)

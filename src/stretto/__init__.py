@@ -19,6 +19,8 @@ from .events import Observer
 from .handle import Synchronizer
 from .plan import BucketPlan, BucketSpec
 from .report import Report
+from .shard import shard
+from .sharding import ShardedOptimizer
 from .specs import ParameterSpec
 from .tensors import reduce
 from .trace import TraceError
@@ -40,6 +42,7 @@ __all__ = [
     "ReplicaError",
     "Report",
     "SetupError",
+    "ShardedOptimizer",
     "Statistics",
     "StrettoError",
     "Synchronizer",
@@ -47,4 +50,5 @@ __all__ = [
     "UnsupportedError",
     "attach",
     "reduce",
+    "shard",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from .agreement import describe_ranks
 from .errors import ReplicaError, name_list
+from .options import Options
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
@@ -55,23 +57,27 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
     )
 
 
+def replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:
+    """What is to be equal on all ranks, by name."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if options.buffers != "none":
+        tensors.update(module.named_buffers())
+    return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
+
+
 class Inspection:
     """``check_replicas`` at the end of every n-th pass, on all ranks, those without batches included.
 
     Args:
-        every: n; None for never.
-        tensors: what is to be equal on all ranks, by name; None if the module was freed.
+        module: what is looked at; it is not kept alive.
+        options: say how often, and what is left alone.
         gather: as for ``check_replicas``.
     """
 
-    def __init__(
-        self,
-        every: int | None,
-        tensors: Callable[[], Mapping[str, torch.Tensor] | None],
-        gather: Callable[[Any], list[Any]],
-    ) -> None:
-        self._every = every
-        self._tensors = tensors
+    def __init__(self, module: torch.nn.Module, options: Options, gather: Callable[[Any], list[Any]]) -> None:
+        self._module = weakref.ref(module)
+        self._options = options
+        self._every = options.check_every
         self._gather = gather
 
     def due(self, number: int) -> bool:
@@ -80,4 +86,6 @@ class Inspection:
 
     def run(self, number: int, *, idle: bool = False) -> None:
         """Collective. ``idle``: this rank does not step any more, so its values are not those of the others."""
-        check_replicas(None if idle else self._tensors(), self._gather, f"pass {number}")
+        module = None if idle else self._module()
+        tensors = None if module is None else replicated(module, self._options)
+        check_replicas(tensors, self._gather, f"pass {number}")

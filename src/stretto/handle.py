@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
-from .check import Inspection, check_replicas
+from .check import Inspection, check_replicas, replicated
 from .comm_hooks import CommHook, Hook
 from .describe import describe
 from .errors import SetupError
@@ -27,6 +26,7 @@ from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
 from .scaling import WEIGHT_BITS, Scaling
+from .sharding import ShardedOptimizer, begin
 from .sparse import SparseGradients
 from .tracing import tracing
 from .transport.base import Transport
@@ -59,6 +59,7 @@ class Synchronizer:
         self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
+        self._sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
         """Records passes now and then; None where there is one rank."""
         if transport is not None and peers is not None:
@@ -74,7 +75,7 @@ class Synchronizer:
                 scaling,
                 peers,
                 delay=options.delay,
-                inspection=_inspection(module, options, peers),
+                inspection=Inspection(module, options, peers.gather),
                 sparse=rows,
             )
             self.sampler = Sampler(self._reducer)
@@ -252,7 +253,7 @@ class Synchronizer:
         """
         if self._reducer is not None and self._peers is not None:
             where = f"pass {self.statistics.passes}"
-            check_replicas(_replicated(self.module, self._options), self._peers.gather, where)
+            check_replicas(replicated(self.module, self._options), self._peers.gather, where)
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
@@ -313,8 +314,17 @@ class Synchronizer:
         with tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep):
             yield
 
+    def shard(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        """See :func:`stretto.shard`. Collective."""
+        taken = [parameter for one in self._sharded for group in one.param_groups for parameter in group["params"]]
+        sharded = begin(optimizer, self.module, self._reducer, self._peers, taken)
+        self._sharded.append(sharded)
+        return sharded
+
     def detach(self) -> None:
         """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""
+        for sharded in self._sharded:
+            sharded.end()
         if self._reducer is not None:
             self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
             self._reducer.detach()
@@ -328,22 +338,3 @@ class Synchronizer:
 def _apart(inside: Sequence[Membership]) -> list[torch.Tensor]:
     """The parameters that other handles look after."""
     return [parameter for members in inside for parameter in members.everything().values()]
-
-
-def _replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:
-    """What is to be equal on all ranks, by name."""
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
-    if options.buffers != "none":
-        tensors.update(module.named_buffers())
-    return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
-
-
-def _inspection(module: torch.nn.Module, options: Options, peers: Peers) -> Inspection:
-    """What is looked at when a pass has settled, without keeping the module alive."""
-    alive = weakref.ref(module)
-
-    def tensors() -> dict[str, torch.Tensor] | None:
-        found = alive()
-        return None if found is None else _replicated(found, options)
-
-    return Inspection(options.check_every, tensors, peers.gather)

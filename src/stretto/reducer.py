@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ import torch
 from .arrivals import owner_of
 from .beside import Beside
 from .broadcast import CoalescedMessages
+from .bucket import Bucket
 from .buffers import BufferPlaces
 from .check import Inspection
 from .comm_hooks import CommHook
@@ -101,8 +102,7 @@ class Reducer:
         self._forward = ForwardWatch(members.module(), self, self._queue, self._failing.in_forward)
         self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward)
         self._never_used = NeverUsed(self._queue)
-        self.family: Family = Family([self])
-        """Reducers of models inside this one and around it: see family.py."""
+        self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
         dropped = functools.partial(self._failing.in_engine, lambda: self.family.give_up())
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
@@ -114,6 +114,11 @@ class Reducer:
     def plan(self) -> BucketPlan:
         """The plan in use."""
         return self._queue.plan
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Those of the plan in use."""
+        return self._queue.buckets
 
     @property
     def transport(self) -> Transport:

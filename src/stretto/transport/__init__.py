@@ -2,13 +2,15 @@
 
 from .base import Transport, Work
 from .choose import TransportName, choose
+from .common import CommonMemory, own_memory
 from .hierarchical import HierarchicalTransport
 from .local import LocalGroup, LocalTransport
 from .process_group import ProcessGroupTransport
 from .round_robin import RoundRobinTransport
-from .shared_memory import SharedMemoryTransport
+from .shared_memory import SharedMemoryTransport, slice_of
 
 __all__ = [
+    "CommonMemory",
     "HierarchicalTransport",
     "LocalGroup",
     "LocalTransport",
@@ -19,4 +21,6 @@ __all__ = [
     "TransportName",
     "Work",
     "choose",
+    "own_memory",
+    "slice_of",
 ]

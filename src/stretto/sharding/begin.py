@@ -1,0 +1,114 @@
+"""What is asked before an optimizer is sharded: it fails on all ranks alike, and leaves everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import ModelMismatchError, SetupError, StrettoError, name_list
+from ..peers import Peers
+from ..reducer import Reducer
+from .kinds import Kind, kind_of
+from .optimizer import ShardedOptimizer
+from .shares import Shares
+
+
+def begin(
+    optimizer: torch.optim.Optimizer,
+    module: torch.nn.Module,
+    reducer: Reducer | None,
+    peers: Peers | None,
+    taken: Iterable[torch.Tensor],
+) -> ShardedOptimizer:
+    """Shard it. Collective.
+
+    Args:
+        optimizer: over parameters of the module.
+        module: the attached one.
+        reducer: has its gradients; None where there is one rank, which then steps all of it.
+        peers: the other ranks.
+        taken: parameters that sharded optimizers have already.
+
+    Raises:
+        SetupError: see :func:`stretto.shard`.
+    """
+    if reducer is None or peers is None:
+        kind_of(_refused(optimizer, module, (), "shard"), "shard")
+        return ShardedOptimizer(optimizer, None, "shard")
+    kind, problem = Kind.ELEMENTWISE, None
+    where = f"rank {reducer.transport.rank}, shard"
+    try:
+        _refuse_others(optimizer, module, reducer, where)
+        kind = kind_of(_refused(optimizer, module, taken, where), where)
+    except StrettoError as error:
+        problem = error
+    told = peers.gather((problem and str(problem), [] if problem else _facts(optimizer, module)))
+    if problem is not None:
+        raise problem
+    for rank, (theirs, facts) in enumerate(told):
+        if theirs is not None:
+            raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
+        if facts != told[0][1]:
+            raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
+    return ShardedOptimizer(optimizer, Shares(optimizer, kind, reducer, peers), where)
+
+
+def _refused(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, taken: Iterable[torch.Tensor], where: str
+) -> torch.optim.Optimizer:
+    """The optimizer, unless it cannot be sharded whatever the ranks are."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SetupError(f"{where}: {type(optimizer).__name__} is no torch.optim.Optimizer.")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise SetupError(f"{where}: the optimizer is sharded already.\nUse what the first call returned.")
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise SetupError(
+            f"{where}: the optimizer has stepped already.\nShard it before its first step. To go on with its state: "
+            "state = optimizer.state_dict(), build it anew, shard that, load_state_dict(state)."
+        )
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    twice = {id(one) for one in taken}
+    both = [names.get(id(one), "?") for group in optimizer.param_groups for one in group["params"] if id(one) in twice]
+    if both:
+        raise SetupError(
+            f"{where}: {name_list(both)} belong to another sharded optimizer.\nGive each parameter to one optimizer."
+        )
+    return optimizer
+
+
+def _has_stepped(state: dict[str, Any]) -> bool:
+    """Some have a state before their first step (Adagrad), with a count of 0."""
+    return bool(state) and float(state.get("step", 1)) != 0
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, module: torch.nn.Module, reducer: Reducer, where: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    reduced = {id(parameter) for parameter in reducer.parameters}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, one in enumerate(group["params"]):
+            if id(one) not in names or (one.requires_grad and id(one) not in reduced):
+                who = names.get(id(one), f"parameter {place} of group {number}, {tuple(one.shape)},")
+                raise SetupError(
+                    f"{where}: {who} is stepped by the optimizer, and not reduced by this handle.\n"
+                    "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
+                )
+
+
+def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[Any]:
+    """What must be equal on all ranks."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [type(optimizer).__qualname__, *[[names[id(one)] for one in g["params"]] for g in optimizer.param_groups]]
+
+
+def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
+    if theirs[0] != first[0]:
+        return f"rank {rank} has {theirs[0]}, rank 0 {first[0]}."
+    if len(theirs) != len(first):
+        return f"rank {rank} has {len(theirs) - 1} parameter groups, rank 0 {len(first) - 1}."
+    number = next(i for i, (one, other) in enumerate(zip(theirs[1:], first[1:], strict=True)) if one != other)
+    here = sorted({*theirs[number + 1]} ^ {*first[number + 1]}) or theirs[number + 1]
+    return f"parameter group {number} differs between rank 0 and rank {rank}: {name_list(here)}."

@@ -1,0 +1,134 @@
+"""How an optimizer can be divided over ranks: found out by trying it on a few numbers.
+
+[Note: the probe]  Names say little about optimizers that others have written. So a copy with the options of each group
+steps small parameters whole, cut into flat parts, and each by an optimizer of its own. If the parts come out alike,
+each element is stepped by itself; if parameters by themselves do, each parameter is; else they depend on each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+
+_STEPS = 8
+"""Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
+_SHAPES = ((6, 8), (3, 5), (7,))
+_CUTS = ((20, 48), (4, 15), (7,))
+"""Where parts of them end."""
+
+
+class Kind(Enum):
+    """What an optimizer's step of one element depends on."""
+
+    ELEMENTWISE = "elementwise"
+    WHOLE = "whole"
+    """All of its parameter."""
+
+
+def kind_of(optimizer: torch.optim.Optimizer, name: str = "shard") -> Kind:
+    """How the optimizer can be divided. See [Note: the probe].
+
+    Args:
+        optimizer: with its groups; nothing of it is stepped.
+        name: how messages begin.
+
+    Raises:
+        UnsupportedError: it cannot be divided, or not be built again from its groups.
+    """
+    with torch.random.fork_rng(devices=[]):
+        kinds = {_kind_of_group(optimizer, group, name) for group in optimizer.param_groups}
+    return Kind.WHOLE if Kind.WHOLE in kinds else Kind.ELEMENTWISE
+
+
+def build_like(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], name: str = "shard"
+) -> torch.optim.Optimizer:
+    """Another optimizer of the same class and options, for other groups.
+
+    Raises:
+        UnsupportedError: its constructor asks for what is not among its defaults.
+    """
+    kind = type(optimizer)
+    wanted = inspect.signature(kind).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in wanted.values())
+    options = {key: value for key, value in optimizer.defaults.items() if key in wanted or takes_all}
+    try:
+        return kind([dict(group) for group in groups], **options)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedError(
+            f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"
+            "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
+        ) from error
+
+
+def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:
+    options = {key: value for key, value in group.items() if key != "params"}
+    options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm
+    options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
+    whole = _numbers(0.3)
+    try:
+        together = _stepped(optimizer, options, whole, [whole], name)
+        alone = _stepped(optimizer, options, whole, [[one] for one in whole], name)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: a step with gradients alone "
+            f"raised {type(error).__name__}: {error}\nUse it as it is, without stretto.shard()."
+        ) from error
+    if not _equal(together, alone):
+        raise UnsupportedError(
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
+            "the others.\nUse it as it is, without stretto.shard()."
+        )
+    parts = [part for one, cuts in zip(whole, _CUTS, strict=True) for part in _cut(one, cuts)]
+    try:
+        divided = _stepped(optimizer, options, parts, [parts], name)
+    except Exception:
+        return Kind.WHOLE  # Muon takes matrices alone
+    return Kind.ELEMENTWISE if _equal(together, divided) else Kind.WHOLE
+
+
+def _numbers(phase: float) -> list[torch.Tensor]:
+    count = torch.arange(100, dtype=torch.float32)
+    return [torch.sin(count[: shape.numel()] * 1.7 + phase).view(shape) for shape in map(torch.Size, _SHAPES)]
+
+
+def _cut(tensor: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
+    flat = tensor.flatten()
+    return [flat[begin:end] for begin, end in zip((0, *cuts), cuts, strict=False)]
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    values: Sequence[torch.Tensor],
+    divided: Sequence[Sequence[torch.Tensor]],
+    name: str,
+) -> torch.Tensor:
+    """All elements after some steps, by one optimizer for each part of what is divided."""
+    parameters = {id(value): torch.nn.Parameter(value.clone()) for value in values}
+    optimizers = [
+        build_like(optimizer, [{**options, "params": [parameters[id(value)] for value in part]}], name)
+        for part in divided
+    ]
+    for step in range(_STEPS):
+        for value in values:
+            parameters[id(value)].grad = torch.cos(value * 3 + step)
+        for one in optimizers:
+            one.step()
+    return _joined(parameters.values())
+
+
+def _joined(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)

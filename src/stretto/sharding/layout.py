@@ -1,0 +1,157 @@
+"""Where parameters lie that are stepped in shares: flat, one behind the other, once for all ranks of a host.
+
+    bucket of the plan:    | slot of p0 | slot of p1 | slot of p2 |         gradients: a memory on every rank
+    layout:                | p0         | p1         | p2         |         parameters: one memory for a home
+
+A parameter becomes a tensor in that memory by ``parameter.data``; its strides stay. It has a storage of its own, so
+that a state dict, a copy or a pickle of one module holds that module's bytes alone.
+
+[Note: shared parameters]  What one rank of a home writes into a parameter, all of them have. The step is divided, so
+nothing is written twice; but whoever changes parameters by hand on every rank (``parameter.mul_(0.9)``) does it as
+often as there are ranks. To copy values into them, as ``load_state_dict`` does, is harmless, however often it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..plan import BucketPlan
+from ..transport import CommonMemory, Transport, Work, own_memory
+
+_ALIGNMENT = 128
+
+
+class Layout:
+    """The memory of some parameters of a plan. Collective where it begins.
+
+    Args:
+        plan: of the gradients.
+        parameters: those that lie here, by index in the plan.
+        transport: may have memory that ranks share.
+        wait_for: waits for a collective, named by a noun.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Mapping[int, torch.nn.Parameter],
+        transport: Transport,
+        wait_for: Callable[[Work, str], None],
+    ) -> None:
+        self.plan = plan
+        self.parameters = dict(parameters)
+        self._at: dict[int, int] = {}
+        """By parameter: elements of its bucket that lie before it here, less those that lie before it in the bucket."""
+        self._begin: list[int] = []
+        self._devices: list[torch.device] = []
+        sizes: dict[torch.device, int] = {}
+        for number, bucket in enumerate(plan.buckets):
+            offsets, end = plan.offsets(number), 0
+            for place in chain.from_iterable(plan.layout(number)):
+                index = bucket.indices[place]
+                if index in self.parameters:
+                    self._at[index] = end - offsets[place]
+                    end += plan.parameters[index].numel
+            here = [self.parameters[index].device for index in bucket.indices if index in self.parameters]
+            device = here[0] if here else torch.device("cpu")
+            self._devices.append(device)
+            self._begin.append(sizes.setdefault(device, 0))
+            sizes[device] += -(-end * bucket.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = sum(sizes.values())
+        on_host = all(device.type == "cpu" for device in sizes)
+        self.homes = homes_of(transport) if on_host else homes_of(None, transport.world_size)
+        self.is_shared = any(len(ranks) > 1 for ranks in self.homes)
+        home = next(ranks for ranks in self.homes if transport.rank in ranks)
+        self._is_first = home[0] == transport.rank
+        self._memories: dict[torch.device, Any] = (
+            {torch.device("cpu"): self._common(transport, wait_for)}
+            if self.is_shared
+            else {device: _own(size, device) for device, size in sizes.items()}
+        )
+        self._places = {
+            index: (number, offset)
+            for number, bucket in enumerate(plan.buckets)
+            for index, offset in zip(bucket.indices, plan.offsets(number), strict=False)
+        }
+        self.views = {index: self._view(index) for index in self.parameters}
+        self._addresses = {index: view.data_ptr() for index, view in self.views.items()}
+
+    def _common(self, transport: Any, wait_for: Callable[[Work, str], None]) -> CommonMemory:
+        offered = transport.common(max(self.nbytes, 1))
+        wait_for(offered.work, "memory for parameters")
+        memory: CommonMemory = offered.memory
+        return memory
+
+    def _view(self, index: int) -> torch.Tensor:
+        spec = self.plan.parameters[index]
+        number, start = self._places[index]
+        flat = self.flat(number, start, start + spec.numel, index)
+        return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
+
+    def flat(self, bucket: int, start: int, stop: int, index: int) -> torch.Tensor:
+        """Elements of a bucket from ``start`` on, the first of them of the parameter ``index``."""
+        dtype = self.plan.buckets[bucket].dtype
+        begin = self._begin[bucket] + (start + self._at[index]) * dtype.itemsize
+        tensor: torch.Tensor = self._memories[self._devices[bucket]].tensor(begin, stop - start, dtype)
+        return tensor
+
+    def follows(self, one: int, other: int) -> bool:
+        """Whether what lies behind the one parameter in the bucket lies behind it here, too."""
+        return self._at[one] == self._at[other]
+
+    # Parameters
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Write the values that parameters have: those of the first rank of a home. The others wait for it."""
+        if self._is_first or not self.is_shared:
+            for index, parameter in self.parameters.items():
+                self.views[index].copy_(parameter)
+
+    def adopt(self) -> None:
+        """From here on the parameters lie here."""
+        for index, parameter in self.parameters.items():
+            parameter.data = self.views[index]
+
+    def strayed(self) -> list[int]:
+        """Parameters that lie elsewhere by now (``parameter.data = ...``, ``module.to()``)."""
+        addresses = self._addresses
+        return [index for index, one in self.parameters.items() if one.data_ptr() != addresses[index]]
+
+    def release(self, keep: Sequence[int] = ()) -> None:
+        """Parameters get memory of their own again, but for those that lie in another layout already."""
+        for index, parameter in self.parameters.items():
+            if index not in keep and parameter.data_ptr() == self._addresses[index]:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+
+class DeviceMemory:
+    """Memory of an accelerator from which tensors are cut, as from common memory; they share one storage.
+
+    Args:
+        nbytes: how much.
+        device: where.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many elements from byte ``start`` on."""
+        return self._bytes[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def _own(nbytes: int, device: torch.device) -> CommonMemory | DeviceMemory:
+    return own_memory(nbytes) if device.type == "cpu" else DeviceMemory(nbytes, device)
+
+
+def homes_of(transport: Transport | None, world_size: int = 0) -> Sequence[Sequence[int]]:
+    """The groups of ranks that share memory for parameters."""
+    if transport is not None and hasattr(transport, "homes"):
+        homes: Sequence[Sequence[int]] = transport.homes
+        return homes
+    return [(rank,) for rank in range(world_size if transport is None else transport.world_size)]

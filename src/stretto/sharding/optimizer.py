@@ -1,0 +1,123 @@
+"""The optimizer that ``shard`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import CommunicationError, SetupError, StrettoError
+from .shares import Shares
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer of which each rank keeps and steps a share; see :func:`stretto.shard`.
+
+    ``param_groups`` are those of the optimizer that was sharded: learning rates and other options can be changed there,
+    by schedulers too. ``state`` is empty: this rank's part of it belongs to no parameter as a whole; ``state_dict()``
+    puts it together.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shares: Shares | None, where: str) -> None:
+        self.original = optimizer
+        """The one that was sharded. It keeps the groups, and no state."""
+        self._shares: Shares | None = None
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._shares = shares
+        self._where = where
+        self._broken: BaseException | None = None
+        self._ended = False
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's share; all of the model is stepped when this returns. Collective.
+
+        Args:
+            closure: computes the gradients again and returns the loss; called once.
+
+        Returns:
+            What the closure returns.
+
+        Raises:
+            CommunicationError: a rank does not come, or has failed; the model may be stepped in part then.
+        """
+        if self._shares is None and not self._ended:
+            return self.original.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        shares = self._usable()
+        try:
+            with torch.no_grad():
+                shares.step()
+        except BaseException as error:
+            self._broken = error
+            raise
+        self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
+        return loss
+
+    def _usable(self) -> Shares:
+        if self._shares is None:
+            raise SetupError(f"{self._where}: this sharded optimizer has ended with detach() or unshard().")
+        if self._broken is not None:
+            raise CommunicationError(
+                f"{self._where}: a step of this optimizer has failed, so the model may be stepped in part.\n"
+                "Start again from the last checkpoint."
+            ) from self._broken
+        return self._shares
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch's optimizers, on all ranks alike; the parameters must be attached when they are stepped."""
+        if self._shares is None:
+            super().add_param_group(param_group)
+        else:
+            self.original.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, in the format of the optimizer that was sharded. Collective.
+
+        Whole on rank 0; on other ranks the groups alone.
+        """
+        if self._shares is None:
+            return self.original.state_dict()
+        keep = self._shares.rank == 0
+        try:
+            for parameter, state in self._usable().states():
+                if keep:
+                    self.original.state[parameter] = state
+            return self.original.state_dict()
+        finally:
+            self.original.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it: the same on every rank."""
+        shares = self._shares
+        self.original.load_state_dict(state_dict)
+        self.param_groups = self.original.param_groups
+        if shares is not None:
+            self._usable().load(dict(self.original.state))
+            self.original.state.clear()
+
+    def unshard(self) -> torch.optim.Optimizer:
+        """Give back the optimizer that was sharded, with its whole state on every rank. Collective.
+
+        Parameters get memory of their own.
+        """
+        if self._shares is not None:
+            for parameter, state in self._usable().states():
+                self.original.state[parameter] = state
+            self.end()
+        return self.original
+
+    def end(self) -> None:
+        """Parameters get memory of their own. Not collective; the state of this rank's share is lost."""
+        if self._shares is not None:
+            self._shares.release()
+            self._shares, self._ended = None, True
+
+    def __reduce__(self) -> Any:
+        raise StrettoError(
+            "A sharded optimizer is tied to its process: use state_dict(), on all ranks, to save or copy it."
+        )

@@ -1,0 +1,71 @@
+"""Who owns what: of every bucket each rank keeps and steps one share. Pure functions of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import chain
+
+from ..plan import BucketPlan
+from ..transport import slice_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one parameter, in the order in which they lie in its bucket."""
+
+    index: int
+    """Of the parameter in the plan."""
+    bucket: int
+    start: int
+    """First element, in the bucket."""
+    stop: int
+    first: int
+    """First element, in the parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+
+def pieces_of(plan: BucketPlan, rank: int, world_size: int, among: Collection[int]) -> list[Piece]:
+    """What one rank owns where each element is stepped by itself: an equal share of each bucket, in order.
+
+    Args:
+        plan: the plan of the gradients.
+        rank: whose.
+        world_size: number of ranks.
+        among: indices of the parameters that are divided at all.
+    """
+    return [
+        piece
+        for number in range(len(plan.buckets))
+        for piece in _within(plan, number, *slice_of(plan.offsets(number)[-1], rank, world_size))
+        if piece.index in among
+    ]
+
+
+def _within(plan: BucketPlan, number: int, low: int, high: int) -> list[Piece]:
+    bucket, offsets, found = plan.buckets[number], plan.offsets(number), []
+    for place in chain.from_iterable(plan.layout(number)):
+        index, begin = bucket.indices[place], offsets[place]
+        start, stop = max(begin, low), min(begin + plan.parameters[index].numel, high)
+        if start < stop:
+            found.append(Piece(index, number, start, stop, start - begin))
+    return found
+
+
+def whole_pieces_of(plan: BucketPlan, rank: int, world_size: int, among: Collection[int]) -> list[Piece]:
+    """The same where parameters are stepped whole: the largest first, each to the rank that has least."""
+    loads = [0] * world_size
+    owned: set[int] = set()
+    for index in sorted(among, key=lambda one: (-plan.parameters[one].numel, one)):
+        owner = loads.index(min(loads))
+        loads[owner] += plan.parameters[index].nbytes
+        if owner == rank:
+            owned.add(index)
+    everything = (
+        piece for number in range(len(plan.buckets)) for piece in _within(plan, number, 0, plan.offsets(number)[-1])
+    )
+    return [piece for piece in everything if piece.index in owned]

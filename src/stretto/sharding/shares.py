@@ -1,0 +1,288 @@
+"""One optimizer, stepped in shares: the plan's layout, this rank's share, and the optimizer that steps it.
+
+    step    ranks meet ──> plan, groups or memory changed? lay out anew, state goes along
+            ──> gradients of this rank's stretches ──> the user's kind of optimizer ──> ranks meet, or spread
+
+[Note: two meetings]  Where ranks share the memory of parameters, none may write before all have done with reading: one
+that lags may still look at them between backward and step. And none may read before all have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import SetupError
+from ..peers import Peers
+from ..reducer import Reducer
+from .kinds import Kind, build_like
+from .layout import Layout
+from .ownership import Piece, pieces_of, whole_pieces_of
+from .spread import Spread
+from .state import Held, whole_states
+from .stretches import State, Stretch, Stretches, by_element, part_of_state
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class Shares:
+    """What this rank steps for an optimizer. Collective where it begins.
+
+    Args:
+        optimizer: the user's. Its groups say what is stepped how; it keeps no state.
+        kind: how it can be divided.
+        reducer: has the plan, and the gradients.
+        peers: the other ranks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers) -> None:
+        self._optimizer = optimizer
+        self._kind = kind
+        self._reducer = reducer
+        self._peers = peers
+        self._meeting = torch.zeros(1, dtype=torch.int32)
+        self.steps = 0
+        self._lay_out()
+        self._divide({}, {})
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._reducer.transport.rank
+
+    # Laying out
+
+    def _lay_out(self) -> None:
+        """Lay the parameters out along the plan in use. Collective."""
+        plan, transport = self._reducer.plan, self._reducer.transport
+        known = {id(one) for group in self._groups for one in group["params"]}
+        mine = {
+            index: parameter
+            for bucket in self._reducer.buckets
+            for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
+            if id(parameter) in known
+        }
+        layout = Layout(plan, mine, transport, self._peers.wait_for)
+        layout.fill()
+        self._meet()
+        layout.adopt()
+        divide = pieces_of if self._kind is Kind.ELEMENTWISE else whole_pieces_of
+        owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
+        self.layout, self._pieces = layout, owned[transport.rank]
+        self._spread = Spread(layout, owned, transport, self._peers.wait_for)
+        self.stretches = Stretches(layout, self._reducer.buckets)
+        self._lengths = [len(group["params"]) for group in self._groups]
+        inside = {id(parameter) for parameter in mine.values()}
+        self._apart = [one for group in self._groups for one in group["params"] if id(one) not in inside]
+        """Frozen ones, and those with sparse gradients: every rank steps them itself, in memory of its own."""
+
+    def _divide(self, flat: Mapping[int, Mapping[str, torch.Tensor]], rest: Mapping[int, State]) -> None:
+        """Make the stretches of this rank's share, and the optimizer that steps them.
+
+        Args:
+            flat: by the parameter's ``id``, the state of all its elements as they lie in the bucket.
+            rest: the same, for what is kept once a parameter.
+        """
+        mine = self.layout.parameters
+        self.stretches.forget()
+        if self._kind is Kind.ELEMENTWISE:
+            states: dict[Piece, State] = {}
+            for piece in self._pieces:
+                key = id(mine[piece.index])
+                own = {
+                    name: value[piece.first : piece.first + piece.numel] for name, value in flat.get(key, {}).items()
+                }
+                states[piece] = own | rest.get(key, {})
+            group_of = {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
+            self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, states)
+        self._build(mine, rest)
+
+    def _build(self, mine: Mapping[int, torch.nn.Parameter], rest: Mapping[int, State]) -> None:
+        parameters: list[list[torch.nn.Parameter]] = [[] for _ in self._groups]
+        states: dict[torch.Tensor, State] = {}
+        for stretch in self.stretches.all:
+            parameters[stretch.group].append(stretch.parameter)
+            states[stretch.parameter] = stretch.state
+        whole = {id(mine[piece.index]) for piece in self._pieces} if self._kind is Kind.WHOLE else set()
+        whole |= {id(one) for one in self._apart}
+        for number, group in enumerate(self._groups):
+            for one in group["params"]:
+                if id(one) in whole:
+                    parameters[number].append(one)
+                    states[one] = rest.get(id(one), {})
+        self.inner = build_like(
+            self._optimizer,
+            [{**_options(group), "params": own} for group, own in zip(self._groups, parameters, strict=True)],
+        )
+        for parameter, state in states.items():
+            if state:
+                self.inner.state[parameter] = state
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    def _follow(self) -> None:
+        """What has changed since the last step: the plan, the groups, or where parameters lie."""
+        if (
+            self._reducer.plan is not self.layout.plan
+            or [len(group["params"]) for group in self._groups] != self._lengths
+        ):
+            self.lay_out_again()
+        strayed = self.layout.strayed()
+        if strayed:
+            self._bring_back(strayed)
+
+    def lay_out_again(self) -> None:
+        """Along the plan in use now; state goes with its elements. Collective."""
+        flat: dict[int, dict[str, torch.Tensor]] = {}
+        rest: dict[int, State] = {}
+        for parameter, flats, others in self._whole_states():
+            flat[id(parameter)], rest[id(parameter)] = flats, others
+        before = self.layout
+        self.stretches.forget()
+        self._lay_out()
+        self._divide(flat, rest)
+        now = {id(one) for one in self.layout.parameters.values()}
+        before.release([index for index, one in before.parameters.items() if id(one) in now])
+
+    def _bring_back(self, strayed: Sequence[int]) -> None:
+        """Values that were put somewhere else: each rank writes what it owns of them."""
+        layout = self.layout
+        for index in strayed:
+            parameter, spec = layout.parameters[index], layout.plan.parameters[index]
+            if parameter.shape != spec.shape or parameter.dtype is not spec.dtype:
+                raise SetupError(
+                    f"{self._peers.where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
+                    f"sharded, and is {tuple(parameter.shape)} {parameter.dtype} now.\n"
+                    "Run a backward before the step where the dtype has changed; where the size has, build another "
+                    "parameter, and another optimizer for it."
+                )
+        for piece in self._pieces:
+            if piece.index in strayed:
+                spec = layout.plan.parameters[piece.index]
+                flat = torch.empty(spec.numel, dtype=spec.dtype, device=layout.views[piece.index].device)
+                flat.as_strided(spec.shape, spec.strides).copy_(layout.parameters[piece.index])
+                layout.flat(piece.bucket, piece.start, piece.stop, piece.index).copy_(
+                    flat[piece.first : piece.first + piece.numel]
+                )
+        layout.adopt()
+
+    # The step
+
+    def step(self) -> None:
+        """Step this rank's share; all of the model is stepped when this returns. Collective."""
+        if self.layout.is_shared:
+            self._meet()
+        self._follow()
+        for own, group in zip(self.inner.param_groups, self._groups, strict=True):
+            own.update(_options(group))
+        self.stretches.take_gradients(self._replace)
+        try:
+            self.inner.step()
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        for own, group in zip(self.inner.param_groups, self._groups, strict=True):
+            group.update(_options(own))  # some keep numbers there
+        self.steps += 1
+        if self._spread.is_needed:
+            self._spread.send()
+        if self.layout.is_shared:
+            self._meet()
+        torch.autograd.graph.increment_version([*self.layout.parameters.values()])
+
+    def _meet(self) -> None:
+        self._meeting.zero_()
+        self._peers.wait_for(self._reducer.transport.all_reduce(self._meeting), "the optimizer's step")
+
+    def _replace(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
+        state = self.inner.state.pop(stretch.parameter, {})
+        numel = stretch.parameter.numel()
+        for part in parts:
+            first = part.start - stretch.start
+            own = part_of_state(state, numel, first, first + part.parameter.numel())
+            if own:
+                self.inner.state[part.parameter] = own
+        parameters = self.inner.param_groups[stretch.group]["params"]
+        place = next(i for i, one in enumerate(parameters) if one is stretch.parameter)
+        parameters[place : place + 1] = [part.parameter for part in parts]
+
+    # State
+
+    def _whole_states(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor], State]]:
+        """The state of each parameter: by element, flat as it lies in its bucket, and the rest. Collective."""
+        plan = self.layout.plan
+        for index, flats, rest in whole_states(
+            self._held(), dict(enumerate(plan.parameters)), self._reducer.transport, self._peers.gather, self._wait_for
+        ):
+            yield self.layout.parameters[index], flats, rest
+        for parameter in self._apart:
+            if state := self.inner.state.get(parameter):
+                yield parameter, {}, dict(state)
+
+    def _wait_for(self, work: Any, what: str) -> None:
+        self._peers.wait_for(work, what)
+
+    def _held(self) -> dict[int, list[Held]]:
+        found: dict[int, list[Held]] = {}
+        for stretch in self.stretches.all:
+            state, numel = self.inner.state.get(stretch.parameter), stretch.parameter.numel()
+            for piece in stretch.pieces:
+                if not state:
+                    break
+                first = piece.start - stretch.start
+                own = part_of_state(state, numel, first, first + piece.numel)
+                flat = {key: value for key, value in own.items() if by_element(value, piece.numel)}
+                rest = {key: value for key, value in own.items() if key not in flat}
+                found.setdefault(piece.index, []).append(Held(piece.first, piece.numel, flat, rest))
+        if self._kind is Kind.WHOLE:
+            for piece in self._pieces:
+                if state := self.inner.state.get(self.layout.parameters[piece.index]):
+                    found[piece.index] = [Held(0, piece.numel, {}, dict(state))]
+        return found
+
+    def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
+        """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
+        specs = {id(one): self.layout.plan.parameters[index] for index, one in self.layout.parameters.items()}
+        for parameter, flats, rest in self._whole_states():
+            state = {}
+            for key, flat in flats.items():
+                spec = specs[id(parameter)]
+                state[key] = flat.as_strided(spec.shape, spec.strides, flat.storage_offset()).clone()
+            yield parameter, state | rest
+
+    def load(self, states: Mapping[torch.Tensor, State]) -> None:
+        """Take what this rank owns of these whole states."""
+        flat: dict[int, dict[str, torch.Tensor]] = {}
+        rest: dict[int, State] = {}
+        specs = {id(one): self.layout.plan.parameters[index] for index, one in self.layout.parameters.items()}
+        by_elements = self._kind is Kind.ELEMENTWISE
+        for parameter, state in states.items():
+            spec = specs.get(id(parameter))
+            flats = {}
+            for key, value in state.items() if spec is not None and by_elements else ():
+                if torch.is_tensor(value) and value.shape == parameter.shape and (value.dim() or key != "step"):
+                    flats[key] = _laid_flat(value, spec)
+            flat[id(parameter)] = flats
+            rest[id(parameter)] = {key: value for key, value in state.items() if key not in flats}
+        self._divide(flat, rest)
+
+    def release(self) -> None:
+        """Parameters get memory of their own."""
+        self.stretches.forget()
+        self.layout.release()
+
+
+def _laid_flat(value: torch.Tensor, spec: Any) -> torch.Tensor:
+    flat = torch.empty(spec.numel, dtype=value.dtype, device=value.device)
+    flat.as_strided(spec.shape, spec.strides).copy_(value)
+    return flat
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

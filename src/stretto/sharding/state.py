@@ -1,0 +1,72 @@
+"""The whole state of an optimizer whose ranks keep shares of it, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..specs import ParameterSpec
+from ..transport import Transport, Work
+from .stretches import State
+
+
+class Held(NamedTuple):
+    """What one rank keeps for some elements of a parameter."""
+
+    first: int
+    numel: int
+    flat: dict[str, torch.Tensor]
+    """By element."""
+    rest: State
+    """For all of the parameter; the same on all ranks that have some of it."""
+
+
+class _Told(NamedTuple):
+    dtypes: dict[str, torch.dtype]
+    rest: State
+
+
+def whole_states(
+    held: Mapping[int, Sequence[Held]],
+    specs: Mapping[int, ParameterSpec],
+    transport: Transport,
+    gather: Callable[[Any], list[Any]],
+    wait_for: Callable[[Work, str], None],
+) -> Iterator[tuple[int, dict[str, torch.Tensor], State]]:
+    """For each parameter its index, its by-element tensors, flat and whole, and the rest. Collective; exhaust it.
+
+    Args:
+        held: what this rank keeps, by parameter.
+        specs: of all parameters, by the same numbers on all ranks.
+        transport: carries what is kept by element, one message a parameter.
+        gather: the values of all ranks, for the rest.
+        wait_for: waits for a collective, named by a noun.
+    """
+    told: dict[int, _Told] = {}
+    mine = {
+        index: _Told({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
+        for index, parts in held.items()
+    }
+    for theirs in gather(mine):
+        told = theirs | told
+    for index in sorted(told):
+        numel, (dtypes, rest) = specs[index].numel, told[index]
+        message = torch.zeros(sum(numel * dtype.itemsize for dtype in dtypes.values()), dtype=torch.uint8)
+        flats = _cut(message, numel, dtypes)
+        for part in held.get(index, ()):
+            for key, value in part.flat.items():
+                flats[key][part.first : part.first + part.numel] = value
+        if len(message):
+            wait_for(transport.all_reduce(message), "the optimizer's state")
+        yield index, flats, rest
+
+
+def _cut(message: torch.Tensor, numel: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """The widest first, so that each begins where it may."""
+    found, start = {}, 0
+    for key, dtype in sorted(dtypes.items(), key=lambda item: -item[1].itemsize):
+        found[key] = message[start : start + numel * dtype.itemsize].view(dtype)
+        start += numel * dtype.itemsize
+    return {key: found[key] for key in dtypes}

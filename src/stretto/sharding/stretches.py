@@ -1,0 +1,216 @@
+"""What the optimizer of this rank steps: stretches of its share, each one flat parameter with one flat gradient.
+
+    bucket of the plan:      | p0       | p1   | p2         |          share of rank 0 | share of rank 1
+    stretches of rank 1:                   | p1+p2, as long as their group and their state are alike |
+
+A stretch is as long as it can be, so that the optimizer has few tensors to go through. Where parameters of one stretch
+part ways (one has no gradient in this pass, so its state must not move), it is split; it stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..bucket import Bucket
+from ..slots import which_lie_in
+from .layout import Layout
+from .ownership import Piece
+
+State = dict[str, Any]
+"""What an optimizer keeps for a parameter; of a flat one, one-dimensional tensors are by element, the rest for all."""
+
+
+@dataclass(eq=False)
+class Stretch:
+    """Some pieces that lie one behind the other."""
+
+    pieces: Sequence[Piece]
+    group: int
+    parameter: torch.nn.Parameter
+    """Lies in the layout; ``.grad`` is the same stretch of the bucket's slots, or None."""
+    slots: torch.Tensor
+    """That stretch, wherever the slots go."""
+    state: State = field(default_factory=dict)
+    """At the beginning."""
+
+    @property
+    def start(self) -> int:
+        """Its first element in the bucket."""
+        return self.pieces[0].start
+
+    @property
+    def bucket(self) -> int:
+        """Number of the bucket."""
+        return self.pieces[0].bucket
+
+
+def by_element(value: Any, numel: int) -> bool:
+    """Whether it is a state of each element of a flat parameter."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
+
+
+def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -> State:
+    """What belongs to some elements of a flat parameter. By-element tensors are views; the rest is copied."""
+    return {
+        key: value[first:stop] if by_element(value, numel) else value.clone() if torch.is_tensor(value) else value
+        for key, value in state.items()
+    }
+
+
+def _join(states: Sequence[State], numels: Sequence[int]) -> State:
+    if len(states) == 1:
+        return states[0]
+    return {
+        key: torch.cat([state[key] for state in states]) if by_element(value, numels[0]) else value
+        for key, value in states[0].items()
+    }
+
+
+def _go_together(one: State, numel: int, other: State, other_numel: int) -> bool:
+    if one.keys() != other.keys():
+        return False
+    for key, value in one.items():
+        flat = by_element(value, numel)
+        if flat != by_element(other[key], other_numel):
+            return False
+        if not flat and not (torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]):
+            return False
+    return True
+
+
+class Stretches:
+    """Those of one rank, and their gradients.
+
+    Args:
+        layout: where parameters lie.
+        buckets: where gradients lie, by number.
+    """
+
+    def __init__(self, layout: Layout, buckets: Sequence[Bucket]) -> None:
+        self._layout = layout
+        self._buckets = buckets
+        self.all: list[Stretch] = []
+        self._in_place = False
+        """Whether every stretch has its slots as gradient."""
+        self._parameters: list[torch.nn.Parameter] = []
+        self._slots: list[torch.Tensor] = []
+
+    def cut(self, pieces: Sequence[Piece], group_of: Mapping[int, int], states: Mapping[Piece, State]) -> None:
+        """Make the longest stretches of these pieces, given in order.
+
+        Args:
+            pieces: this rank's.
+            group_of: the parameter group, by index of the parameter.
+            states: what the optimizer keeps, by piece.
+        """
+        runs: list[list[Piece]] = []
+        for piece in pieces:
+            last = runs[-1][-1] if runs else None
+            alike = (
+                last is not None
+                and last.bucket == piece.bucket
+                and last.stop == piece.start
+                and group_of[last.index] == group_of[piece.index]
+                and self._layout.follows(last.index, piece.index)
+                and _go_together(states.get(last, {}), last.numel, states.get(piece, {}), piece.numel)
+            )
+            if alike:
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        for run in runs:
+            state = _join([states.get(piece, {}) for piece in run], [piece.numel for piece in run])
+            self.all.append(self._stretch(run, group_of[run[0].index], state))
+        self._look_at()
+
+    def _stretch(self, pieces: Sequence[Piece], group: int, state: State) -> Stretch:
+        first, last = pieces[0], pieces[-1]
+        flat = self._layout.flat(first.bucket, first.start, last.stop, first.index)
+        slots = self._buckets[first.bucket].memory.stretch(first.start, last.stop)
+        return Stretch(pieces, group, torch.nn.Parameter(flat), slots, state)
+
+    def _look_at(self) -> None:
+        """Remember whose gradients are to be looked at before each step."""
+        seen: dict[int, torch.Tensor] = {}
+        for stretch in self.all:
+            bucket = self._buckets[stretch.bucket]
+            for piece in stretch.pieces:
+                seen[piece.index] = bucket.views[bucket.indices.index(piece.index)]
+        self._parameters = [self._layout.parameters[index] for index in seen]
+        self._slots = list(seen.values())
+        self._in_place = False
+
+    def forget(self) -> None:
+        """They are not used any more."""
+        for stretch in self.all:
+            self._buckets[stretch.bucket].memory.forget_stretch(stretch.slots)
+        self.all.clear()
+
+    # Gradients
+
+    def take_gradients(self, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> None:
+        """Give each stretch its gradient as it is now.
+
+        Args:
+            replaced: told of a stretch that was split, and into which.
+        """
+        inside = which_lie_in([parameter.grad for parameter in self._parameters], self._slots)
+        if all(inside):
+            if not self._in_place:
+                for stretch in self.all:
+                    stretch.parameter.grad = stretch.slots
+            self._in_place = True
+            return
+        self._in_place = False
+        for stretch in [*self.all]:
+            for part in self._alike(stretch, replaced):
+                part.parameter.grad = self._gradient(part)
+
+    def _alike(self, stretch: Stretch, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> Sequence[Stretch]:
+        """The stretch, or parts of it whose gradients are alike: in their slots, elsewhere, or none."""
+        runs: list[list[Piece]] = []
+        before: object = None
+        for piece in stretch.pieces:
+            where = self._where(piece)
+            if runs and where is before:
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+            before = where
+        if len(runs) == 1:
+            return [stretch]
+        parts = [self._stretch(run, stretch.group, {}) for run in runs]
+        place = self.all.index(stretch)
+        self.all[place : place + 1] = parts
+        self._buckets[stretch.bucket].memory.forget_stretch(stretch.slots)
+        replaced(stretch, parts)
+        self._look_at()
+        return parts
+
+    def _where(self, piece: Piece) -> bool | None:
+        gradient = self._layout.parameters[piece.index].grad
+        if gradient is None:
+            return None
+        bucket = self._buckets[piece.bucket]
+        return which_lie_in([gradient], [bucket.views[bucket.indices.index(piece.index)]])[0]
+
+    def _gradient(self, stretch: Stretch) -> torch.Tensor | None:
+        where = self._where(stretch.pieces[0])
+        if where is None:
+            return None
+        if where:
+            return stretch.slots
+        return torch.cat([self._elsewhere(piece) for piece in stretch.pieces])
+
+    def _elsewhere(self, piece: Piece) -> torch.Tensor:
+        """A gradient that somebody has put in place of the slot."""
+        gradient = self._layout.parameters[piece.index].grad
+        assert gradient is not None, "asked by _where"
+        spec = self._layout.plan.parameters[piece.index]
+        flat = torch.empty(spec.numel, dtype=gradient.dtype, device=gradient.device)
+        flat.as_strided(spec.shape, spec.strides).copy_(gradient)
+        return flat[piece.first : piece.first + piece.numel]

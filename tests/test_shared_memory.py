@@ -27,7 +27,7 @@ from stretto.transport import LocalTransport, ProcessGroupTransport, SharedMemor
 from stretto.transport.futex import Futex
 from stretto.transport.memory import CHUNK_BYTES, SEGMENTS
 from stretto.transport.page import ENTRIES, FINISHED, PUBLISHED, SEQUENCE
-from stretto.transport.shared_memory import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES
+from stretto.transport.sums import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

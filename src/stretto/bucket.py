@@ -32,6 +32,7 @@ from .plan import BucketPlan
 from .scaling import Scaling, encode_weight
 from .slots import Slots, hand_out, lies_in, which_lie_in
 from .transport.base import Transport, Work
+from .withheld import Withheld
 from .words import ALL_WELL, NOTHING_SAID, Control, ControlWords
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -48,6 +49,7 @@ class Bucket:
         "_complete",
         "_mean",
         "_scaling",
+        "_share",
         "_standing",
         "arrived",
         "aside",
@@ -73,6 +75,7 @@ class Bucket:
         "taken",
         "views",
         "weight",
+        "withheld",
         "work",
     )
 
@@ -100,6 +103,9 @@ class Bucket:
         self.payload_bytes = plan.bucket_bytes(index)
         self._scaling = scaling
         self._mean = getattr(transport, "all_reduce_mean", None) if scaling.is_plain_mean else None
+        self._share = getattr(transport, "reduce_shares", None)
+        self.withheld: Sequence[Withheld] = ()
+        """What becomes ``.grad`` where this rank needs no more than its share of the mean, by place."""
         self.loose: set[int] = set()
         """Places of parameters that do not fit their slot (another dtype, another shape): sent as nothing, and
         ``.grad`` left alone. See rejoin.py."""
@@ -217,7 +223,8 @@ class Bucket:
         if self._mean is not None:
             if self.slots is not self.payload:
                 self.payload.copy_(self.slots)
-            self.work = self._mean(self.flat, len(self.payload))
+            reduce = self._share if self.withheld and self._share is not None else self._mean
+            self.work = reduce(self.flat, len(self.payload))
             return
         for place, value in self._before.items():
             self.views[place].sub_(value)
@@ -283,6 +290,12 @@ class Bucket:
                 hand_out(parameter, before, view)
             elif before is not None:
                 parameter.grad = before
+
+    def withhold(self) -> None:
+        """What is in ``.grad`` is not the mean, but for this rank's share: nobody shall take it for that."""
+        for place, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and place not in self.loose:
+                parameter.grad = self.withheld[place]
 
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""

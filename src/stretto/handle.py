@@ -314,10 +314,10 @@ class Synchronizer:
         with tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep):
             yield
 
-    def shard(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+    def shard(self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True) -> ShardedOptimizer:
         """See :func:`stretto.shard`. Collective."""
         taken = [parameter for one in self._sharded for group in one.param_groups for parameter in group["params"]]
-        sharded = begin(optimizer, self.module, self._reducer, self._peers, taken)
+        sharded = begin(optimizer, self.module, self._reducer, self._peers, taken, keep_grads=keep_grads)
         self._sharded.append(sharded)
         return sharded
 

@@ -31,6 +31,7 @@ from .preset import Preset
 from .scaling import Scaling
 from .slots import hand_out
 from .transport.base import Transport, Work
+from .withheld import leave_in_shares
 from .words import Control, ControlWords
 
 TIDY_EVERY = 16
@@ -71,6 +72,7 @@ class LaunchQueue:
         self.total_bytes = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
+        self.in_shares: Collection[int] = ()  # ids of parameters of whose gradients each rank needs its share alone
         self.presence = Presence(transport)
         self._footers: Footers | None = None
         self._weight = 1.0
@@ -112,6 +114,12 @@ class LaunchQueue:
                     view.copy_(parameter.grad)
                     hand_out(parameter, parameter.grad, view)
         self.bucket_of = [home[index] for index in range(len(self.names))]
+        self.withhold(self.in_shares)
+
+    def withhold(self, parameters: Collection[int]) -> None:
+        """Of the gradients of these, given by ``id``, each rank needs its share alone."""
+        self.in_shares = parameters if self.scaling.is_plain_mean and self.comm_hook is None else ()
+        leave_in_shares(self.buckets, self.names, self.in_shares, self.transport.rank)
 
     # Do parameters still fit?
 
@@ -245,24 +253,18 @@ class LaunchQueue:
             if not bucket.skipped:
                 bucket.unpack(factor)
         if late:
-            self._second_round()
+            says, send = self._says, self._send
+            second_round(
+                self.buckets, self.transport, self.scaling, self.wait_for, weight=self._weight, says=says, send=send
+            )
         for bucket in self.buckets if release else ():
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)
+            if bucket.withheld:
+                bucket.withhold()
         if self.presence.active:
             self.presence.record(self.buckets)
         return words
-
-    def _second_round(self) -> None:
-        second_round(
-            self.buckets,
-            self.transport,
-            self.scaling,
-            self.wait_for,
-            weight=self._weight,
-            says=self._says,
-            send=self._send,
-        )
 
     def reset(self) -> None:
         """Empty, for the next pass."""

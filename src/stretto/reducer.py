@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,6 @@ import torch
 from .arrivals import owner_of
 from .beside import Beside
 from .broadcast import CoalescedMessages
-from .bucket import Bucket
 from .buffers import BufferPlaces
 from .check import Inspection
 from .comm_hooks import CommHook
@@ -116,9 +115,9 @@ class Reducer:
         return self._queue.plan
 
     @property
-    def buckets(self) -> Sequence[Bucket]:
-        """Those of the plan in use."""
-        return self._queue.buckets
+    def queue(self) -> LaunchQueue:
+        """The buckets of the plan in use."""
+        return self._queue
 
     @property
     def transport(self) -> Transport:

@@ -9,7 +9,9 @@ from .handle import Synchronizer
 from .sharding import ShardedOptimizer
 
 
-def shard(optimizer: torch.optim.Optimizer, sync: Synchronizer | DistributedDataParallel) -> ShardedOptimizer:
+def shard(
+    optimizer: torch.optim.Optimizer, sync: Synchronizer | DistributedDataParallel, *, keep_grads: bool = True
+) -> ShardedOptimizer:
     """Divide an optimizer over the ranks: each keeps 1/N of its state and steps 1/N of the model. Collective.
 
     What the field calls ZeRO, stage 1 (Rajbhandari et al., 2020), exactly: the same numbers as without. Ranks of one
@@ -28,6 +30,9 @@ def shard(optimizer: torch.optim.Optimizer, sync: Synchronizer | DistributedData
             then each parameter stays whole on one rank. Over parameters that ``sync`` reduces, and frozen ones of its
             module; not stepped before.
         sync: the handle from :func:`stretto.attach`, or the drop-in.
+        keep_grads: False to leave each rank with its share of the mean gradient: all that its step needs, and less to
+            send. ``.grad`` raises then when it is read; ``step`` sets it to None, ``sync.clip_grad_norm_`` clips.
+            Without effect where parameters stay whole.
 
     Returns:
         The optimizer to use from here on. The one given keeps the parameter groups, and no state. ``sync.detach()``
@@ -49,4 +54,6 @@ def shard(optimizer: torch.optim.Optimizer, sync: Synchronizer | DistributedData
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-    return (sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync).shard(optimizer)
+    return (sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync).shard(
+        optimizer, keep_grads=keep_grads
+    )

@@ -21,6 +21,8 @@ def begin(
     reducer: Reducer | None,
     peers: Peers | None,
     taken: Iterable[torch.Tensor],
+    *,
+    keep_grads: bool,
 ) -> ShardedOptimizer:
     """Shard it. Collective.
 
@@ -30,6 +32,7 @@ def begin(
         reducer: has its gradients; None where there is one rank, which then steps all of it.
         peers: the other ranks.
         taken: parameters that sharded optimizers have already.
+        keep_grads: as for :func:`stretto.shard`.
 
     Raises:
         SetupError: see :func:`stretto.shard`.
@@ -40,11 +43,11 @@ def begin(
     kind, problem = Kind.ELEMENTWISE, None
     where = f"rank {reducer.transport.rank}, shard"
     try:
-        _refuse_others(optimizer, module, reducer, where)
         kind = kind_of(_refused(optimizer, module, taken, where), where)
+        _refuse_others(optimizer, module, reducer, where)
     except StrettoError as error:
         problem = error
-    told = peers.gather((problem and str(problem), [] if problem else _facts(optimizer, module)))
+    told = peers.gather((problem and str(problem), [] if problem else [keep_grads, *_facts(optimizer, module)]))
     if problem is not None:
         raise problem
     for rank, (theirs, facts) in enumerate(told):
@@ -52,7 +55,7 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if facts != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
-    return ShardedOptimizer(optimizer, Shares(optimizer, kind, reducer, peers), where)
+    return ShardedOptimizer(optimizer, Shares(optimizer, kind, reducer, peers, keep_grads), where)
 
 
 def _refused(
@@ -84,8 +87,6 @@ def _has_stepped(state: dict[str, Any]) -> bool:
 
 
 def _refuse_others(optimizer: torch.optim.Optimizer, module: torch.nn.Module, reducer: Reducer, where: str) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     reduced = {id(parameter) for parameter in reducer.parameters}
     for number, group in enumerate(optimizer.param_groups):
@@ -105,6 +106,9 @@ def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[An
 
 
 def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
+    if theirs[0] != first[0]:
+        return f"rank {rank} has keep_grads={theirs[0]}, rank 0 keep_grads={first[0]}."
+    theirs, first = theirs[1:], first[1:]
     if theirs[0] != first[0]:
         return f"rank {rank} has {theirs[0]}, rank 0 {first[0]}."
     if len(theirs) != len(first):

@@ -17,6 +17,7 @@ import torch
 from ..errors import SetupError
 from ..peers import Peers
 from ..reducer import Reducer
+from ..withheld import Withheld
 from .kinds import Kind, build_like
 from .layout import Layout
 from .ownership import Piece, pieces_of, whole_pieces_of
@@ -35,15 +36,22 @@ class Shares:
         kind: how it can be divided.
         reducer: has the plan, and the gradients.
         peers: the other ranks.
+        keep_grads: whether ``.grad`` is the mean on every rank; else each has its share alone.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, keep_grads: bool
+    ) -> None:
         self._optimizer = optimizer
         self._kind = kind
+        self.keep_grads = keep_grads
         self._reducer = reducer
         self._peers = peers
         self._meeting = torch.zeros(1, dtype=torch.int32)
         self.steps = 0
+        if not keep_grads and kind is Kind.ELEMENTWISE:
+            everything = [id(parameter) for group in self._groups for parameter in group["params"]]
+            reducer.queue.withhold({*reducer.queue.in_shares, *everything})
         self._lay_out()
         self._divide({}, {})
 
@@ -60,7 +68,7 @@ class Shares:
         known = {id(one) for group in self._groups for one in group["params"]}
         mine = {
             index: parameter
-            for bucket in self._reducer.buckets
+            for bucket in self._reducer.queue.buckets
             for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
             if id(parameter) in known
         }
@@ -72,7 +80,7 @@ class Shares:
         owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
         self.layout, self._pieces = layout, owned[transport.rank]
         self._spread = Spread(layout, owned, transport, self._peers.wait_for)
-        self.stretches = Stretches(layout, self._reducer.buckets)
+        self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._lengths = [len(group["params"]) for group in self._groups]
         inside = {id(parameter) for parameter in mine.values()}
         self._apart = [one for group in self._groups for one in group["params"] if id(one) not in inside]
@@ -194,7 +202,11 @@ class Shares:
             self._spread.send()
         if self.layout.is_shared:
             self._meet()
-        torch.autograd.graph.increment_version([*self.layout.parameters.values()])
+        parameters = [*self.layout.parameters.values()]
+        torch.autograd.graph.increment_version(parameters)
+        for parameter in () if self.keep_grads else parameters:
+            if isinstance(parameter.grad, Withheld):
+                parameter.grad = None
 
     def _meet(self) -> None:
         self._meeting.zero_()

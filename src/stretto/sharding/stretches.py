@@ -9,6 +9,7 @@ part ways (one has no gradient in this pass, so its state must not move), it is 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 from ..bucket import Bucket
-from ..slots import which_lie_in
+from ..slots import lies_in, which_lie_in
+from ..withheld import Withheld
 from .layout import Layout
 from .ownership import Piece
 
@@ -46,6 +48,12 @@ class Stretch:
     def bucket(self) -> int:
         """Number of the bucket."""
         return self.pieces[0].bucket
+
+
+def _in_grad(bucket: Bucket, piece: Piece) -> torch.Tensor:
+    """What ``.grad`` of the piece's parameter is when its mean lies in the bucket."""
+    place = bucket.indices.index(piece.index)
+    return bucket.withheld[place] if bucket.withheld else bucket.views[place]
 
 
 def by_element(value: Any, numel: int) -> bool:
@@ -98,6 +106,8 @@ class Stretches:
         """Whether every stretch has its slots as gradient."""
         self._parameters: list[torch.nn.Parameter] = []
         self._slots: list[torch.Tensor] = []
+        """Of these parameters; or what stands for it in ``.grad``, where each rank has its share alone."""
+        self._all_visible = True
 
     def cut(self, pieces: Sequence[Piece], group_of: Mapping[int, int], states: Mapping[Piece, State]) -> None:
         """Make the longest stretches of these pieces, given in order.
@@ -139,9 +149,10 @@ class Stretches:
         for stretch in self.all:
             bucket = self._buckets[stretch.bucket]
             for piece in stretch.pieces:
-                seen[piece.index] = bucket.views[bucket.indices.index(piece.index)]
+                seen[piece.index] = _in_grad(bucket, piece)
         self._parameters = [self._layout.parameters[index] for index in seen]
         self._slots = list(seen.values())
+        self._all_visible = not any(isinstance(slot, Withheld) for slot in self._slots)
         self._in_place = False
 
     def forget(self) -> None:
@@ -152,14 +163,25 @@ class Stretches:
 
     # Gradients
 
+    def shares_of_gradients(self) -> list[torch.Tensor]:
+        """This rank's share of what is withheld, flat."""
+        return [
+            stretch.slots[piece.start - stretch.start : piece.stop - stretch.start]
+            for stretch in self.all
+            for piece in stretch.pieces
+            if isinstance(self._layout.parameters[piece.index].grad, Withheld)
+        ]
+
     def take_gradients(self, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> None:
         """Give each stretch its gradient as it is now.
 
         Args:
             replaced: told of a stretch that was split, and into which.
         """
-        inside = which_lie_in([parameter.grad for parameter in self._parameters], self._slots)
-        if all(inside):
+        gradients = [parameter.grad for parameter in self._parameters]
+        if all(map(operator.is_, gradients, self._slots)) or (
+            self._all_visible and all(which_lie_in(gradients, self._slots))
+        ):
             if not self._in_place:
                 for stretch in self.all:
                     stretch.parameter.grad = stretch.slots
@@ -195,8 +217,8 @@ class Stretches:
         gradient = self._layout.parameters[piece.index].grad
         if gradient is None:
             return None
-        bucket = self._buckets[piece.bucket]
-        return which_lie_in([gradient], [bucket.views[bucket.indices.index(piece.index)]])[0]
+        slot = _in_grad(self._buckets[piece.bucket], piece)
+        return gradient is slot or (not isinstance(slot, Withheld) and lies_in(gradient, slot))
 
     def _gradient(self, stretch: Stretch) -> torch.Tensor | None:
         where = self._where(stretch.pieces[0])

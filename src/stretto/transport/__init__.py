@@ -7,7 +7,8 @@ from .hierarchical import HierarchicalTransport
 from .local import LocalGroup, LocalTransport
 from .process_group import ProcessGroupTransport
 from .round_robin import RoundRobinTransport
-from .shared_memory import SharedMemoryTransport, slice_of
+from .shared_memory import SharedMemoryTransport
+from .slices import slice_of
 
 __all__ = [
     "CommonMemory",

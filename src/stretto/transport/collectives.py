@@ -20,8 +20,8 @@ from ..specs import dtype_name
 from .host import Host, Posted
 from .message import Message
 from .page import ENTRIES, Entry
-from .shared_memory import Copy
 from .staging import Staging
+from .sums import Copy
 
 KIB = 1024
 PIECE_BYTES = 1024 * KIB

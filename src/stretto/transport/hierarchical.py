@@ -31,8 +31,10 @@ from ..specs import dtype_name
 from .base import Transport, Work
 from .common import Offered
 from .host import Host
-from .shared_memory import BLOCK_BYTES, CLOSE_SECONDS, MIB, PIECE_BYTES, SMALL_BYTES, Block, slice_of, views
+from .shared_memory import CLOSE_SECONDS
+from .slices import slice_of
 from .staging import Staging
+from .sums import BLOCK_BYTES, MIB, PIECE_BYTES, SMALL_BYTES, Block, views
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host in order; hosts in the order of their first ranks."""

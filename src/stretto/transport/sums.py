@@ -1,0 +1,248 @@
+"""What the collectives of one host's ranks do with memory.
+
+A large message has two halves. When all have published, each rank sums its slice over everybody's memory, in rank
+order, and writes the sum into everybody's memory; when all have finished, the result is there. A small one is copied
+into memory that is not waited for, and each rank sums all of it for itself: one meeting instead of two. Either way
+every element is summed in rank order, so the bits are the same on every rank, for every plan, in every run.
+
+Half types are summed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..specs import dtype_name
+from .host import Host
+from .page import Entry
+from .slices import slice_of
+from .staging import Staging
+
+KIB, MIB = 1024, 1024 * 1024
+SMALL_BYTES = 16 * KIB
+"""Up to here each rank sums all of a message for itself."""
+BLOCK_BYTES = 128 * KIB
+"""Added and written in blocks that stay in the processor's cache in between."""
+PIECE_BYTES = 4 * MIB
+"""What does not lie in shared memory passes through it in pieces of this size."""
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+class SumForAll:
+    """Each rank sums all of a small message: from everybody's staging memory into the tensor."""
+
+    root = None
+    by_all = False
+
+    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
+        self.action = _action("mean" if averaged else "sum", result.dtype)
+        self.numel = result.numel()
+        self._averaged = averaged
+        self.tensor: torch.Tensor = staging.take(result.nbytes)
+        self._host, self._result, self._staging = host, result, staging
+        staging.view(self.tensor, result).copy_(result)
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Sum."""
+        routes, divisor = self._host.routes, len(self._host.peers)
+        key = (self._result.dtype, *entries)
+        parts = routes.get(key)
+        if parts is None:
+            parts = routes[key] = views(self._host, entries, self._result.dtype, 0, self.numel)
+        if self._result.dtype in _WIDER:
+            total = _widened(parts)
+            total[: self._averaged].div_(divisor)
+            self._result.copy_(total)
+            return
+        _added(parts, self._result)
+        if self._averaged:
+            self._result[: self._averaged].div_(divisor)
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """The staging memory is free."""
+        self._staging.give(self.tensor)
+
+
+class SumOfSlices:
+    """Each rank sums its slice in the first rank's memory and copies it to the others'."""
+
+    root = None
+    by_all = True
+
+    def __init__(self, host: Host, tensor: torch.Tensor, averaged: int) -> None:
+        self.action = _action("mean" if averaged else "sum", tensor.dtype)
+        self.numel = tensor.numel()
+        self.dtype = tensor.dtype
+        self.tensor: torch.Tensor = tensor
+        self._averaged = averaged
+        self._host = host
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Sum and write, block by block."""
+        for block in self.blocks(entries):
+            total = block.add_up()
+            for part in block.parts[1:]:
+                part.copy_(total)
+
+    def blocks(self, entries: Sequence[bytes]) -> list[Block]:
+        """This rank's slice of every rank's tensor, cut into blocks."""
+        key = (self.dtype, self.numel, self._averaged, *entries)
+        found: list[Block] | None = self._host.routes.get(key)
+        if found is None:
+            places = len(self._host.peers)
+            low, high = slice_of(self.numel, self._host.place, places)
+            edge = min(max(low, self._averaged), high)
+            step = BLOCK_BYTES // self.dtype.itemsize
+            found = [
+                Block(views(self._host, entries, self.dtype, start, min(start + step, end)), divisor)
+                for begin, end, divisor in ((low, edge, places), (edge, high, 1))
+                for start in range(begin, end, step)
+            ]
+            self._host.routes[key] = found
+        return found
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """The result is in place."""
+
+
+class SumOfShare(SumOfSlices):
+    """Each rank sums its share in its own memory, and for itself what lies behind the shares of all."""
+
+    def __init__(self, host: Host, tensor: torch.Tensor, shared: int) -> None:
+        super().__init__(host, tensor, shared)
+        self.action = _action("share", tensor.dtype)
+        self._behind: torch.Tensor | None = None
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Sum."""
+        for block in self.blocks(entries):
+            block.add_up(self._host.place)
+        behind = views(self._host, entries, self.dtype, self._averaged, self.numel)
+        self._behind = _widened(behind) if self.dtype in _WIDER else _added(behind, torch.empty_like(behind[0]))
+
+    def blocks(self, entries: Sequence[bytes]) -> list[Block]:
+        """This rank's share of every rank's tensor, cut into blocks."""
+        key = (self.action, self.numel, self._averaged, *entries)
+        found: list[Block] | None = self._host.routes.get(key)
+        if found is None:
+            places, step = len(self._host.peers), BLOCK_BYTES // self.dtype.itemsize
+            low, high = slice_of(self._averaged, self._host.place, places)
+            found = [
+                Block(views(self._host, entries, self.dtype, start, min(start + step, high)), places)
+                for start in range(low, high, step)
+            ]
+            self._host.routes[key] = found
+        return found
+
+    def release(self) -> None:
+        """Nobody reads any more what this rank brought."""
+        assert self._behind is not None, "it has begun"
+        self.tensor[self._averaged :].copy_(self._behind)
+
+
+class StagedSum(SumOfSlices):
+    """The same for a tensor that lies elsewhere."""
+
+    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
+        self._memory = staging.take(result.nbytes)
+        super().__init__(host, staging.view(self._memory, result), averaged)
+        self._result, self._staging = result, staging
+        self.tensor.copy_(result)
+
+    def release(self) -> None:
+        """The result goes where it was asked for."""
+        self._result.copy_(self.tensor)
+        self._staging.give(self._memory)
+
+
+class Copy:
+    """One rank's tensor for all."""
+
+    by_all = False
+
+    def __init__(self, host: Host, tensor: torch.Tensor, staging: Staging, root: int) -> None:
+        self.action = f"broadcast by {root}".encode()
+        self.numel = tensor.numel()
+        self.root = root
+        self._host, self._result, self._staging = host, tensor, staging
+        self.tensor: torch.Tensor | None = None
+        if root == host.place:
+            self.tensor = staging.take(tensor.nbytes)
+            self.tensor[: self.numel].copy_(tensor)
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Receive."""
+        if self.root != self._host.place:
+            memory = self._host.peers[self.root].memory
+            self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self.numel))
+
+    def end(self) -> None:
+        """Whoever called may let go of the tensor."""
+        del self._result
+
+    def release(self) -> None:
+        """The staging memory is free."""
+        if self.tensor is not None:
+            self._staging.give(self.tensor)
+
+
+def views(host: Host, entries: Sequence[bytes], dtype: torch.dtype, low: int, high: int) -> list[torch.Tensor]:
+    """Elements ``low`` to ``high`` of every rank's tensor."""
+    size = dtype.itemsize
+    return [
+        peer.memory.bytes_at(Entry.unpack(entry).location.plus(low * size), (high - low) * size).view(dtype)
+        for peer, entry in zip(host.peers, entries, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The same elements of every rank's tensor."""
+
+    parts: Sequence[torch.Tensor]
+    divisor: int
+
+    def add_up(self, place: int = 0) -> torch.Tensor:
+        """The sum in rank order, divided, in the memory of one of them; the others' stay as they are."""
+        total = self.parts[place]
+        if total.dtype in _WIDER:
+            wide = _widened(self.parts)
+            total.copy_(wide if self.divisor == 1 else wide.div_(self.divisor))
+            return total
+        if place < 2:
+            _added(self.parts, total)
+        else:  # in rank order all the same
+            total.copy_(_added(self.parts, torch.empty_like(total)))
+        return total if self.divisor == 1 else total.div_(self.divisor)
+
+
+def _added(parts: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+    """The sum in rank order, written into ``total``, which may be one of the first two."""
+    if len(parts) == 1:
+        return total.copy_(parts[0])
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)
+    return total
+
+
+def _widened(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].to(_WIDER[parts[0].dtype])
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+@functools.cache
+def _action(what: str, dtype: torch.dtype) -> bytes:
+    return f"{what} {dtype_name(dtype)}".encode()

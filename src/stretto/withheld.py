@@ -1,0 +1,79 @@
+"""What stands in ``.grad`` where this rank has only its share of the mean: whoever reads it is told so.
+
+A gradient that is missing would be passed over in silence by ``clip_grad_norm_``, and a partial one taken for the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+
+
+class Withheld(torch.Tensor):
+    """Has the shape and dtype of a gradient, and no values. Everything that reads or writes it raises."""
+
+    said: str
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, where: str, name: str) -> Withheld:
+        """In place of the gradient of a parameter.
+
+        Args:
+            parameter: what it is the gradient of.
+            where: how the message begins.
+            name: of the parameter.
+        """
+        made: Withheld = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.said = (
+            f"{where}: the gradient of {name} is not here: with keep_grads=False each rank has its share of it alone.\n"
+            "Use sync.clip_grad_norm_(), call zero_grad() or step() before the next backward, or "
+            "stretto.shard(..., keep_grads=True) to look at gradients."
+        )
+        return made
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]  # it returns nothing, ever
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        _refuse((*args, *(kwargs or {}).values()))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        _refuse((*args, *(kwargs or {}).values()))
+
+
+def _refuse(values: Sequence[Any]) -> NoReturn:
+    for value in values:
+        if isinstance(value, Withheld):
+            raise UnsupportedError(value.said)
+        if isinstance(value, (tuple, list)) and any(isinstance(one, Withheld) for one in value):
+            _refuse(value)
+    raise AssertionError("called for one that is withheld")
+
+
+def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters: Collection[int], rank: int) -> None:
+    """Buckets that hold none but these parameters are reduced no further than to each rank's share. Alike on all ranks.
+
+    Args:
+        buckets: all of a plan.
+        names: of its parameters.
+        parameters: given by ``id``.
+        rank: for messages.
+    """
+    for bucket in buckets:
+        alive, named = bucket.parameters, [names[index] for index in bucket.indices]
+        if not all(id(one) in parameters for one in alive):
+            bucket.withheld = ()
+        elif not bucket.withheld:
+            bucket.withheld = [Withheld.of(one, f"rank {rank}", name) for one, name in zip(alive, named, strict=True)]

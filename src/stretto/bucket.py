@@ -220,11 +220,11 @@ class Bucket:
 
     def send(self, transport: Transport, weight: float) -> None:
         """Hand it to the transport: cast, weighted, and divided before the sum unless the transport does that."""
-        if self._mean is not None:
+        at_once = self._share if self.withheld and self._share is not None else self._mean
+        if at_once is not None:
             if self.slots is not self.payload:
                 self.payload.copy_(self.slots)
-            reduce = self._share if self.withheld and self._share is not None else self._mean
-            self.work = reduce(self.flat, len(self.payload))
+            self.work = at_once(self.flat, len(self.payload))
             return
         for place, value in self._before.items():
             self.views[place].sub_(value)

@@ -36,6 +36,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 
 from .bucket import Bucket
+from .errors import SetupError
+from .options import Options
 from .transport.base import Transport, Work
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
@@ -242,3 +244,23 @@ class _StepOnce:
                 optimizer.step()
             parameter.grad = None
         return mean
+
+
+def refuse_hook(hook: object, options: Options, rank: int) -> None:
+    """Raise what keeps it from being registered with these options, if anything."""
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable, got {hook!r}")
+    if options.weighted or options.reduce != "mean" or options.predivide_factor is not None:
+        raise SetupError(
+            f"rank {rank}: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of "
+            "attach() have no effect beside it.\nLeave them out, or leave out the hook."
+        )
+
+
+def refuse_second_hook(first: CommHook | None, rank: int) -> None:
+    """Raise if there is one already."""
+    if first is not None:
+        raise SetupError(
+            f"rank {rank}: a comm hook is registered already ({first.hook!r}).\n"
+            "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)"
+        )

@@ -13,7 +13,7 @@ import torch
 from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
 from .check import Inspection, check_replicas, replicated
-from .comm_hooks import CommHook, Hook
+from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
 from .describe import describe
 from .errors import SetupError
 from .events import Events
@@ -26,7 +26,7 @@ from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
 from .scaling import WEIGHT_BITS, Scaling
-from .sharding import ShardedOptimizer, begin
+from .sharding import Asked, ShardedOptimizer, begin, clip_to, total_norm
 from .sparse import SparseGradients
 from .tracing import tracing
 from .transport.base import Transport
@@ -224,21 +224,10 @@ class Synchronizer:
 
             sync.register_comm_hook(None, fp16_compress_hook)
         """
-        if not callable(hook):
-            raise TypeError(f"Communication hook must be callable, got {hook!r}")
-        asked = self._options
-        if asked.weighted or asked.reduce != "mean" or asked.predivide_factor is not None:
-            raise SetupError(
-                f"rank {self.rank}: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of "
-                "attach() have no effect beside it.\nLeave them out, or leave out the hook."
-            )
+        refuse_hook(hook, self._options, self.rank)
         if self._reducer is None:
             return
-        if self._reducer.comm_hook is not None:
-            raise SetupError(
-                f"rank {self.rank}: a comm hook is registered already ({self._reducer.comm_hook.hook!r}).\n"
-                "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)"
-            )
+        refuse_second_hook(self._reducer.comm_hook, self.rank)
         self._reducer.comm_hook = CommHook(state, hook)
 
     def check(self) -> None:
@@ -314,12 +303,37 @@ class Synchronizer:
         with tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep):
             yield
 
-    def shard(self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True) -> ShardedOptimizer:
+    def shard(
+        self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True, overlap: bool = True
+    ) -> ShardedOptimizer:
         """See :func:`stretto.shard`. Collective."""
-        taken = [parameter for one in self._sharded for group in one.param_groups for parameter in group["params"]]
-        sharded = begin(optimizer, self.module, self._reducer, self._peers, taken, keep_grads=keep_grads)
-        self._sharded.append(sharded)
-        return sharded
+        asked = Asked(keep_grads, overlap)
+        self._sharded.append(begin(optimizer, self.module, self._reducer, self._peers, self._sharded, asked))
+        return self._sharded[-1]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of all attached parameters, wherever their gradients are. Collective.
+
+        Needed with ``stretto.shard(..., keep_grads=False)``; the same as torch's without. Returns the norm before, a
+        0-dim tensor, the same on all ranks.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite``, on all ranks.
+
+        Example::
+
+            loss.backward()
+            sync.clip_grad_norm_(1.0)
+            optimizer.step()
+        """
+        parameters = [*trained(self.module, self._options).values()]
+        if self._reducer is None or self._peers is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        shares = [share for one in self._sharded for share in one.shares_of_gradients()]
+        total = total_norm(parameters, shares, norm_type, self._reducer.transport, self._peers.wait_for)
+        return clip_to(max_norm, total, parameters, shares, error_if_nonfinite=error_if_nonfinite)
 
     def detach(self) -> None:
         """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""

@@ -285,9 +285,8 @@ class Reducer:
             self._inspect()
 
     def _inspect(self, *, idle: bool = False) -> None:
-        number = self._queue.pass_number
-        if self._inspection.due(number) and not self._beside.given_up:
-            self._inspection.run(number, idle=idle)
+        if self._inspection.due(self._queue.pass_number) and not self._beside.given_up:
+            self._inspection.run(self._queue.pass_number, idle=idle)
 
     def _wait(self, buffers: CoalescedMessages, *, release: bool) -> ControlWords:
         words = self._queue.wait(release=release, handed_out=release and self._tracker.handed_out())

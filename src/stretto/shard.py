@@ -10,7 +10,11 @@ from .sharding import ShardedOptimizer
 
 
 def shard(
-    optimizer: torch.optim.Optimizer, sync: Synchronizer | DistributedDataParallel, *, keep_grads: bool = True
+    optimizer: torch.optim.Optimizer,
+    sync: Synchronizer | DistributedDataParallel,
+    *,
+    keep_grads: bool = True,
+    overlap: bool = True,
 ) -> ShardedOptimizer:
     """Divide an optimizer over the ranks: each keeps 1/N of its state and steps 1/N of the model. Collective.
 
@@ -33,6 +37,8 @@ def shard(
         keep_grads: False to leave each rank with its share of the mean gradient: all that its step needs, and less to
             send. ``.grad`` raises then when it is read; ``step`` sets it to None, ``sync.clip_grad_norm_`` clips.
             Without effect where parameters stay whole.
+        overlap: where ranks do not share memory, let what was stepped travel while the next forward goes on; whoever
+            reads a parameter, in whatever way, waits until it is there. False to wait for all of it in ``step``.
 
     Returns:
         The optimizer to use from here on. The one given keeps the parameter groups, and no state. ``sync.detach()``
@@ -54,6 +60,5 @@ def shard(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-    return (sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync).shard(
-        optimizer, keep_grads=keep_grads
-    )
+    handle = sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync
+    return handle.shard(optimizer, keep_grads=keep_grads, overlap=overlap)

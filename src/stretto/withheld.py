@@ -41,15 +41,13 @@ class Withheld(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]  # it returns nothing, ever
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse((*args, *(kwargs or {}).values()))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
+    ) -> Any:
         _refuse((*args, *(kwargs or {}).values()))
 
 

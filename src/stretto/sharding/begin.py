@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +16,21 @@ from .optimizer import ShardedOptimizer
 from .shares import Shares
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for; see :func:`stretto.shard`."""
+
+    keep_grads: bool = True
+    overlap: bool = True
+
+
 def begin(
     optimizer: torch.optim.Optimizer,
     module: torch.nn.Module,
     reducer: Reducer | None,
     peers: Peers | None,
-    taken: Iterable[torch.Tensor],
-    *,
-    keep_grads: bool,
+    others: Sequence[ShardedOptimizer],
+    asked: Asked,
 ) -> ShardedOptimizer:
     """Shard it. Collective.
 
@@ -31,8 +39,8 @@ def begin(
         module: the attached one.
         reducer: has its gradients; None where there is one rank, which then steps all of it.
         peers: the other ranks.
-        taken: parameters that sharded optimizers have already.
-        keep_grads: as for :func:`stretto.shard`.
+        others: sharded optimizers of the handle.
+        asked: the options.
 
     Raises:
         SetupError: see :func:`stretto.shard`.
@@ -41,13 +49,14 @@ def begin(
         kind_of(_refused(optimizer, module, (), "shard"), "shard")
         return ShardedOptimizer(optimizer, None, "shard")
     kind, problem = Kind.ELEMENTWISE, None
+    taken = [parameter for one in others for group in one.param_groups for parameter in group["params"]]
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, taken, where), where)
         _refuse_others(optimizer, module, reducer, where)
     except StrettoError as error:
         problem = error
-    told = peers.gather((problem and str(problem), [] if problem else [keep_grads, *_facts(optimizer, module)]))
+    told = peers.gather((problem and str(problem), [] if problem else [asked, *_facts(optimizer, module)]))
     if problem is not None:
         raise problem
     for rank, (theirs, facts) in enumerate(told):
@@ -55,7 +64,8 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if facts != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
-    return ShardedOptimizer(optimizer, Shares(optimizer, kind, reducer, peers, keep_grads), where)
+    shares = Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
+    return ShardedOptimizer(optimizer, shares, where)
 
 
 def _refused(
@@ -107,7 +117,7 @@ def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[An
 
 def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
     if theirs[0] != first[0]:
-        return f"rank {rank} has keep_grads={theirs[0]}, rank 0 keep_grads={first[0]}."
+        return f"rank {rank} was given {_shown(theirs[0])}, rank 0 {_shown(first[0])}."
     theirs, first = theirs[1:], first[1:]
     if theirs[0] != first[0]:
         return f"rank {rank} has {theirs[0]}, rank 0 {first[0]}."
@@ -116,3 +126,7 @@ def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
     number = next(i for i, (one, other) in enumerate(zip(theirs[1:], first[1:], strict=True)) if one != other)
     here = sorted({*theirs[number + 1]} ^ {*first[number + 1]}) or theirs[number + 1]
     return f"parameter group {number} differs between rank 0 and rank {rank}: {name_list(here)}."
+
+
+def _shown(asked: Asked) -> str:
+    return ", ".join(f"{name}={value}" for name, value in vars(asked).items())

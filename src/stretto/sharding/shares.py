@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ..errors import SetupError
+from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..withheld import Withheld
+from .awaited import Arrival
 from .kinds import Kind, build_like
 from .layout import Layout
 from .ownership import Piece, pieces_of, whole_pieces_of
@@ -37,14 +38,23 @@ class Shares:
         reducer: has the plan, and the gradients.
         peers: the other ranks.
         keep_grads: whether ``.grad`` is the mean on every rank; else each has its share alone.
+        overlap: between hosts, let what was stepped travel while forward goes on.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, keep_grads: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: Kind,
+        reducer: Reducer,
+        peers: Peers,
+        *,
+        keep_grads: bool,
+        overlap: bool,
     ) -> None:
         self._optimizer = optimizer
         self._kind = kind
         self.keep_grads = keep_grads
+        self._overlap = overlap
         self._reducer = reducer
         self._peers = peers
         self._meeting = torch.zeros(1, dtype=torch.int32)
@@ -79,7 +89,7 @@ class Shares:
         divide = pieces_of if self._kind is Kind.ELEMENTWISE else whole_pieces_of
         owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
         self.layout, self._pieces = layout, owned[transport.rank]
-        self._spread = Spread(layout, owned, transport, self._peers.wait_for)
+        self._spread = Spread(layout, owned, transport, self._peers.wait_for, overlap=self._overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._lengths = [len(group["params"]) for group in self._groups]
         inside = {id(parameter) for parameter in mine.values()}
@@ -146,6 +156,7 @@ class Shares:
 
     def lay_out_again(self) -> None:
         """Along the plan in use now; state goes with its elements. Collective."""
+        self._spread.finish()
         flat: dict[int, dict[str, torch.Tensor]] = {}
         rest: dict[int, State] = {}
         for parameter, flats, others in self._whole_states():
@@ -183,23 +194,39 @@ class Shares:
 
     def step(self) -> None:
         """Step this rank's share; all of the model is stepped when this returns. Collective."""
+        self._spread.finish()
         if self.layout.is_shared:
             self._meet()
+        try:
+            self._step()
+        except BaseException as error:
+            if not isinstance(error, CommunicationError):
+                self._peers.tell_failed("step", error, error.__traceback__, leaves=True)
+            self._spoil(error)
+            raise
+        self._spread.send()
+
+    def _spoil(self, error: BaseException) -> None:
+        """Some ranks have stepped, others never will: nobody shall go on with such a model."""
+        text = (
+            f"{self._peers.where}: a step of the optimizer has failed, so the model may be stepped in part.\n"
+            "Start again from the last checkpoint, on all ranks."
+        )
+
+        def refuse() -> None:
+            raise CommunicationError(text) from error
+
+        Arrival([*self.layout.parameters.values()], refuse)
+
+    def _step(self) -> None:
         self._follow()
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             own.update(_options(group))
         self.stretches.take_gradients(self._replace)
-        try:
-            self.inner.step()
-        finally:
-            self._finish()
-
-    def _finish(self) -> None:
+        self.inner.step()
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             group.update(_options(own))  # some keep numbers there
         self.steps += 1
-        if self._spread.is_needed:
-            self._spread.send()
         if self.layout.is_shared:
             self._meet()
         parameters = [*self.layout.parameters.values()]
@@ -286,6 +313,7 @@ class Shares:
 
     def release(self) -> None:
         """Parameters get memory of their own."""
+        self._spread.finish()
         self.stretches.forget()
         self.layout.release()
 

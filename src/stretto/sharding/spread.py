@@ -1,14 +1,36 @@
-"""After a step: what each rank has stepped goes to the ranks that do not share its memory."""
+"""After a step: what each rank has stepped goes to the ranks that do not share its memory, while they go on.
+
+    step ──> share of each bucket ──> under way, in the order in which forward reads ──> whoever reads a parameter waits
+
+Gradients arrive from the last layer to the first, so forward needs the plan's last bucket first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..transport import Transport, Work
+from .awaited import Arrival
 from .layout import Layout
 from .ownership import Piece
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of one bucket."""
+
+    flats: Sequence[Sequence[torch.Tensor]]
+    """What each rank owns, in rank order."""
+    parameters: Sequence[torch.nn.Parameter]
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each rank's share."""
+        return [sum(map(len, flats)) for flats in self.flats]
 
 
 class Spread:
@@ -19,6 +41,7 @@ class Spread:
         owned: the pieces of each rank, in rank order.
         transport: carries them.
         wait_for: waits for a collective, named by a noun.
+        overlap: False to wait for all of them at once.
     """
 
     def __init__(
@@ -27,29 +50,76 @@ class Spread:
         owned: Sequence[Sequence[Piece]],
         transport: Transport,
         wait_for: Callable[[Work, str], None],
+        *,
+        overlap: bool,
     ) -> None:
-        self._transport = transport
+        self._transport: Any = transport
         self._wait_for = wait_for
+        self._overlap = overlap
+        self._under_way: list[Arrival] = []
         self.is_needed = len(layout.homes) > 1
-        self._shares = [_by_kind(layout, pieces) for pieces in owned] if self.is_needed else []
+        numbers = reversed(range(len(layout.plan.buckets))) if self.is_needed else ()
+        self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
 
     def send(self) -> None:
-        """All ranks hold all parameters when this returns. Collective."""
+        """Put all shares under way. Collective."""
+        for shares in self._buckets:
+            arrive = self._exchange(shares) if hasattr(self._transport, "spread_share") else self._broadcast(shares)
+            self._under_way.append(Arrival(shares.parameters, arrive))
+        if not self._overlap:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all parameters can be read."""
+        for arrival in self._under_way:
+            arrival.finish()
+        self._under_way.clear()
+
+    def _exchange(self, shares: Shares) -> Callable[[], None]:
+        numels, rank = shares.numels, self._transport.rank
+        own = _joined(shares.flats[rank], like=shares.parameters[0])
+        received = own.new_empty(sum(numels) - numels[rank])
+        work = self._transport.spread_share(received, own, numels)
+        others = [flat for root, flats in enumerate(shares.flats) if root != rank for flat in flats]
+
+        def arrive() -> None:
+            self._wait_for(work, "what other ranks have stepped")
+            _put(received, others)
+
+        return arrive
+
+    def _broadcast(self, shares: Shares) -> Callable[[], None]:
         under_way = []
-        for root, share in enumerate(self._shares):
-            for flats in share:
-                message = torch.cat(flats)
+        for root, flats in enumerate(shares.flats):
+            if flats:
+                message = _joined(flats, like=shares.parameters[0])
                 under_way.append((self._transport.broadcast(message, root), message, flats, root))
-        for work, message, flats, root in under_way:
-            self._wait_for(work, f"what rank {root} has stepped")
-            if root != self._transport.rank:
-                torch._foreach_copy_([*flats], [*torch.split(message, [len(flat) for flat in flats])])
+
+        def arrive() -> None:
+            for work, message, flats, root in under_way:
+                self._wait_for(work, f"what rank {root} has stepped")
+                if root != self._transport.rank:
+                    _put(message, flats)
+
+        return arrive
 
 
-def _by_kind(layout: Layout, pieces: Sequence[Piece]) -> list[list[torch.Tensor]]:
-    """The pieces as flat tensors, those of one dtype and device together."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for piece in pieces:
-        flat = layout.flat(piece.bucket, piece.start, piece.stop, piece.index)
-        kinds.setdefault((flat.dtype, flat.device), []).append(flat)
-    return list(kinds.values())
+def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> Shares:
+    flats = [
+        [layout.flat(bucket, piece.start, piece.stop, piece.index) for piece in pieces if piece.bucket == bucket]
+        for pieces in owned
+    ]
+    return Shares(flats, [layout.parameters[i] for i in layout.plan.buckets[bucket].indices if i in layout.parameters])
+
+
+def _joined(flats: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A copy: what is sent must not change while the next step writes."""
+    if not flats:
+        return torch.empty(0, dtype=like.dtype, device=like.device)
+    return torch.cat([*flats])
+
+
+@torch.no_grad()
+def _put(message: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
+    if flats:
+        torch._foreach_copy_([*flats], [*torch.split(message, [len(flat) for flat in flats])])

@@ -32,7 +32,8 @@ class Transport(Protocol):
     ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
     world size, for less than it costs to divide before. ``own_channel`` is true if nobody else's collectives can come
     between this transport's. ``process_group`` is the group beneath, for comm hooks.
-    ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements (shares.py).
+    ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements, and
+    ``spread_share(received, share, numels)`` gives each rank the shares of the others (exchange.py).
     ``homes`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes
     ``common(nbytes)``, a collective that gives a home memory to share (common.py).
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives

@@ -7,6 +7,7 @@ and ``Work.wait`` orders the current stream behind it without stopping the host.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from .base import Work
+from .exchange import ShareSum, all_to_all
 
 MIB = 1024 * 1024
 
@@ -77,6 +79,26 @@ class ProcessGroupTransport:
         flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work: Work = self.process_group.allreduce([flat], self._sum)
         return work
+
+    def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
+        """Mean of this rank's share of the first ``numel`` elements, sum of what follows, in place.
+
+        What the rest holds then is undefined.
+        """
+        return ShareSum(self.process_group, tensor, numel, self.all_reduce(tensor[numel:]))
+
+    def spread_share(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Work:
+        """This rank's share to all others, and theirs, one behind the other, into ``received``.
+
+        Args:
+            received: flat, as long as the other ranks' shares together.
+            share: flat, of the same dtype.
+            numels: of the ranks' shares.
+        """
+        others = [0 if rank == self.rank else numel for rank, numel in enumerate(numels)]
+        own = [0 if rank == self.rank else len(share) for rank in range(self.world_size)]
+        sent = share if self.world_size == 2 else share.repeat(self.world_size - 1)
+        return all_to_all(self.process_group, received, sent, others, own)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""

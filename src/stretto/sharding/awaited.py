@@ -1,0 +1,85 @@
+"""Parameters whose new values are on their way: whoever reads one waits for it, and for no other bucket than its own.
+
+[Note: awaited]  Between step and arrival a parameter's class is a subclass of its own with ``__torch_function__``, so
+that every function of torch that is handed it comes by here first: a layer's forward, ``state_dict``, a print. Then
+the class is what it was, and nothing is left that would cost time. No module has to be known for that, and no way of
+running forward; nothing can see a model that is half of one step and half of another. Where that would be all that is
+left, since a rank died in the middle of a step, every look raises what was the matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+_ATTRIBUTES = "grad requires_grad shape dtype device layout is_sparse is_leaf grad_fn _version ndim is_cpu is_cuda"
+_METHODS = "size stride dim numel nelement element_size is_floating_point is_complex register_hook"
+_METHODS += " register_post_accumulate_grad_hook requires_grad_ data_ptr __hash__"
+
+
+@functools.cache
+def _harmless() -> frozenset[Any]:
+    """What says nothing of values."""
+    tensor: Any = torch.Tensor
+    found = [getattr(tensor, name).__get__ for name in _ATTRIBUTES.split()]
+    found += [tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__]
+    return frozenset([*found, *(getattr(tensor, name) for name in _METHODS.split())])
+
+
+class Arrival:
+    """Some parameters that become readable together.
+
+    Args:
+        parameters: their values are under way.
+        arrive: waits for them, and puts them in place. If it raises, they never become readable.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None]) -> None:
+        self._arrive: Callable[[], None] | None = arrive
+        self._before = [(parameter, type(parameter)) for parameter in parameters]
+        for parameter, kind in self._before:
+            parameter.__class__ = _awaited(kind)
+            parameter.__dict__[_KEY] = self
+
+    def finish(self) -> None:
+        """Wait until the parameters can be read. Harmless twice."""
+        if self._arrive is None:
+            return
+        self._arrive()
+        self._arrive = None
+        for parameter, kind in self._before:
+            parameter.__class__ = kind
+            parameter.__dict__.pop(_KEY, None)
+        self._before = []
+
+
+_KEY = "_stretto_arrival"
+
+
+@functools.cache
+def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
+    """The class that a parameter of this class has meanwhile."""
+
+    def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _harmless():
+            for arrival in {*_arrivals_in((*args, *kwargs.values()))}:
+                arrival.finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__torch_function__": classmethod(__torch_function__)})
+
+
+def _arrivals_in(values: Any) -> Iterator[Arrival]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if _KEY in value.__dict__:
+                yield value.__dict__[_KEY]
+        elif isinstance(value, (tuple, list)):
+            yield from _arrivals_in(value)
+        elif isinstance(value, dict):
+            yield from _arrivals_in(value.values())

@@ -30,7 +30,7 @@ class Withheld(torch.Tensor):
             where: how the message begins.
             name: of the parameter.
         """
-        made: Withheld = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Withheld = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         made.said = (

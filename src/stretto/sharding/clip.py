@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has its share, and clipping by it: torch's ``clip_grad_norm_`` over ranks."""
+"""The norm of gradients of which each rank has its share, and clipping by it, as torch's ``clip_grad_norm_`` does."""
 
 from __future__ import annotations
 

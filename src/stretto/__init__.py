@@ -14,6 +14,7 @@ from .errors import (
     SetupError,
     StrettoError,
     UnsupportedError,
+    WithheldError,
 )
 from .events import Observer
 from .handle import Synchronizer
@@ -48,6 +49,7 @@ __all__ = [
     "Synchronizer",
     "TraceError",
     "UnsupportedError",
+    "WithheldError",
     "attach",
     "reduce",
     "shard",

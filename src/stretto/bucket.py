@@ -293,9 +293,9 @@ class Bucket:
 
     def withhold(self) -> None:
         """What is in ``.grad`` is not the mean, but for this rank's share: nobody shall take it for that."""
-        for place, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and place not in self.loose:
-                parameter.grad = self.withheld[place]
+        for parameter, view, instead in zip(self.parameters, self.views, self.withheld, strict=False):
+            if is_slot(parameter, view) and parameter.numel():
+                parameter.grad = instead
 
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""

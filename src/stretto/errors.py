@@ -5,6 +5,7 @@ StrettoError
 │   ├── AlreadyAttachedError  a parameter already has a reducer
 │   ├── ModelMismatchError    the ranks do not hold the same model or options
 │   └── UnsupportedError      an argument or a tensor layout that stretto refuses, by name
+├── WithheldError             a gradient was read of which this rank has only its share
 ├── PlanError                 a bucket plan that contradicts itself or its parameters
 ├── ReplicaError              the ranks no longer hold the same parameters
 └── CommunicationError        a bucket could not be reduced
@@ -41,6 +42,10 @@ class ModelMismatchError(SetupError):
 
 class UnsupportedError(SetupError, TypeError):
     """An argument or a kind of gradient that this version does not honour."""
+
+
+class WithheldError(StrettoError, RuntimeError):
+    """A gradient was read of which this rank has only its share. No ``TypeError``: operators swallow those."""
 
 
 class PlanError(StrettoError, ValueError):

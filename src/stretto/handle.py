@@ -26,7 +26,7 @@ from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
 from .scaling import WEIGHT_BITS, Scaling
-from .sharding import Asked, ShardedOptimizer, begin, clip_to, total_norm
+from .sharding import Asked, ShardedOptimizer, begin, clip_to, shares_of, total_norm
 from .sparse import SparseGradients
 from .tracing import tracing
 from .transport.base import Transport
@@ -331,7 +331,7 @@ class Synchronizer:
         parameters = [*trained(self.module, self._options).values()]
         if self._reducer is None or self._peers is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        shares = [share for one in self._sharded for share in one.shares_of_gradients()]
+        shares = shares_of(self._reducer.queue)
         total = total_norm(parameters, shares, norm_type, self._reducer.transport, self._peers.wait_for)
         return clip_to(max_norm, total, parameters, shares, error_if_nonfinite=error_if_nonfinite)
 

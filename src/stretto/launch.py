@@ -31,7 +31,7 @@ from .preset import Preset
 from .scaling import Scaling
 from .slots import hand_out
 from .transport.base import Transport, Work
-from .withheld import leave_in_shares
+from .withheld import complete, leave_in_shares
 from .words import Control, ControlWords
 
 TIDY_EVERY = 16
@@ -95,8 +95,9 @@ class LaunchQueue:
 
     def adopt(self, plan: BucketPlan) -> None:
         """Allocate the plan's buckets, and move gradients that lie in the old ones."""
+        complete(self.buckets, self.transport, self.wait_for)
         inside = {
-            id(parameter)
+            id(parameter): view
             for bucket in self.buckets
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
             if is_slot(parameter, view)
@@ -110,8 +111,8 @@ class LaunchQueue:
         for bucket in self.buckets:
             for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
                 home[index] = bucket
-                if id(parameter) in inside and parameter.grad is not None:
-                    view.copy_(parameter.grad)
+                if id(parameter) in inside:
+                    view.copy_(inside[id(parameter)])
                     hand_out(parameter, parameter.grad, view)
         self.bucket_of = [home[index] for index in range(len(self.names))]
         self.withhold(self.in_shares)
@@ -120,6 +121,8 @@ class LaunchQueue:
         """Of the gradients of these, given by ``id``, each rank needs its share alone."""
         self.in_shares = parameters if self.scaling.is_plain_mean and self.comm_hook is None else ()
         leave_in_shares(self.buckets, self.names, self.in_shares, self.transport.rank)
+        for bucket in self.buckets:
+            bucket.withhold()
 
     # Do parameters still fit?
 
@@ -260,8 +263,7 @@ class LaunchQueue:
         for bucket in self.buckets if release else ():
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)
-            if bucket.withheld:
-                bucket.withhold()
+            bucket.withhold()
         if self.presence.active:
             self.presence.record(self.buckets)
         return words

@@ -11,6 +11,7 @@ import torch
 
 from .errors import UnsupportedError, name_list
 from .slots import lies_in, which_lie_in
+from .withheld import Withheld
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -62,8 +63,9 @@ class Part:
 
 
 def is_slot(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether ``.grad`` is the slot."""
-    return parameter.grad is not None and lies_in(parameter.grad, view)
+    """Whether ``.grad`` is the slot, or stands for it."""
+    gradient = parameter.grad
+    return gradient is not None and (isinstance(gradient, Withheld) or lies_in(gradient, view))
 
 
 def fits(parameter: torch.Tensor, view: torch.Tensor) -> bool:

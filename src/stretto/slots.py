@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .specs import ParameterSpec
+from .withheld import Withheld
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -188,7 +189,12 @@ def which_lie_in(gradients: Sequence[torch.Tensor | None], slots: Sequence[torch
 
 def hand_out(parameter: torch.Tensor, gradient: torch.Tensor | None, slot: torch.Tensor) -> None:
     """Let the slot be ``parameter.grad``, as the tensor ``gradient`` where there is one: see [Note: handed out]."""
-    if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
+    if (
+        gradient is None
+        or isinstance(gradient, Withheld)
+        or gradient.requires_grad
+        or gradient.layout is not torch.strided
+    ):
         parameter.grad = slot.data
         return
     gradient.data = slot

@@ -5,12 +5,13 @@ A gradient that is missing would be passed over in silence by ``clip_grad_norm_`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from .errors import UnsupportedError
+from .errors import WithheldError
+from .transport import Transport, Work, slice_of
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -54,7 +55,7 @@ class Withheld(torch.Tensor):
 def _refuse(values: Sequence[Any]) -> NoReturn:
     for value in values:
         if isinstance(value, Withheld):
-            raise UnsupportedError(value.said)
+            raise WithheldError(value.said)
         if isinstance(value, (tuple, list)) and any(isinstance(one, Withheld) for one in value):
             _refuse(value)
     raise AssertionError("called for one that is withheld")
@@ -75,3 +76,19 @@ def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters:
             bucket.withheld = ()
         elif not bucket.withheld:
             bucket.withheld = [Withheld.of(one, f"rank {rank}", name) for one, name in zip(alive, named, strict=True)]
+
+
+def complete(buckets: Sequence[Bucket], transport: Transport, wait_for: Callable[[Work, str], None]) -> None:
+    """Let every rank have the whole of gradients that are in shares, since another plan has other shares. Collective.
+
+    What is added to a share are zeros, of all other ranks.
+    """
+    works = []
+    for bucket in buckets:
+        if bucket.withheld:
+            low, high = slice_of(len(bucket.slots), transport.rank, transport.world_size)
+            bucket.slots[:low].zero_()
+            bucket.slots[high:].zero_()
+            works.append(transport.all_reduce(bucket.slots))
+    for work in works:
+        wait_for(work, "gradients in shares")

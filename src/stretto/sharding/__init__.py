@@ -1,7 +1,7 @@
 """Optimizers stepped in shares, by all ranks together: kinds ──> ownership ──> layout ──> stretches ──> shares."""
 
 from .begin import Asked, begin
-from .clip import clip_to, total_norm
+from .clip import clip_to, shares_of, total_norm
 from .optimizer import ShardedOptimizer
 
-__all__ = ["Asked", "ShardedOptimizer", "begin", "clip_to", "total_norm"]
+__all__ = ["Asked", "ShardedOptimizer", "begin", "clip_to", "shares_of", "total_norm"]

@@ -6,8 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from ..launch import LaunchQueue
 from ..transport import Transport, Work
 from ..withheld import Withheld
+from .ownership import pieces_of
+
+
+def shares_of(queue: LaunchQueue) -> list[torch.Tensor]:
+    """This rank's share of the gradients that are withheld, flat, where they lie: to look at, or to change in place."""
+    plan, carrier = queue.plan, queue.transport
+    withheld = {
+        index
+        for bucket in queue.buckets
+        for index, one in zip(bucket.indices, bucket.parameters, strict=True)
+        if isinstance(one.grad, Withheld)
+    }
+    pieces = pieces_of(plan, carrier.rank, carrier.world_size, withheld)
+    return [queue.buckets[piece.bucket].slots[piece.start : piece.stop] for piece in pieces]
 
 
 def total_norm(
@@ -26,7 +41,7 @@ def total_norm(
         transport: adds up over ranks.
         wait_for: waits for a collective, named by a noun.
     """
-    mine = [*shares, *(_visible(parameters) if transport.rank == 0 else ())]
+    mine = [one for one in (*shares, *(_visible(parameters) if transport.rank == 0 else ())) if one.numel()]
     norms = torch.zeros(transport.world_size, dtype=torch.float64)
     if mine:
         own = torch.stack([_norm(one, norm_type) for one in mine])

@@ -8,6 +8,7 @@ each element is stepped by itself; if parameters by themselves do, each paramete
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -18,9 +19,14 @@ from ..errors import UnsupportedError
 
 _STEPS = 8
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
-_SHAPES = ((6, 8), (3, 5), (7,))
-_CUTS = ((20, 48), (4, 15), (7,))
-"""Where parts of them end."""
+_SHAPES = {
+    0: ((), ()),
+    1: ((7,), (48,)),
+    2: ((6, 8), (3, 5)),
+    3: ((2, 3, 4), (5, 2, 2)),
+    4: ((2, 3, 2, 2), (4, 1, 3, 3)),
+}
+"""By the number of dimensions: some optimizers take matrices alone."""
 
 
 class Kind(Enum):
@@ -71,7 +77,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     options = {key: value for key, value in group.items() if key != "params"}
     options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm
     options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
-    whole = _numbers(0.3)
+    whole = _numbers({parameter.dim() for parameter in group["params"]})
     try:
         together = _stepped(optimizer, options, whole, [whole], name)
         alone = _stepped(optimizer, options, whole, [[one] for one in whole], name)
@@ -87,7 +93,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
             "the others.\nUse it as it is, without stretto.shard()."
         )
-    parts = [part for one, cuts in zip(whole, _CUTS, strict=True) for part in _cut(one, cuts)]
+    parts = [part for one in whole for part in torch.split(one.flatten(), 20)]
     try:
         divided = _stepped(optimizer, options, parts, [parts], name)
     except Exception:
@@ -95,14 +101,14 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     return Kind.ELEMENTWISE if _equal(together, divided) else Kind.WHOLE
 
 
-def _numbers(phase: float) -> list[torch.Tensor]:
-    count = torch.arange(100, dtype=torch.float32)
-    return [torch.sin(count[: shape.numel()] * 1.7 + phase).view(shape) for shape in map(torch.Size, _SHAPES)]
-
-
-def _cut(tensor: torch.Tensor, cuts: Sequence[int]) -> list[torch.Tensor]:
-    flat = tensor.flatten()
-    return [flat[begin:end] for begin, end in zip((0, *cuts), cuts, strict=False)]
+def _numbers(dimensions: Iterable[int]) -> list[torch.Tensor]:
+    """Two small tensors for each number of dimensions."""
+    found: list[torch.Tensor] = []
+    for number in sorted(dimensions) or (2,):
+        for shape in _SHAPES.get(number, [(1,) * (number - 2) + rest for rest in _SHAPES[2]]):
+            count = torch.arange(math.prod(shape), dtype=torch.float32)
+            found.append(torch.sin(count * 1.7 + len(found)).view(shape))
+    return found
 
 
 def _stepped(

@@ -100,9 +100,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._usable().load(dict(self.original.state))
             self.original.state.clear()
 
-    def shares_of_gradients(self) -> list[torch.Tensor]:
-        """This rank's share of the gradients that are withheld, flat: to look at, or to change in place."""
-        return self._shares.stretches.shares_of_gradients() if self._shares is not None else []
+    def state_elements(self) -> int:
+        """So many elements of state by element this rank keeps, of all parameters together."""
+        inner = self.original if self._shares is None else self._shares.inner
+        return sum(v.numel() for s in inner.state.values() for v in s.values() if torch.is_tensor(v) and v.dim())
 
     def unshard(self) -> torch.optim.Optimizer:
         """Give back the optimizer that was sharded, with its whole state on every rank. Collective.

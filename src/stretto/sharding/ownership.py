@@ -24,6 +24,11 @@ class Piece:
     """First element, in the parameter."""
 
     @property
+    def end(self) -> int:
+        """Where it ends in the parameter."""
+        return self.first + self.stop - self.start
+
+    @property
     def numel(self) -> int:
         """Elements."""
         return self.stop - self.start

@@ -21,9 +21,9 @@ from ..withheld import Withheld
 from .awaited import Arrival
 from .kinds import Kind, build_like
 from .layout import Layout
-from .ownership import Piece, pieces_of, whole_pieces_of
+from .ownership import pieces_of, whole_pieces_of
 from .spread import Spread
-from .state import Held, whole_states
+from .state import Held, flat_state, follow_dtype, laid_flat, shaped, whole_states
 from .stretches import State, Stretch, Stretches, by_element, part_of_state
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -63,7 +63,7 @@ class Shares:
             everything = [id(parameter) for group in self._groups for parameter in group["params"]]
             reducer.queue.withhold({*reducer.queue.in_shares, *everything})
         self._lay_out()
-        self._divide({}, {})
+        self._divide(self._optimizer.state)
 
     @property
     def rank(self) -> int:
@@ -80,7 +80,7 @@ class Shares:
             index: parameter
             for bucket in self._reducer.queue.buckets
             for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
-            if id(parameter) in known
+            if id(parameter) in known and parameter.numel()
         }
         layout = Layout(plan, mine, transport, self._peers.wait_for)
         layout.fill()
@@ -92,32 +92,31 @@ class Shares:
         self._spread = Spread(layout, owned, transport, self._peers.wait_for, overlap=self._overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._lengths = [len(group["params"]) for group in self._groups]
+        self._dtypes = {id(one): one.dtype for group in self._groups for one in group["params"]}
         inside = {id(parameter) for parameter in mine.values()}
         self._apart = [one for group in self._groups for one in group["params"] if id(one) not in inside]
-        """Frozen ones, and those with sparse gradients: every rank steps them itself, in memory of its own."""
+        """Frozen ones, empty ones, and those with sparse gradients: every rank steps them, in memory of its own."""
 
-    def _divide(self, flat: Mapping[int, Mapping[str, torch.Tensor]], rest: Mapping[int, State]) -> None:
+    def _divide(self, states: Mapping[torch.Tensor, State]) -> None:
         """Make the stretches of this rank's share, and the optimizer that steps them.
 
         Args:
-            flat: by the parameter's ``id``, the state of all its elements as they lie in the bucket.
-            rest: the same, for what is kept once a parameter.
+            states: what the optimizer keeps, as it would of whole parameters.
         """
-        mine = self.layout.parameters
+        mine, plan = self.layout.parameters, self.layout.plan
         self.stretches.forget()
         if self._kind is Kind.ELEMENTWISE:
-            states: dict[Piece, State] = {}
-            for piece in self._pieces:
-                key = id(mine[piece.index])
-                own = {
-                    name: value[piece.first : piece.first + piece.numel] for name, value in flat.get(key, {}).items()
-                }
-                states[piece] = own | rest.get(key, {})
+            flat = {i: flat_state(states[one], plan.parameters[i]) for i, one in mine.items() if one in states}
+            own = {
+                piece: part_of_state(flat[piece.index], plan.parameters[piece.index].numel, piece.first, piece.end)
+                for piece in self._pieces
+                if piece.index in flat
+            }
             group_of = {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
-            self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, states)
-        self._build(mine, rest)
+            self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
+        self._build(mine, states)
 
-    def _build(self, mine: Mapping[int, torch.nn.Parameter], rest: Mapping[int, State]) -> None:
+    def _build(self, mine: Mapping[int, torch.nn.Parameter], whole_states: Mapping[torch.Tensor, State]) -> None:
         parameters: list[list[torch.nn.Parameter]] = [[] for _ in self._groups]
         states: dict[torch.Tensor, State] = {}
         for stretch in self.stretches.all:
@@ -129,7 +128,7 @@ class Shares:
             for one in group["params"]:
                 if id(one) in whole:
                     parameters[number].append(one)
-                    states[one] = rest.get(id(one), {})
+                    states[one] = whole_states.get(one, {})
         self.inner = build_like(
             self._optimizer,
             [{**_options(group), "params": own} for group, own in zip(self._groups, parameters, strict=True)],
@@ -157,14 +156,13 @@ class Shares:
     def lay_out_again(self) -> None:
         """Along the plan in use now; state goes with its elements. Collective."""
         self._spread.finish()
-        flat: dict[int, dict[str, torch.Tensor]] = {}
-        rest: dict[int, State] = {}
-        for parameter, flats, others in self._whole_states():
-            flat[id(parameter)], rest[id(parameter)] = flats, others
-        before = self.layout
+        before, dtypes = self.layout, self._dtypes
+        states: dict[torch.Tensor, State] = dict(self.states())
         self.stretches.forget()
         self._lay_out()
-        self._divide(flat, rest)
+        for parameter, state in states.items():
+            follow_dtype(state, dtypes[id(parameter)], parameter.dtype)
+        self._divide(states)
         now = {id(one) for one in self.layout.parameters.values()}
         before.release([index for index, one in before.parameters.items() if id(one) in now])
 
@@ -182,12 +180,9 @@ class Shares:
                 )
         for piece in self._pieces:
             if piece.index in strayed:
-                spec = layout.plan.parameters[piece.index]
-                flat = torch.empty(spec.numel, dtype=spec.dtype, device=layout.views[piece.index].device)
-                flat.as_strided(spec.shape, spec.strides).copy_(layout.parameters[piece.index])
-                layout.flat(piece.bucket, piece.start, piece.stop, piece.index).copy_(
-                    flat[piece.first : piece.first + piece.numel]
-                )
+                flat = laid_flat(layout.parameters[piece.index], layout.plan.parameters[piece.index])
+                own = layout.flat(piece.bucket, piece.start, piece.stop, piece.index)
+                own.copy_(flat[piece.first : piece.end])
         layout.adopt()
 
     # The step
@@ -253,17 +248,6 @@ class Shares:
 
     # State
 
-    def _whole_states(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor], State]]:
-        """The state of each parameter: by element, flat as it lies in its bucket, and the rest. Collective."""
-        plan = self.layout.plan
-        for index, flats, rest in whole_states(
-            self._held(), dict(enumerate(plan.parameters)), self._reducer.transport, self._peers.gather, self._wait_for
-        ):
-            yield self.layout.parameters[index], flats, rest
-        for parameter in self._apart:
-            if state := self.inner.state.get(parameter):
-                yield parameter, {}, dict(state)
-
     def _wait_for(self, work: Any, what: str) -> None:
         self._peers.wait_for(work, what)
 
@@ -287,41 +271,25 @@ class Shares:
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
-        specs = {id(one): self.layout.plan.parameters[index] for index, one in self.layout.parameters.items()}
-        for parameter, flats, rest in self._whole_states():
-            state = {}
-            for key, flat in flats.items():
-                spec = specs[id(parameter)]
-                state[key] = flat.as_strided(spec.shape, spec.strides, flat.storage_offset()).clone()
-            yield parameter, state | rest
+        specs = dict(enumerate(self.layout.plan.parameters))
+        carrier, gather = self._reducer.transport, self._peers.gather
+        for index, flats, rest in whole_states(self._held(), specs, carrier, gather, self._wait_for):
+            state = {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()}
+            yield self.layout.parameters[index], state | rest
+        for parameter in self._apart:
+            if kept := self.inner.state.get(parameter):
+                yield parameter, dict(kept)
 
     def load(self, states: Mapping[torch.Tensor, State]) -> None:
         """Take what this rank owns of these whole states."""
-        flat: dict[int, dict[str, torch.Tensor]] = {}
-        rest: dict[int, State] = {}
-        specs = {id(one): self.layout.plan.parameters[index] for index, one in self.layout.parameters.items()}
-        by_elements = self._kind is Kind.ELEMENTWISE
-        for parameter, state in states.items():
-            spec = specs.get(id(parameter))
-            flats = {}
-            for key, value in state.items() if spec is not None and by_elements else ():
-                if torch.is_tensor(value) and value.shape == parameter.shape and (value.dim() or key != "step"):
-                    flats[key] = _laid_flat(value, spec)
-            flat[id(parameter)] = flats
-            rest[id(parameter)] = {key: value for key, value in state.items() if key not in flats}
-        self._divide(flat, rest)
+        self._spread.finish()
+        self._divide(states)
 
     def release(self) -> None:
         """Parameters get memory of their own."""
         self._spread.finish()
         self.stretches.forget()
         self.layout.release()
-
-
-def _laid_flat(value: torch.Tensor, spec: Any) -> torch.Tensor:
-    flat = torch.empty(spec.numel, dtype=value.dtype, device=value.device)
-    flat.as_strided(spec.shape, spec.strides).copy_(value)
-    return flat
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

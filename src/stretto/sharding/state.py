@@ -70,3 +70,35 @@ def _cut(message: torch.Tensor, numel: int, dtypes: Mapping[str, torch.dtype]) -
         found[key] = message[start : start + numel * dtype.itemsize].view(dtype)
         start += numel * dtype.itemsize
     return {key: found[key] for key in dtypes}
+
+
+def laid_flat(value: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """A tensor of the parameter's shape as it lies in a bucket."""
+    flat = torch.empty(spec.numel, dtype=value.dtype, device=value.device)
+    flat.as_strided(spec.shape, spec.strides).copy_(value)
+    return flat
+
+
+def shaped(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """The same the other way round, without a copy."""
+    return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
+
+
+def flat_state(state: State, spec: ParameterSpec) -> State:
+    """The state of a whole parameter as that of a flat one.
+
+    Of a parameter without dimensions it cannot be seen what is by element; ``step`` never is.
+    """
+    return {
+        key: laid_flat(value, spec)
+        if torch.is_tensor(value) and value.shape == spec.shape and (value.dim() or key != "step")
+        else value
+        for key, value in state.items()
+    }
+
+
+def follow_dtype(state: State, before: torch.dtype, now: torch.dtype) -> None:
+    """The parameter has another dtype by now: so has what was kept in its dtype."""
+    for key, value in state.items() if before is not now else ():
+        if torch.is_tensor(value) and value.dtype is before and key != "step":
+            state[key] = value.to(now)

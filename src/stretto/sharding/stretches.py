@@ -163,15 +163,6 @@ class Stretches:
 
     # Gradients
 
-    def shares_of_gradients(self) -> list[torch.Tensor]:
-        """This rank's share of what is withheld, flat."""
-        return [
-            stretch.slots[piece.start - stretch.start : piece.stop - stretch.start]
-            for stretch in self.all
-            for piece in stretch.pieces
-            if isinstance(self._layout.parameters[piece.index].grad, Withheld)
-        ]
-
     def take_gradients(self, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> None:
         """Give each stretch its gradient as it is now.
 

@@ -1,0 +1,794 @@
+"""Optimizers stepped in shares: the same numbers as without, on every carrier, whatever happens to the model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_hierarchical import on_hosts
+from test_shared_memory import shared
+
+import stretto
+from stretto.plan import plan_buckets
+from stretto.sharding.kinds import Kind, kind_of
+from stretto.sharding.ownership import pieces_of, whole_pieces_of
+from stretto.specs import describe_parameters
+from stretto.testing import run_ranks
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def _hosts(worker: Callable[[Any], Any], world: int) -> list[Any]:
+    return on_hosts(worker, (world - 1, 1) if world == 3 else (2, 2))
+
+
+CARRIERS: dict[str, Callable[[Callable[[Any], Any], int], list[Any]]] = {
+    "threads": run_ranks,
+    "shared memory": shared,
+    "hosts": _hosts,
+}
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "Adadelta": torch.optim.Adadelta,
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+class Net(torch.nn.Module):
+    """Matrices, biases, a parameter of no dimension, an empty one, a convolution in channels_last, tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.first = torch.nn.Linear(18, 40)
+        self.conv = torch.nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last)
+        self.second = torch.nn.Linear(40, 70)
+        self.back = torch.nn.Linear(70, 40)
+        self.back.weight = torch.nn.Parameter(torch.empty(40, 70))
+        self.last = torch.nn.Linear(40, 18, bias=False)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+        self.skip = False
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        self.twin = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if not self.skip:
+            hidden = torch.tanh(self.back(torch.relu(self.second(hidden))))
+        out = self.last(hidden) + torch.nn.functional.linear(hidden, self.twin.t())
+        maps = self.conv(x[:, :16].reshape(-1, 1, 4, 4))
+        return out * self.scale + maps.mean() + self.empty.sum()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 18, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def backward(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    loss = model(batch(rank, step)).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def attached(transport: Any, **options: Any) -> tuple[Net, stretto.Synchronizer]:
+    model = Net()
+    return model, stretto.attach(model, transport=transport, **{"bucket_cap_mb": 0.008, **options})
+
+
+def pair(
+    transport: Any, make: Make = OPTIMIZERS["AdamW"], *, keep_grads: bool = True, overlap: bool = True, **options: Any
+) -> tuple[Net, Any, stretto.Synchronizer, Net, torch.optim.Optimizer]:
+    """A model with a sharded optimizer, and one with a plain one."""
+    model, sync = attached(transport, **options)
+    plain, _ = attached(transport, **options)
+    sharded = stretto.shard(make(model.parameters()), sync, keep_grads=keep_grads, overlap=overlap)
+    return model, sharded, sync, plain, make(plain.parameters())
+
+
+def assert_same(one: torch.nn.Module, other: torch.nn.Module, tolerance: float = 0.0) -> None:
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        if tolerance:
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=name)
+        else:
+            assert torch.equal(mine, theirs), name
+
+
+def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for index, state in other["state"].items():
+        assert one["state"][index].keys() == state.keys()
+        for key, value in state.items():
+            mine = one["state"][index][key]
+            if torch.is_tensor(value):
+                assert mine.shape == value.shape and mine.dtype is value.dtype, (index, key)
+                assert torch.equal(mine, value), (index, key)
+            else:
+                assert mine == value, (index, key)
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps_as_it_does_alone(name: str, keep_grads: bool) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, OPTIMIZERS[name], keep_grads=keep_grads)
+        train(model, sharded, transport.rank, range(6))
+        train(plain, optimizer, transport.rank, range(6))
+        assert_same(model, plain)
+        state = sharded.state_dict()
+        if transport.rank == 0:
+            assert_same_state(state, optimizer.state_dict())
+
+    shared(worker, 2)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_on_every_carrier(carrier: str, world: int, name: str, keep_grads: bool, overlap: bool) -> None:
+    def worker(transport: Any) -> list[torch.Tensor]:
+        options = {"keep_grads": keep_grads, "overlap": overlap}
+        model, sharded, _, plain, optimizer = pair(transport, OPTIMIZERS[name], **options)
+        train(model, sharded, transport.rank, range(5))
+        train(plain, optimizer, transport.rank, range(5))
+        assert_same(model, plain)
+        state = sharded.state_dict()
+        if transport.rank == 0:
+            assert_same_state(state, optimizer.state_dict())
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first, *others = CARRIERS[carrier](worker, world)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def test_fused_steps_are_the_same_but_for_rounding() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
+        train(model, sharded, transport.rank, range(6))
+        train(plain, optimizer, transport.rank, range(6))
+        assert_same(model, plain, 1e-6)
+
+    shared(worker, 2)
+
+
+def test_each_rank_keeps_its_share_of_the_state() -> None:
+    def worker(transport: Any) -> int:
+        model, sharded, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(3))
+        return sharded.state_elements()
+
+    per_rank = shared(worker, 2)
+    everything = 2 * sum(parameter.numel() for parameter in Net().parameters())
+    assert sum(per_rank) == everything
+    assert max(per_rank) < 0.6 * everything
+
+
+def test_parameters_lie_once_for_ranks_that_share_memory() -> None:
+    def worker(transport: Any) -> float:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(3))
+        sync.check()
+        with torch.no_grad():
+            if transport.rank == 0:
+                model.first.weight[0, 0] = 17.0
+        sync.check()
+        found = model.first.weight[0, 0].item()
+        sync.check()
+        sync.detach()
+        with torch.no_grad():
+            model.first.weight[0, 0] = float(transport.rank)
+        transport.all_gather_object(None)
+        assert model.first.weight[0, 0].item() == transport.rank
+        return found
+
+    assert shared(worker, 2) == [17.0, 17.0]
+
+
+# The model changes
+
+
+def both(
+    change: Callable[[Net, torch.optim.Optimizer, stretto.Synchronizer | None], None],
+    make: Make = OPTIMIZERS["AdamW"],
+    **options: Any,
+) -> Callable[[Any], None]:
+    """A worker that trains a sharded and a plain model, changes both, and trains on."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport, make, **options)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            change(net, one, sync if net is model else None)
+            train(net, one, transport.rank, range(3, 7))
+        assert_same(model, plain)
+        state = sharded.state_dict()
+        if transport.rank == 0:
+            assert_same_state(state, optimizer.state_dict())
+
+    return worker
+
+
+@pytest.fixture(params=["threads", "shared memory", "hosts"])
+def carrier(request: pytest.FixtureRequest) -> Callable[[Callable[[Any], Any], int], list[Any]]:
+    return CARRIERS[request.param]
+
+
+@pytest.fixture(params=[True, False], ids=["keep_grads", "shares"])
+def keep_grads(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def test_layers_that_are_skipped_keep_their_state(carrier: Any, keep_grads: bool) -> None:
+    def change(net: Net, one: Any, sync: Any) -> None:
+        net.skip = True
+        train(net, one, 0, range(10, 12))
+        net.skip = False
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            for step in range(8):
+                net.skip = step in (2, 5, 6)
+                train(net, one, transport.rank, range(step, step + 1))
+        assert_same(model, plain)
+        state = sharded.state_dict()
+        if transport.rank == 0:
+            assert state["state"][3]["step"].item() == 8
+            assert {int(one["step"]) for one in state["state"].values()} == {5, 8}
+            assert_same_state(state, optimizer.state_dict())
+
+    carrier(worker, 3)
+
+
+def test_frozen_and_unfrozen(carrier: Any, keep_grads: bool) -> None:
+    def change(net: Net, one: Any, sync: Any) -> None:
+        net.second.requires_grad_(False)
+        train(net, one, 0, range(20, 23))
+        net.second.requires_grad_(True)
+
+    def start(net: Net, one: Any, sync: Any) -> None:
+        change(net, one, sync)
+        change(net, one, sync)
+
+    carrier(both(start, keep_grads=keep_grads), 2 if carrier is not _hosts else 3)
+
+
+def test_moved_by_hand(carrier: Any, keep_grads: bool) -> None:
+    def change(net: Net, one: Any, sync: Any) -> None:
+        net.second.weight.data = net.second.weight.data * 0.5
+        net.conv.weight.data = net.conv.weight.data.clone(memory_format=torch.preserve_format) + 1
+
+    carrier(both(change, keep_grads=keep_grads), 3)
+
+
+def test_another_dtype_in_mid_run(carrier: Any, keep_grads: bool) -> None:
+    def change(net: Net, one: Any, sync: Any) -> None:
+        for state in one.state.values():  # torch leaves it as it is, and cannot step then
+            state.update({key: value.double() for key, value in state.items() if key != "step"})
+        net.double()
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            change(net, one, None)
+            for step in range(3, 6):
+                one.zero_grad()
+                net(batch(transport.rank, step).double()).square().mean().backward()
+                one.step()
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_groups_schedules_and_closures(carrier: Any, keep_grads: bool) -> None:
+    def make(net: Net) -> torch.optim.Optimizer:
+        decayed = [one for one in net.parameters() if one.dim() > 1]
+        rest = [one for one in net.parameters() if one.dim() <= 1]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.5}], lr=0.02)
+
+    def run(net: Net, one: torch.optim.Optimizer, rank: int) -> list[float]:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(one, max_lr=[0.1, 0.05], total_steps=8)
+        losses = []
+        for step in range(8):
+
+            def closure(step: int = step) -> torch.Tensor:
+                one.zero_grad()
+                return backward(net, rank, step)
+
+            losses.append(one.step(closure).item())
+            schedule.step()
+            if step == 4:
+                one.param_groups[1]["betas"] = (0.8, 0.99)
+        return losses
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, _ = attached(transport)
+        sharded, optimizer = stretto.shard(make(model), sync, keep_grads=keep_grads), make(plain)
+        assert run(model, sharded, transport.rank) == run(plain, optimizer, transport.rank)
+        assert_same(model, plain)
+        state = sharded.state_dict()
+        if transport.rank == 0:
+            assert_same_state(state, optimizer.state_dict())
+
+    carrier(worker, 3)
+
+
+def test_a_group_is_added(carrier: Any, keep_grads: bool) -> None:
+    def make(net: Net) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([one for name, one in net.named_parameters() if "second" not in name], lr=0.02)
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, _ = attached(transport)
+        sharded, optimizer = stretto.shard(make(model), sync, keep_grads=keep_grads), make(plain)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            one.add_param_group({"params": [*net.second.parameters()], "lr": 0.3})
+            net.zero_grad()
+            train(net, one, transport.rank, range(3, 6))
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_accumulation_and_gradients_that_are_kept(carrier: Any, keep_grads: bool) -> None:
+    def run(net: Net, one: Any, sync: stretto.Synchronizer, rank: int) -> None:
+        for step in range(5):
+            one.zero_grad(set_to_none=bool(step % 2))
+            with sync.no_sync():
+                backward(net, rank, 10 * step)
+                net.skip = True
+                backward(net, rank, 10 * step + 1)
+            backward(net, rank, 10 * step + 2)
+            net.skip = False
+            one.step()
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, other = attached(transport)
+        make = OPTIMIZERS["AdamW"]
+        sharded = stretto.shard(make(model.parameters()), sync, keep_grads=keep_grads)
+        run(model, sharded, sync, transport.rank)
+        run(plain, make(plain.parameters()), other, transport.rank)
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_gradients_that_were_put_in_place_of_the_mean(carrier: Any) -> None:
+    def run(net: Net, one: Any, rank: int) -> None:
+        for step in range(5):
+            one.zero_grad()
+            backward(net, rank, step)
+            if step > 1:
+                net.second.weight.grad = net.second.weight.grad.clone() * 2
+                net.conv.weight.grad = torch.ones_like(net.conv.weight)
+                net.first.bias.grad = None
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            one.step()
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        run(model, sharded, transport.rank)
+        run(plain, optimizer, transport.rank)
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_two_optimizers_of_one_model(carrier: Any, keep_grads: bool) -> None:
+    def halves(net: Net) -> list[torch.optim.Optimizer]:
+        named = dict(net.named_parameters())
+        one = [named[name] for name in named if "weight" in name]
+        other = [named[name] for name in named if "weight" not in name]
+        return [torch.optim.AdamW(one, lr=0.01), torch.optim.SGD(other, lr=0.1, momentum=0.9)]
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, _ = attached(transport)
+        sharded = [stretto.shard(one, sync, keep_grads=keep_grads) for one in halves(model)]
+        optimizers = halves(plain)
+        for step in range(6):
+            for net, several in ((model, sharded), (plain, optimizers)):
+                for one in several:
+                    one.zero_grad()
+                backward(net, transport.rank, step)
+                for one in several:
+                    one.step()
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_sparse_gradients_are_stepped_by_every_rank(carrier: Any) -> None:
+    class Words(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.embedding = torch.nn.Embedding(20, 8, sparse=True)
+            self.head = torch.nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(x))
+
+    start = Words()
+
+    def worker(transport: Any) -> None:
+        model, plain = copy.deepcopy(start), copy.deepcopy(start)
+        sync, _ = (stretto.attach(net, transport=transport) for net in (model, plain))
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(4):
+            for net, one in ((model, sharded), (plain, optimizer)):
+                one.zero_grad()
+                tokens = torch.arange(3) + 3 * step + transport.rank
+                net(tokens).square().mean().backward()
+                one.step()
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_mixed_dtypes(carrier: Any, keep_grads: bool) -> None:
+    def mix(net: Net) -> Net:
+        net.last.bfloat16()
+        net.conv.double()
+        return net
+
+    class Mixed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.first(x))
+            maps = self.conv(x[:, :16].reshape(-1, 1, 4, 4).double())
+            return self.last(hidden.bfloat16()).float() * self.scale + maps.mean().float()
+
+    def worker(transport: Any) -> None:
+        model, plain = mix(Mixed()), mix(Mixed())
+        sync, _ = (stretto.attach(net, transport=transport, bucket_cap_mb=0.008) for net in (model, plain))
+        make = OPTIMIZERS["AdamW"]
+        sharded, optimizer = (
+            stretto.shard(make(model.parameters()), sync, keep_grads=keep_grads),
+            make(plain.parameters()),
+        )
+        train(model, sharded, transport.rank, range(5))
+        train(plain, optimizer, transport.rank, range(5))
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+# State
+
+
+def test_state_goes_to_a_plain_optimizer_and_back(carrier: Any, keep_grads: bool) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads)
+        train(model, sharded, transport.rank, range(3))
+        train(plain, optimizer, transport.rank, range(3))
+        state = transport.all_gather_object((model.state_dict(), sharded.state_dict()))[0]
+        saved = io.BytesIO()
+        torch.save(state, saved)
+        saved.seek(0)
+        weights, whole = torch.load(saved)
+        other, again = attached(transport)
+        other.load_state_dict(weights)
+        resumed = stretto.shard(OPTIMIZERS["AdamW"](other.parameters()), again, keep_grads=keep_grads)
+        resumed.load_state_dict(whole)
+        alone, _ = attached(transport)
+        alone.load_state_dict(weights)
+        single = OPTIMIZERS["AdamW"](alone.parameters())
+        single.load_state_dict(whole)
+        for net, one in ((model, sharded), (plain, optimizer), (other, resumed), (alone, single)):
+            train(net, one, transport.rank, range(3, 6))
+        for net in (model, other, alone):
+            assert_same(net, plain)
+        unsharded = sharded.unshard()
+        assert isinstance(unsharded, torch.optim.AdamW)
+        assert_same_state(unsharded.state_dict(), optimizer.state_dict())
+        train(model, unsharded, transport.rank, range(6, 8))
+        train(plain, optimizer, transport.rank, range(6, 8))
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_a_state_dict_of_the_model_is_as_large_as_ever(carrier: Any) -> None:
+    def size(value: Any) -> int:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return len(buffer.getvalue())
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, _ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        assert [*model.state_dict()] == [*plain.state_dict()]
+        assert abs(size(model.state_dict()) - size(plain.state_dict())) < 200
+        assert abs(size(model.first.state_dict()) - size(plain.first.state_dict())) < 200
+        twin = copy.deepcopy(model)
+        assert_same(twin, model)
+        assert twin.first.weight.data_ptr() != model.first.weight.data_ptr()
+        assert model.twin is model.first.weight
+        assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+    carrier(worker, 3)
+
+
+def test_detach_gives_everybody_memory_of_their_own(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        sync.detach()
+        assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+        assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.step()
+        assert str(caught.value) == (
+            f"rank {transport.rank}, shard: this sharded optimizer has ended with detach() or unshard()."
+        )
+        transport.all_gather_object(None)
+
+    carrier(worker, 3)
+
+
+def test_alone_it_is_the_optimizer_itself() -> None:
+    model, plain = Net(), Net()
+    sync = stretto.attach(model)
+    sharded, optimizer = (
+        stretto.shard(torch.optim.AdamW(model.parameters()), sync),
+        torch.optim.AdamW(plain.parameters()),
+    )
+    train(model, sharded, 0, range(4))
+    train(plain, optimizer, 0, range(4))
+    assert_same(model, plain)
+    assert_same_state(sharded.state_dict(), optimizer.state_dict())
+    sharded.load_state_dict(optimizer.state_dict())
+    assert sharded.unshard().state
+    assert math.isclose(
+        sync.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9), rel_tol=1e-5
+    )
+    sync.detach()
+
+
+# Gradients that are withheld
+
+
+def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, keep_grads=False)
+        backward(model, transport.rank, 0)
+        said = (
+            f"rank {transport.rank}: the gradient of twin is not here: with keep_grads=False each rank has its "
+            "share of it alone.\nUse sync.clip_grad_norm_(), call zero_grad() or step() before the next backward, or "
+            "stretto.shard(..., keep_grads=True) to look at gradients."
+        )
+        gradient = model.first.weight.grad
+        for look in (
+            lambda: gradient.norm(),
+            lambda: gradient + 1,
+            lambda: str(gradient),
+            lambda: torch.nn.utils.clip_grad_norm_([model.first.weight], 1.0),
+            lambda: torch._foreach_norm([gradient]),
+            lambda: gradient.numpy(),
+            lambda: gradient.data,
+            lambda: copy.deepcopy(gradient),
+        ):
+            with pytest.raises(stretto.WithheldError) as caught:
+                look()
+            assert str(caught.value) == said
+        sharded.step()
+        assert all(parameter.grad is None for parameter in model.parameters() if parameter.numel())
+        backward(model, transport.rank, 1)
+        sharded.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters() if parameter.numel())
+
+    shared(worker, 2)
+
+
+@pytest.mark.parametrize("norm", [2.0, 1.0, math.inf])
+def test_clipping_is_that_of_torch(carrier: Any, keep_grads: bool, norm: float) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport, OPTIMIZERS["momentum"], keep_grads=keep_grads)
+        for step in range(4):
+            sharded.zero_grad()
+            optimizer.zero_grad()
+            backward(model, transport.rank, step)
+            backward(plain, transport.rank, step)
+            mine = sync.clip_grad_norm_(0.1, norm)
+            theirs = torch.nn.utils.clip_grad_norm_([one for one in plain.parameters() if one.numel()], 0.1, norm)
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+            sharded.step()
+            optimizer.step()
+        assert_same(model, plain, 1e-5)
+        sync.check()
+
+    carrier(worker, 3)
+
+
+def test_a_norm_that_is_not_finite() -> None:
+    def worker(transport: Any) -> str:
+        model, _, sync, *_ = pair(transport, keep_grads=False)
+        (model(batch(transport.rank, 0)).sum() * float("inf")).backward()
+        with pytest.raises(RuntimeError) as caught:
+            sync.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        return str(caught.value)
+
+    assert shared(worker, 2) == 2 * [
+        "The norm of all gradients is nan, so they cannot be clipped.\n"
+        "To scale them anyway, leave out error_if_nonfinite."
+    ]
+
+
+# Parameters that are awaited
+
+
+def test_whoever_reads_a_parameter_waits_for_it() -> None:
+    looks: list[Callable[[Net], object]] = [
+        lambda net: net(batch(0, 0)),
+        lambda net: net.state_dict(),
+        lambda net: [net.first(batch(0, 0)), *map(str, net.parameters())],
+        lambda net: copy.deepcopy(net),
+        lambda net: torch.save(net.state_dict(), io.BytesIO()),
+        lambda net: torch.nn.utils.parameters_to_vector(net.parameters()),
+        lambda net: torch._foreach_norm([*net.parameters()]),
+        lambda net: [one.data for one in net.parameters()],
+        lambda net: [one.tolist() for one in net.parameters()],
+        lambda net: torch.func.functional_call(net, dict(net.named_parameters()), batch(0, 0)),
+    ]
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        for step, look in enumerate(looks):
+            train(model, sharded, transport.rank, range(step, step + 1))
+            assert any(type(one) is not torch.nn.Parameter for one in model.parameters())
+            assert all(isinstance(one, torch.nn.Parameter) for one in model.parameters())
+            sharded.zero_grad()
+            assert [one.shape for one in model.parameters()] == [one.shape for one in plain.parameters()]
+            assert any(type(one) is not torch.nn.Parameter for one in model.parameters()), "nothing was read"
+            look(model)
+            train(plain, optimizer, transport.rank, range(step, step + 1))
+            assert_same(model, plain)
+            assert all(type(one) is torch.nn.Parameter for one in model.parameters())
+
+    run_ranks(worker, 2)
+
+
+# Who owns what
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 90), max_size=2), min_size=1, max_size=30),
+    world=st.integers(1, 9),
+    cap=st.integers(1, 40_000),
+    data=st.data(),
+)
+def test_every_element_has_one_owner(shapes: list[list[int]], world: int, cap: int, data: Any) -> None:
+    named = {f"p{number}": torch.nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)}
+    plan = plan_buckets(describe_parameters(named), cap_bytes=cap)
+    among = data.draw(st.sets(st.integers(0, len(shapes) - 1)))
+    for divide in (pieces_of, whole_pieces_of):
+        counts = {index: torch.zeros(plan.parameters[index].numel, dtype=torch.int32) for index in among}
+        shares = []
+        for rank in range(world):
+            pieces = divide(plan, rank, world, among)
+            shares.append(sum(piece.numel for piece in pieces))
+            for piece in pieces:
+                counts[piece.index][piece.first : piece.first + piece.numel] += 1
+                if divide is whole_pieces_of:
+                    assert piece.numel == plan.parameters[piece.index].numel
+        assert all(bool((count == 1).all()) for count in counts.values())
+        if divide is pieces_of and len(among) == len(shapes):
+            assert max(shares) <= sum(shares) / world + 64 * len(plan.buckets) * world
+
+
+# What can be divided
+
+
+class Coupled(torch.optim.Optimizer):
+    """Normalises by the norm over all parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [one for group in self.param_groups for one in group["params"]]
+        norm = torch.stack([one.grad.norm() for one in everything]).norm()
+        for one in everything:
+            one.sub_(one.grad, alpha=0.1 / norm.item())
+
+
+class ByParameter(torch.optim.Optimizer):
+    """LARS without the rest."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.sub_(one.grad * group["lr"] * one.norm() / (one.grad.norm() + 1e-6))
+
+
+class Peculiar(torch.optim.SGD):
+    def __init__(self, params: Any, mood: str) -> None:
+        super().__init__(params, lr=0.1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kinds(name: str) -> None:
+    optimizer = OPTIMIZERS[name](Net().parameters())
+    before = torch.get_rng_state()
+    assert kind_of(optimizer) is (Kind.WHOLE if name == "Adafactor" else Kind.ELEMENTWISE)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(float(state.get("step", 0)) == 0 for state in optimizer.state.values())
+
+
+def test_kinds_that_are_found_by_trying() -> None:
+    matrices = [one for one in Net().parameters() if one.dim() == 2 and one.numel()]
+    assert kind_of(torch.optim.Muon(matrices)) is Kind.WHOLE
+    assert kind_of(ByParameter(matrices)) is Kind.WHOLE
+    assert kind_of(torch.optim.AdamW(matrices, lr=0.0)) is Kind.ELEMENTWISE
+    assert kind_of(torch.optim.Adafactor(matrices, lr=0.0)) is Kind.WHOLE
+    assert kind_of(torch.optim.AdamW(matrices, lr=torch.tensor(0.1), capturable=True)) is Kind.ELEMENTWISE
+
+
+def refusal(optimizer: torch.optim.Optimizer) -> str:
+    with pytest.raises(stretto.UnsupportedError) as caught:
+        kind_of(optimizer, "rank 0, shard")
+    return str(caught.value)
+
+
+def test_kinds_that_are_refused() -> None:
+    parameters = [*Net().parameters()]
+    assert refusal(Coupled(parameters)) == (
+        "rank 0, shard: Coupled cannot be divided over ranks: how it steps a parameter depends on the others.\n"
+        "Use it as it is, without stretto.shard()."
+    )
+    text = refusal(torch.optim.LBFGS(parameters))
+    assert text.startswith("rank 0, shard: LBFGS cannot be ")
+    assert text.endswith("\nUse it as it is, without stretto.shard().")
+    assert refusal(Peculiar(parameters, "good")) == (
+        "rank 0, shard: Peculiar cannot be built again for a part of its parameters: "
+        "Peculiar.__init__() missing 1 required positional argument: 'mood'.\n"
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
+    )

@@ -60,8 +60,7 @@ class Shares:
         self._meeting = torch.zeros(1, dtype=torch.int32)
         self.steps = 0
         if not keep_grads and kind is Kind.ELEMENTWISE:
-            everything = [id(parameter) for group in self._groups for parameter in group["params"]]
-            reducer.queue.withhold({*reducer.queue.in_shares, *everything})
+            reducer.queue.withhold({*reducer.queue.in_shares, *self._ids()})
         self._lay_out()
         self._divide(self._optimizer.state)
 
@@ -141,6 +140,9 @@ class Shares:
     def _groups(self) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
+
+    def _ids(self) -> set[int]:
+        return {id(parameter) for group in self._groups for parameter in group["params"]}
 
     def _follow(self) -> None:
         """What has changed since the last step: the plan, the groups, or where parameters lie."""
@@ -290,6 +292,8 @@ class Shares:
         self._spread.finish()
         self.stretches.forget()
         self.layout.release()
+        if not self.keep_grads:
+            self._reducer.queue.withhold({*self._reducer.queue.in_shares} - self._ids())
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

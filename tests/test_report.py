@@ -249,6 +249,7 @@ def report_in_a_process(rank: int, transport: str) -> tuple[str, dict[str, Any],
     for one in report.buckets:
         assert one.full is not None
         assert one.full <= one.launched <= one.ended <= one.seen
+    assert report.told, "these transports tell when a result is there"
     assert report.breakdown.hidden >= 0 and report.breakdown.exposed > 0 and report.breakdown.optimizer > 0
     sync.detach()
     assert sync.report().passes == 0

@@ -430,6 +430,9 @@ def test_records_go_through_json() -> None:
     assert PassRecord.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     with pytest.raises(TypeError):
         PassRecord.from_dict({**one.to_dict(), "nonsense": 1})
+    for wrong in ({"settled": None}, {"began": 0.5}, {"buffers": "x"}, {"gradients": [["a", None]]}):
+        with pytest.raises(TypeError, match=re.escape("a time is no number of nanoseconds")):
+            PassRecord.from_dict({**one.to_dict(), **wrong})
 
 
 def test_buckets_of_records_are_medians_since_the_first_gradient() -> None:
@@ -580,6 +583,33 @@ def test_at_the_end_nobody_waits_long_for_a_rank_that_does_not_come(gone: int, m
 
     run_ranks(worker, 2)
     assert store.num_keys() <= 1
+
+
+def test_clocks_that_cannot_be_compared_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.clocks.PATIENCE", 0.3)
+    monkeypatch.setattr("stretto.clocks.identity", lambda: threading.current_thread().name)
+    told = threading.Event()
+
+    def silent(self: ClockTalk, *_: Any) -> None:
+        assert told.wait(60)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(ClockTalk, "_ask", silent)
+
+    def worker(transport: Any) -> str:
+        sync = stretto.attach(Layers(1, 0.0), transport=transport)
+        with pytest.raises(stretto.CommunicationError) as caught:
+            sync.report()
+        told.set()
+        return str(caught.value)
+
+    text = run_ranks(worker, 2)[0]
+    assert re.fullmatch(
+        r"rank 0, attach: the clocks of hosts could not be compared over local \(threads of one process\): "
+        r"not done within 0 s\nrank 0 waits at test_report\.py:\d+ in worker; rank 1 is at .*\.\n"
+        r"Expected every rank to call stretto\.attach\. Look at the first error in the other ranks' logs\.",
+        text,
+    ), text
 
 
 def test_a_clock_that_was_compared_long_ago_is_less_certain() -> None:

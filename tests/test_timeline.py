@@ -17,7 +17,7 @@ from stretto.clocks import Clock
 from stretto.pieces import transfers_of
 from stretto.record import NANO, Launch, PassRecord
 from stretto.report import UNTOLD
-from stretto.testing import DelayTransport, run_ranks
+from stretto.testing import DelayTransport, run_ranks, spawn_ranks
 from stretto.timeline import RankPass, Timeline, timeline_of
 from stretto.trace import read_trace
 
@@ -70,6 +70,53 @@ def test_a_run_of_three_ranks(tmp_path: Path) -> None:
             ]
             named = [piece.name for piece in one.pieces if piece.kind == "backward" and piece.name]
             assert named == [f"rungs.{name}.weight" for name in reversed(NAMES)]
+
+
+def train_over_gloo(rank: int, folder: str) -> list[list[str]]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)), torch.nn.BatchNorm1d(64))
+    sync = stretto.attach(model, transport="process_group", bucket_cap_mb=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    with sync.trace(folder):
+        for _ in range(8):
+            step()
+    return [[sync.plan.parameters[index].name for index in spec.indices] for spec in sync.plan.buckets]
+
+
+@pytest.mark.ranks
+def test_a_run_of_three_processes(tmp_path: Path) -> None:
+    """What a merged trace must be: nothing negative, nothing out of order, buckets as in the plan on every rank."""
+    (buckets, *others) = spawn_ranks(train_over_gloo, 3, str(tmp_path))
+    assert others == [buckets, buckets] and len(buckets) > 3
+    timeline = timeline_of(read_trace(tmp_path))
+    assert timeline.told and timeline.notes() == () and timeline.numbers == (4, 5, 6, 7, 8, 9, 10, 11)
+    for rank in timeline.ranks:
+        at = 0
+        for one in rank.passes:
+            check_spans(one)
+            check_sums(one)
+            record = one.record
+            assert at <= record.began <= record.started <= record.backward_ended <= record.settled
+            at = record.settled
+            begins = [transfer.launch.begin for transfer in one.transfers]
+            assert begins == sorted(begins) and [list(transfer.parameters) for transfer in one.transfers] == buckets
+            assert [transfer.launch.bucket for transfer in one.transfers] == [*range(len(buckets))]
+            assert record.buffers is not None and record.buffers >= record.backward_ended
+            assert all(transfer.joined is not None for transfer in one.transfers)
+            gradients = [came for _, came in record.gradients]
+            assert gradients == sorted(gradients) and len(gradients) == 14
+    for number in timeline.numbers:
+        passes = [one for rank in timeline.ranks for one in rank.passes if one.record.number == number]
+        for transfers in zip(*(one.transfers for one in passes), strict=True):
+            last = max(transfer.launch.begin for transfer in transfers)
+            assert min(transfer.launch.end for transfer in transfers) >= last, "no result before all have launched"
 
 
 def test_arrows_go_from_the_gradient_to_the_launch_to_the_settle(tmp_path: Path) -> None:

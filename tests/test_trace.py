@@ -408,6 +408,11 @@ def test_where_nothing_can_be_shown_the_folder_is_refused(written: Path) -> None
     with pytest.raises(TraceError) as caught:
         read_trace(written)
     assert str(caught.value) == f"{written}: no trace in it (rank0.jsonl, rank1.jsonl, ...)"
+    TraceWriter(written, header_of(1, 2, "somehow", None, "run", {})).close()
+    (written / "rank1.jsonl").rename(written / "rank0.jsonl")
+    with pytest.raises(TraceError) as caught:
+        read_trace(written)
+    assert str(caught.value) == f"{written}/rank0.jsonl: is the file of rank 1 by what it says"
 
 
 @pytest.mark.parametrize("choice, numbers", [
@@ -580,6 +585,10 @@ def test_what_travels_beside_buckets_is_counted(tmp_path: Path) -> None:
 
 
 def test_an_end_that_the_transport_does_not_tell_is_marked_everywhere(written: Path) -> None:
+    assert UNTOLD == (
+        "the transport does not tell when a result is there: buckets end where they were seen, when their rank had "
+        "waited for them, and hidden is the most that it can have been"
+    )
     traces = read_trace(written)
     assert all(not one.told and one.end == one.seen for p in traces[0].passes for one in p.launches)
     report = reports_from(traces)[0]

@@ -207,6 +207,8 @@ class PassRecord:
         times += [time for span in spans.values() for one in span for time in (one.begin, one.end)]
         times += [time for one in launches for time in (one.bucket, one.begin, one.handed_over, one.end, one.seen)]
         times += [at for _, at in gradients]
+        times += [one.nbytes for one in launches] + [one.full for one in launches if one.full is not None]
+        times += [] if record.buffers is None else [record.buffers]
         if not all(type(time) is int for time in times):
             raise TypeError("a time is no number of nanoseconds")
         return record

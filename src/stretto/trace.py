@@ -270,13 +270,20 @@ class _File:
             number, line = self._passes.popleft()
             try:
                 record = PassRecord.from_dict(json.loads(line)["pass"])
-                buckets = len(self._plans[record.plan].buckets) if record.plan in self._plans else None
-                if any(one.bucket < 0 or (buckets and one.bucket >= buckets) for one in record.launches):
-                    raise ValueError("a bucket that its plan does not have")
-                records.append(record)
+                fits = self._fits(record)
             except (KeyError, TypeError, ValueError, AttributeError):
+                fits = False
+            if fits:
+                records.append(record)
+            else:
                 self._bad.append(number)
         return tuple(records)
+
+    def _fits(self, record: PassRecord) -> bool:
+        """Whether its plan, if that is known, has the buckets that it speaks of."""
+        plan = self._plans.get(record.plan)
+        buckets = [one.bucket for one in record.launches]
+        return min(buckets, default=0) >= 0 and (plan is None or max(buckets, default=-1) < len(plan.buckets))
 
 
 def _whole(file: Any) -> Iterator[bytes]:

@@ -85,6 +85,35 @@ def test_hidden_and_exposed_times_are_those_of_a_link_that_is_known(
             assert bucket.first is bucket.before_last is None, "passes are not looked at gradient by gradient unasked"
 
 
+@pytest.mark.parametrize("future", ["none", "raises", "fires"])
+def test_how_one_learns_when_a_result_is_there(future: str) -> None:
+    class Work:
+        def __init__(self, inner: Any) -> None:
+            self.wait, self.is_completed = inner.wait, inner.is_completed
+
+    class HasFuture(Work):
+        def get_future(self) -> Any:
+            if future == "raises":
+                raise RuntimeError("this backend has no futures")
+            done: torch.futures.Future[None] = torch.futures.Future()
+            done.set_result(None)
+            return done
+
+    class Link(DelayTransport):
+        def all_reduce(self, tensor: torch.Tensor) -> Any:
+            return (Work if future == "none" else HasFuture)(super().all_reduce(tensor))
+
+    def worker(transport: Any) -> Report:
+        sync = stretto.attach(model := Layers(2, 0.0), transport=Link(transport, lambda _: 0.001))
+        for _ in range(9):
+            model(torch.ones(2, 8)).sum().backward()
+        return sync.report()
+
+    for report in run_ranks(worker, 2):
+        assert report.passes == 5 and report.told == (future == "fires")
+        assert all((one.ended == one.seen) != (future == "fires") for one in report.buckets)
+
+
 def test_a_rank_that_is_late_is_named_with_where_it_lost_time() -> None:
     def worker(transport: Any) -> Report:
         model = Layers(3, 0.005)

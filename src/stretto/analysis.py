@@ -303,9 +303,8 @@ def side_by_side(everyone: Sequence[Seen]) -> tuple[RankReport, ...]:
     for one in everyone:
         behind = statistics.median((one.ends[number][0] - first[number]) * NANO for number in common)
         was_last = statistics.fmean(one.ends[number][0] == last[number] for number in common)
-        waits = [
-            min(last[number], one.ends[number][1]) - one.ends[number][0] for number in one.middle & common
-        ]  # of a pass that it had before the last rank ended backward, clocks are wrong
+        # No pass settles before the last rank's backward has ended, unless by clocks that are a little apart.
+        waits = [min(last[number], one.ends[number][1]) - one.ends[number][0] for number in one.middle & common]
         waiting = statistics.fmean(waits) * NANO if waits else 0.0
         reports.append(RankReport(one.rank, one.breakdown, behind, was_last, min(waiting, one.breakdown.exposed)))
     return tuple(reports)

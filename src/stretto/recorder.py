@@ -11,6 +11,7 @@ all of it is told by the host, which runs ahead of the device.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
@@ -237,7 +238,8 @@ class Flight:
         self._work = work
         future: Any = getattr(work, "future", None)  # of a comm hook
         if future is None and hasattr(work, "get_future") and not hasattr(work, "is_over"):
-            future = work.get_future()
+            with contextlib.suppress(RuntimeError):  # not every backend has them
+                future = work.get_future()
         self.tells = hasattr(future, "add_done_callback")
         if self.tells:
             future.add_done_callback(self._ended)

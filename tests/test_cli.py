@@ -274,7 +274,8 @@ def test_trace_tells_and_draws(folder: Path, tmp_path: Path) -> None:
     page, picture = tmp_path / "a.html", tmp_path / "a.svg"
     done = command("trace", folder, "--text", "--html", page, "--picture", picture)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("rank 0 of 2 over local (threads of one process), medians of 3 passes\n")
+    first = "rank 0 of 2 over local (threads of one process), means over the middle half of 3 passes\n"
+    assert done.stdout.startswith(first)
     assert re.search(r"^bucket 3 ", done.stdout, re.MULTILINE) and re.search(r"^exposed ", done.stdout, re.MULTILINE)
     assert done.stdout.endswith(f"chrome: {folder / 'trace.json'}\nhtml: {page}\npicture: {picture}\n")
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -306,6 +307,70 @@ def test_a_trace_that_was_cut_off_is_shown_as_far_as_it_goes(folder: Path) -> No
     )
     assert done.stdout.startswith("rank 1 of 2 ") and (folder / "trace.json").exists()
     assert (folder / "rank1.jsonl").read_bytes() == whole[:-200]
+
+
+def test_a_trace_of_which_a_part_is_missing_or_damaged_is_shown_as_far_as_it_goes(folder: Path, capsys) -> None:
+    whole = (folder / "rank0.jsonl").read_text()
+    (folder / "rank0.jsonl").write_text(whole.replace('{"pass":{"number":3,', '{"pass":{"number":3,,'))
+    line = f"{folder}/rank0.jsonl: line 4 is no part of a trace: left out"
+    assert execute(["trace", str(folder)]) == 1
+    told = capsys.readouterr()
+    assert told.err == f"stretto: {line}\n"
+    assert told.out.startswith("rank 0 of 2 ") and ", means over the middle half of 2 passes\n" in told.out
+    (folder / "rank0.jsonl").unlink()
+    line = f"{folder}: the files of ranks [0] are missing; copy all of them into one folder"
+    assert execute(["trace", str(folder), "--text"]) == 1
+    told = capsys.readouterr()
+    assert told.err == f"stretto: {line}\n"
+    assert told.out.startswith("rank 1 of 2 ") and "\nof ranks [0] there is no trace\n" in told.out
+    assert "\nseen of 2 ranks: 1; another one may have been later still\n" in told.out
+    assert execute(["trace", str(folder), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["notes"], [one["rank"] for one in said["reports"]]) == ([line], [1])
+    assert execute(["trace", str(folder), "--rank", "0"]) == 2
+    assert capsys.readouterr().err == "stretto: --rank 0: the trace has ranks 1\n"
+
+
+@pytest.mark.parametrize("options, numbers", [
+    ("--last 2", [3, 4]),
+    ("--last 99", [2, 3, 4]),
+    ("--passes 3:3", [3]),
+    ("--passes :3", [2, 3]),
+    ("--passes 3:", [3, 4]),
+    ("--passes 2:4 --last 1", [4]),
+])  # fmt: skip
+def test_passes_of_a_trace_can_be_chosen(folder: Path, capsys, options: str, numbers: list[int]) -> None:
+    page = folder / "a.html"
+    assert execute(["trace", str(folder), "--html", str(page), *options.split()]) == 0
+    told = capsys.readouterr()
+    of = f"means over the middle half of {len(numbers)} passes" if len(numbers) > 1 else "one pass"
+    assert told.err == "" and told.out.splitlines()[0].endswith(f", {of}")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {one["name"] for one in events if one.get("cat") == "pass"} == {f"pass {number}" for number in numbers}
+    drawn = ", ".join(map(str, numbers))
+    assert f"pass {drawn} of a run on 2 ranks" in page.read_text(), "three are few enough for a picture"
+
+
+def test_of_many_passes_that_were_chosen_a_picture_shows_one(folder: Path, capsys) -> None:
+    for rank in (0, 1):
+        path = folder / f"rank{rank}.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        at = next(number for number, line in enumerate(lines) if '"number":4,' in line)
+        lines.insert(at + 1, lines[at].replace('"number":4,', '"number":5,'))
+        path.write_text("".join(lines))
+    assert execute(["trace", str(folder), "--html", str(folder / "a.html"), "--passes", "2:5"]) == 0
+    assert capsys.readouterr().err == ""
+    assert re.search(r"pass \d of a run on 2 ranks", (folder / "a.html").read_text())
+
+
+def test_a_trace_that_is_cut_off_behind_the_passes_that_were_read(folder: Path, capsys) -> None:
+    path = folder / "rank1.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert execute(["trace", str(folder), "--passes", "2:3"]) == 1
+    assert capsys.readouterr().err == (
+        "stretto: rank 1: its trace is cut off behind the passes that were read (killed, still running, or not all was "
+        "copied)\n"
+    )
 
 
 def test_a_trace_that_an_exception_ended_is_whole(folder: Path, capsys) -> None:
@@ -554,6 +619,11 @@ REFUSED = [
     ("trace begun", 1, "begun: no pass has settled in it, so there is nothing to show"),
     ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),
     ("trace trace --pass 9", 2, "--pass 9: the trace has passes 2 to 4"),
+    ("trace trace --last 0", 2, "--last 0: at least one pass is read"),
+    ("trace trace --passes 3", 2, "--passes 3: give the first and the last, as 100:120, 100: or :120"),
+    ("trace trace --passes :", 2, "--passes :: give the first and the last, as 100:120, 100: or :120"),
+    ("trace trace --passes a:b", 2, "--passes a:b: give the first and the last, as 100:120, 100: or :120"),
+    ("trace trace --passes 8:9", 2, "trace: none of the passes that were asked for is in it"),
     ("trace trace --picture a.gif", 2, "a.gif: a picture ends in .png or .svg"),
     ("trace trace --chrome trace/rank1.jsonl", 2, "trace/rank1.jsonl is part of the trace: write to another file"),
     ("trace trace --html empty", 2, "empty cannot be written: it is a folder"),

@@ -319,7 +319,7 @@ def test_another_dtype_in_mid_run(carrier: Any, keep_grads: bool) -> None:
                 one.zero_grad()
                 net(batch(transport.rank, step).double()).square().mean().backward()
                 one.step()
-        assert_same(model, plain)
+        assert_same(model, plain, 1e-12)  # of float64 torch rounds the ends of tensors otherwise
 
     carrier(worker, 3)
 

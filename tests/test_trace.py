@@ -8,18 +8,32 @@ import os
 import platform
 import re
 import signal
+import statistics
+import sys
 import threading
 import time
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from traces import Ladder, a_trace
 
 import stretto
+from stretto import clocks
+from stretto.analysis import reports_from
+from stretto.chrome import to_chrome
 from stretto.clocks import Clock
-from stretto.testing import run_ranks, spawn_ranks
-from stretto.trace import RankTrace, TraceError, TraceWriter, header_of, read_trace
+from stretto.page import to_html
+from stretto.record import PassRecord
+from stretto.report import UNTOLD
+from stretto.sketch import sketch
+from stretto.testing import DelayTransport, run_ranks, spawn_ranks
+from stretto.timeline import timeline_of
+from stretto.trace import Choice, RankTrace, TraceError, read_trace
+from stretto.writing import TraceWriter, header_of
 
 
 def train(transport: Any, folder: Path, passes: int = 3) -> None:
@@ -253,7 +267,8 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
 
     run_ranks(worker, 2)
     assert json.loads((tmp_path / "folder" / "rank0.jsonl").read_text().splitlines()[-1]) == {
-        "end": "another rank cannot write"
+        "end": "another rank cannot write",
+        "later": None,
     }
 
 
@@ -277,51 +292,173 @@ def test_a_file_that_was_cut_off_gives_what_is_whole(written: Path) -> None:
         assert len(trace.passes) == sum(line.startswith('{"pass"') for line in whole)
 
 
-NO_PART = "{folder}/rank0.jsonl: line %d is no part of a trace"
-SPOILT = {
-    "a file is missing": "{folder}: the files of ranks [1] are missing; copy all of them into one folder",
-    "all are missing": "{folder}: no trace in it (rank0.jsonl, rank1.jsonl, ...)",
-    "text": NO_PART % 1,
-    "empty": NO_PART % 1,
-    "no object": NO_PART % 1,
-    "no pass": NO_PART % 7,
-    "unknown": NO_PART % 7,
-    "a later version": "{folder}/rank0.jsonl: written in version 9 of the format, this is version 1",
-    "another run": "{folder}: the files of ranks [1] are of another run than that of rank 0",
-    "another number of ranks": "{folder}: the files of ranks [1] are of another run than that of rank 0",
-    "bytes": "{folder}/rank0.jsonl: cannot be read: "
-    "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+NO_PART = "{folder}/rank0.jsonl: line %d is no part of a trace: left out"
+SPOILT = {  # how: what is told, whose traces are left, and how many passes of rank 0
+    "a file is missing": ("{folder}: the files of ranks [1] are missing; copy all of them into one folder", [0], 3),
+    "text": (NO_PART % 1, [1], 0),
+    "empty": (NO_PART % 1, [1], 0),
+    "no object": (NO_PART % 1, [1], 0),
+    "no pass": (NO_PART % 7, [0, 1], 3),
+    "unknown": (NO_PART % 7, [0, 1], 3),
+    "cut amid": (NO_PART % 4, [0, 1], 2),
+    "bytes amid": (NO_PART % 4, [0, 1], 2),
+    "no number": (NO_PART % 4, [0, 1], 2),
+    "no such bucket": (NO_PART % 4, [0, 1], 2),
+    "no plan": (NO_PART % 2, [0, 1], 3),
+    "much": ("{folder}/rank0.jsonl: lines 7, 8, 9 and 2 more are no part of a trace: left out", [0, 1], 3),
+    "a later version": (
+        "{folder}/rank0.jsonl: written in version 9 of the format, this is version 1: left out",
+        [1],
+        0,
+    ),
+    "another run": ("{folder}: the files of ranks [1] are of another run than that of rank 0: left out", [0], 3),
+    "another number of ranks": (
+        "{folder}: the files of ranks [1] are of another run than that of rank 0: left out",
+        [0],
+        3,
+    ),
+    "a copy": ("{folder}/rank0.jsonl: is the file of rank 1 by what it says: left out", [1], 0),
+    "bytes": (NO_PART % 1, [1], 0),
 }
 
 
 def spoil(folder: Path, how: str) -> None:
-    path = folder / "rank0.jsonl"
+    path, other = folder / "rank0.jsonl", folder / "rank1.jsonl"
     text = path.read_text()
-    for other in folder.iterdir():
-        if how == "all are missing" or (how == "a file is missing" and other != path):
-            other.unlink()
+    lines = text.splitlines(keepends=True)
+    if how == "a file is missing":
+        other.unlink()
+    elif how == "bytes":
+        path.write_bytes(b"\xff\xfe\n")
+    elif how == "bytes amid":
+        path.write_bytes("".join(lines[:3]).encode() + b"\xff\n" + "".join(lines[4:]).encode())
     becomes: dict[str, Any] = {
         "text": "hello\n",
         "empty": "",
         "no object": "[]\n",
         "no pass": text + '{"pass": {}}\n',
         "unknown": text + '{"x": 1}\n',
+        "cut amid": "".join([*lines[:3], lines[3][:200] + "\n", *lines[4:]]),
+        "no number": "".join([*lines[:3], lines[3].replace('"began":', '"began":0.5,"x":'), *lines[4:]]),
+        "no such bucket": "".join([*lines[:3], lines[3].replace('"bucket":0', '"bucket":99'), *lines[4:]]),
+        "no plan": "".join([lines[0], lines[1].replace('"parameters"', '"x"'), *lines[2:]]),
+        "much": text + 5 * "x\n",
         "a later version": text.replace('"stretto_trace":1', '"stretto_trace":9'),
         "another run": re.sub('"run":"[0-9a-f]{16}"', '"run":"x"', text),
-        "another number of ranks": text.replace('"world_size":2', '"world_size":5'),
+        "another number of ranks": text.replace('"world_size":2', '"world_size":1'),
+        "a copy": other.read_text() if other.exists() else "",
     }
     if how in becomes:
         path.write_text(becomes[how])
-    elif how == "bytes":
-        path.write_bytes(b"\xff\xfe\n")
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_is_no_trace_is_refused_in_one_line(written: Path, how: str) -> None:
+def test_what_can_be_read_is_read_and_one_line_names_the_rest(written: Path, how: str) -> None:
     spoil(written, how)
+    line, ranks, passes = SPOILT[how]
+    told: list[str] = []
+    traces = read_trace(written, tell=told.append)
+    assert told == [line.format(folder=written)]
+    assert [one.rank for one in traces] == ranks
+    assert sum(len(one.passes) for one in traces if one.rank == 0) == passes
+    if how == "no plan":
+        assert not traces[0].plans and reports_from(traces)[0].buckets == ()
+    timeline = timeline_of(traces)
+    assert timeline.passes and len(reports_from(traces)) == len(ranks)
+    if ranks == [0, 1]:
+        assert timeline.numbers == (3, 4, 5)
+
+
+def test_a_warning_says_what_is_left_out(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spoil(written, "unknown")
+    read_trace(written)
+    assert [one.getMessage() for one in caplog.records] == [(NO_PART % 7).format(folder=written)]
+
+
+def test_a_file_that_cannot_be_opened_is_left_out(written: Path) -> None:
+    (written / "rank0.jsonl").unlink()
+    (written / "rank0.jsonl").mkdir()
+    told: list[str] = []
+    assert [one.rank for one in read_trace(written, tell=told.append)] == [1]
+    assert told == [
+        f"{written}/rank0.jsonl: cannot be read: [Errno 21] Is a directory: '{written}/rank0.jsonl': left out"
+    ]
+
+
+def test_the_files_of_the_run_that_has_most_are_kept(tmp_path: Path) -> None:
+    run_ranks(lambda transport: train(transport, tmp_path), 3)
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(re.sub('"run":"[0-9a-f]{16}"', '"run":"x"', path.read_text()))
+    told: list[str] = []
+    traces = read_trace(tmp_path, tell=told.append)
+    assert [one.rank for one in traces] == [1, 2]
+    assert told == [f"{tmp_path}: the files of ranks [0] are of another run than that of rank 1: left out"]
+    assert [one.rank for one in reports_from(traces)] == [1, 2]
+    assert timeline_of(traces).notes()[0] == "of ranks [0] there is no trace"
+    assert all(transfer.joined is None for one in timeline_of(traces).passes for transfer in one.transfers)
+
+
+def test_where_nothing_can_be_shown_the_folder_is_refused(written: Path) -> None:
+    (written / "rank1.jsonl").unlink()
+    spoil(written, "text")
     with pytest.raises(TraceError) as caught:
         read_trace(written)
-    assert str(caught.value) == SPOILT[how].format(folder=written)
+    assert str(caught.value) == f"{written}/rank0.jsonl: line 1 is no part of a trace"
+    (written / "rank0.jsonl").unlink()
+    with pytest.raises(TraceError) as caught:
+        read_trace(written)
+    assert str(caught.value) == f"{written}: no trace in it (rank0.jsonl, rank1.jsonl, ...)"
+    TraceWriter(written, header_of(1, 2, "somehow", None, "run", {})).close()
+    (written / "rank1.jsonl").rename(written / "rank0.jsonl")
+    with pytest.raises(TraceError) as caught:
+        read_trace(written)
+    assert str(caught.value) == f"{written}/rank0.jsonl: is the file of rank 1 by what it says"
+
+
+@pytest.mark.parametrize("choice, numbers", [
+    (Choice(), [3, 4, 5, 6, 7, 8]),
+    (Choice(newest=2), [7, 8]),
+    (Choice(newest=99), [3, 4, 5, 6, 7, 8]),
+    (Choice(4, 6), [4, 5, 6]),
+    (Choice(first=7), [7, 8]),
+    (Choice(last=3), [3]),
+    (Choice(4, 7, 2), [6, 7]),
+    (Choice(9, 10), []),
+])  # fmt: skip
+def test_passes_are_chosen_when_they_are_read(
+    tmp_path: Path, choice: Choice, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(lambda transport: train(transport, tmp_path, 6), 2)
+    understood = []
+    real = PassRecord.from_dict
+    monkeypatch.setattr(PassRecord, "from_dict", lambda value: understood.append(value) or real(value))
+    for trace in read_trace(tmp_path, choice):
+        assert [one.number for one in trace.passes] == numbers and trace.end == "closed"
+    assert len(understood) == 2 * len(numbers), "what is not asked for costs no more than its first characters"
+
+
+def test_the_last_passes_are_those_that_any_rank_has(tmp_path: Path) -> None:
+    run_ranks(lambda transport: train(transport, tmp_path, 6), 2)
+    path = tmp_path / "rank1.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"number":8,' not in line))
+    assert [[p.number for p in one.passes] for one in read_trace(tmp_path, Choice(newest=2))] == [[7, 8], [7]]
+
+
+def test_memory_does_not_grow_with_a_trace_of_which_little_is_asked_for(tmp_path: Path) -> None:
+    run_ranks(lambda transport: train(transport, tmp_path, 2), 2)
+    path = tmp_path / "rank0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    line = next(one for one in lines if '"number":4,' in one)
+    with path.open("w") as file:
+        file.writelines(lines[:2])
+        file.writelines(line.replace('"number":4,', f'"number":{number},') for number in range(4, 5000))
+    size = path.stat().st_size
+    tracemalloc.start()
+    (trace, _) = read_trace(tmp_path, Choice(newest=5))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [one.number for one in trace.passes] == [4995, 4996, 4997, 4998, 4999]
+    assert peak < size / 10
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
@@ -338,3 +475,193 @@ def test_clocks_of_a_header_are_kept(tmp_path: Path) -> None:
     first, second = read_trace(tmp_path)
     assert isinstance(first, RankTrace) and first.end == "closed" and first.tied == {"a": "b"}
     assert (first.clock, second.clock, second.at(7)) == (Clock(0, 0), None, 7)
+
+
+# Clocks of hosts, drift included
+
+
+SKEW, DRIFT = 5_000_000_000, 0.01
+
+
+def traced_with_another_clock(rank: int, folder: str, how: str) -> float:
+    """Rank 1 has a clock of its own, 5 s ahead and one percent too fast."""
+    origin = time.perf_counter_ns()
+    real = time.perf_counter_ns
+    if rank == 1:
+
+        def mine() -> int:
+            return real() + SKEW + int(DRIFT * (real() - origin))
+
+        time.perf_counter_ns = mine
+        for module in ("stretto.recorder",):
+            sys.modules[module].now = mine
+        clocks.identity = lambda: "another kernel"
+        clocks.ClockTalk.__init__.__kwdefaults__["now"] = mine
+    sync = stretto.attach(model := torch.nn.Linear(2, 1), transport="process_group")
+    failed = ValueError("enough")
+    began = time.monotonic()
+    with contextlib.suppress(ValueError), sync.trace(folder):
+        for _ in range(6):
+            time.sleep(0.05)
+            model(torch.ones(1, 2)).sum().backward()
+        if how == "both fail" or (how == "one fails" and rank == 1):
+            raise failed
+    took = time.monotonic() - began
+    torch.distributed.barrier()
+    store = sync._transport.store
+    return took, store.num_keys() if hasattr(store, "num_keys") else 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["fine", "both fail", "one fails"])
+def test_clocks_of_hosts_drift_between_both_ends_of_a_trace(tmp_path: Path, how: str) -> None:
+    seconds = [took for took, _ in spawn_ranks(traced_with_another_clock, 2, str(tmp_path), how)]
+    assert max(seconds) < 8, "at the end nobody waits long"
+    first, second = read_trace(tmp_path)
+    assert first.clock == Clock(0, 0) and first.later is None and first.uncertainty == 0
+    assert second.clock is not None and second.clock.at
+    assert (second.later is not None) == (how == "fine")
+    apart = [
+        abs(second.at(there.settled) - first.at(here.settled)) / 1e6
+        for here, there in zip(first.passes, second.passes, strict=True)
+    ]
+    if how == "fine":  # 0.3 s and one percent are 3 ms
+        assert second.at(second.clock.at) == second.clock.at + second.clock.offset
+        assert max(apart) < 2 + second.uncertainty / 1e6 or statistics.median(apart) < 1, apart
+    else:
+        assert second.at(0) == second.clock.offset
+
+
+def killed_while_clocks_are_compared(rank: int, folder: str) -> str:
+    sync = stretto.attach(torch.nn.Linear(2, 1), transport="process_group")
+    clocks.identity = lambda: f"kernel {rank}"
+    if rank == 1:
+        clocks.ClockTalk._ask = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(stretto.PeerError) as caught, sync.trace(folder):
+        raise AssertionError("it does not begin")
+    Path(folder, "told").write_text(f"{time.monotonic() - began}\n{caught.value}")
+    os._exit(1)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_while_clocks_are_compared_is_named_in_seconds(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        spawn_ranks(killed_while_clocks_are_compared, 2, str(tmp_path))
+    seconds, _, text = (tmp_path / "told").read_text().partition("\n")
+    assert float(seconds) < 8
+    assert text.startswith("rank 0, attach: ") and "rank 1" in text, text
+
+
+# What a transport does not tell, and what travels beside buckets
+
+
+def test_what_travels_beside_buckets_is_counted(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(10, 4, sparse=True)
+            self.norm = torch.nn.BatchNorm1d(4)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.words(words)).square().sum()
+
+    def worker(transport: Any) -> Any:
+        model = Net()
+        sync = stretto.attach(model, transport=transport)
+        with sync.trace(tmp_path):
+            for _ in range(3):
+                model(torch.arange(3 + transport.rank)).backward()
+                model.zero_grad()
+        return sync.report()
+
+    rows = [(3 + rank) * (8 + 4 * 4) for rank in range(2)]  # a number of eight bytes and four values each
+    buffers = 4 * 4 * 2 + 8
+    for rank, report in enumerate(run_ranks(worker, 2)):
+        assert (report.nbytes, report.sparse_nbytes, report.buffer_nbytes) == (4 * 4 * 2, rows[rank], buffers)
+        assert f"; beside them {rows[rank]} B of sparse gradients and 40 B of the module's buffers\n" in str(report)
+        assert report.to_dict()["sparse_nbytes"] == rows[rank]
+    assert [one.sparse_nbytes for one in reports_from(read_trace(tmp_path))] == rows
+
+
+def test_an_end_that_the_transport_does_not_tell_is_marked_everywhere(written: Path) -> None:
+    assert UNTOLD == (
+        "the transport does not tell when a result is there: buckets end where they were seen, when their rank had "
+        "waited for them, and hidden is the most that it can have been"
+    )
+    traces = read_trace(written)
+    assert all(not one.told and one.end == one.seen for p in traces[0].passes for one in p.launches)
+    report = reports_from(traces)[0]
+    assert not report.told and not any(one.told for one in report.buckets)
+    assert ": backward hides at most " in str(report)
+    assert "\n" + UNTOLD in str(report)
+    assert re.search(r"^ +0 .*  \(seen\)  ", str(report), re.MULTILINE)
+    timeline = timeline_of(traces)
+    assert timeline.headline().startswith("at most ") and UNTOLD in timeline.notes()
+    assert sketch(timeline).splitlines()[-1] == UNTOLD
+    assert "when the result was there is not known, seen at " in to_html(timeline)
+    chrome = to_chrome(timeline)
+    assert chrome["otherData"]["summary"].startswith("at most ") and UNTOLD in chrome["otherData"]["notes"]
+    ways = [event for event in chrome["traceEvents"] if event.get("cat") == "bucket" and event["ph"] == "X"]
+    assert ways and all(one["name"].endswith(", until it was seen") for one in ways)
+    assert not any(one["args"]["end_known"] for one in ways)
+
+
+def test_times_on_accelerators_are_said_to_be_the_hosts(tmp_path: Path) -> None:
+    text = "times are the host's, not those of the device (cuda): what was queued there counts as done"
+    trace = a_trace(devices=("cpu", "cuda"))
+    assert trace.accelerators == ("cuda",) and a_trace().accelerators == ()
+    writer = TraceWriter(tmp_path, trace)
+    writer.close()
+    assert read_trace(tmp_path)[0].accelerators == ("cuda",)
+    report = reports_from([a_trace(0, 2, devices=("cuda",)), a_trace(1, 2)])[0]
+    assert report.accelerators == ("cuda",) and "\n" + text in str(report)
+    timeline = timeline_of([trace])
+    assert timeline.notes() == (text,) and text.replace("'", "&#x27;") in to_html(timeline)
+    labels = [event for event in to_chrome(timeline)["traceEvents"] if event["name"] == "process_labels"]
+    assert [event["args"] for event in labels] == [{"labels": text}]
+
+
+def test_passes_under_an_earlier_plan_are_counted(tmp_path: Path) -> None:
+    def worker(transport: Any) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        sync = stretto.attach(model, transport=transport)
+        with sync.trace(tmp_path):
+            for number in range(5):
+                if number == 3:
+                    model[0].weight.requires_grad_(False)
+                model(torch.ones(1, 2)).sum().backward()
+        return sync.report()
+
+    for report in [*run_ranks(worker, 2), *reports_from(read_trace(tmp_path))]:
+        assert report.left_out >= 3 and report.passes + report.left_out == 5
+        assert f"\n{report.left_out} passes recorded under an earlier plan, with other buckets: left out" in str(report)
+    other = replace(report, left_out=1)
+    assert "\n1 pass recorded under an earlier plan, with other buckets: left out" in str(other)
+
+
+def test_report_gives_advice_about_a_late_gradient_from_passes_that_were_traced(tmp_path: Path) -> None:
+    """Sampled passes are not looked at gradient by gradient; those of a trace are, and count in the report."""
+
+    def worker(transport: Any) -> tuple[Any, Any]:
+        model = Ladder(("late", "middle", "early"), 0.0)
+        model.rungs["late"].weight.register_hook(lambda _: time.sleep(0.05))
+        sync = stretto.attach(model, transport=DelayTransport(transport, lambda _: 0.04))
+
+        def steps() -> None:
+            for _ in range(9):
+                model(torch.ones(2, 8)).sum().backward()
+
+        steps()
+        before = sync.report()
+        with sync.trace(tmp_path):
+            steps()
+        return before, sync.report()
+
+    for before, after in run_ranks(worker, 2):
+        assert before.buckets[0].before_last is None
+        assert after.buckets[0].before == "rungs.middle.weight"
+        (late,) = [one for one in after.advice if one.startswith("Bucket 0 waits ")]
+        assert late.endswith(
+            ' for `rungs.late.weight`: let the rest leave before it with attach(launch_after=["rungs.middle.weight"]).'
+        )

@@ -100,7 +100,7 @@ def _waits(report: Report, tied: Mapping[str, str]) -> Said:
     waits = [
         (one.full - one.before_last, one)
         for one in report.buckets
-        if one.full is not None and one.before_last is not None and one.closed_by
+        if one.full is not None and one.before_last is not None and one.closed_by and one.before != one.closed_by
     ]
     gap, one = max(waits, key=lambda wait: wait[0], default=(0.0, None))
     if one is None or gap < 0.1 * report.breakdown.backward:
@@ -109,11 +109,10 @@ def _waits(report: Report, tied: Mapping[str, str]) -> Said:
     later = [other.full for other in report.buckets if other.bucket > one.bucket and other.full is not None]
     behind = sum(full < (one.full or 0.0) for full in later)
     also = f", and {counted(behind, 'full buckets')} behind it" if behind else ""
-    before = [name for name in one.parameters if name != one.closed_by][-1]
     return (
         min(gap, report.breakdown.exposed),
         f"Bucket {one.bucket} waits {ms(gap)} for `{one.closed_by}`{why}{also}: let the rest leave before it with "
-        f'attach(launch_after=["{before}"]).',
+        f'attach(launch_after=["{one.before}"]).',
     )
 
 

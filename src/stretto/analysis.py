@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from .advice import advise
-from .clocks import Clock, compare_clocks
+from .clocks import Clock, ClockTalk
 from .peers import Peers
 from .plan import BucketPlan
-from .record import NANO, Launch, PassRecord
+from .record import NANO, Clockwise, Launch, PassRecord
 from .reducer import Reducer
 from .report import Breakdown, BucketReport, RankReport, Report
-from .trace import RankTrace
+from .trace import RankTrace, accelerators
+from .transport.base import Transport
 
 _NO_PLAN = BucketPlan((), (), 1, 0)
 
@@ -32,7 +33,7 @@ def report_of(
     Args:
         reducer: of this rank.
         peers: by whom one gathers.
-        records: of this rank, oldest first. Those made under another plan than the last are left out.
+        records: of this rank, oldest first. Those made under another plan than the last are counted and left out.
         tied: names of parameters, and under what other name the module uses them too.
 
     Raises:
@@ -40,33 +41,48 @@ def report_of(
     """
     plan = max(records, key=lambda pair: pair[0].number)[1] if records else reducer.plan
     mine = [record for record, used in records if used == plan]
-    everyone: list[Seen] = peers.gather(seen_in(mine))
     transport = reducer.transport
-    clocks = compare_clocks(getattr(transport, "store", None), transport.rank, peers.gather)
-    return _report(
-        _Place(transport.rank, transport.world_size, transport.name, reducer.statistics.bucket_memory),
-        mine,
-        plan,
-        everyone,
-        clocks,
-        tied,
+    _, clocks = compare_clocks(peers, transport)
+    everyone: list[Seen] = peers.gather(_seen_lately(transport.rank, mine, clocks[transport.rank]))
+    place = _Place(
+        transport.rank,
+        transport.world_size,
+        transport.name,
+        reducer.statistics.bucket_memory,
+        accelerators(parameter.device.type for parameter in reducer.parameters),
     )
+    return _report(place, mine, len(records) - len(mine), plan, everyone, tied)
+
+
+def compare_clocks(peers: Peers, transport: Transport) -> tuple[ClockTalk, list[Clock | None]]:
+    """Every rank's clock against rank 0's, in rank order, and by whom they can be compared once more. Collective.
+
+    Raises:
+        CommunicationError: a rank does not come, or ends.
+    """
+    talk = ClockTalk(getattr(transport, "store", None), transport.rank, peers.gather, peers.wait)
+    try:
+        return talk, talk.compare()
+    except RuntimeError as error:
+        peers.fail("the clocks of hosts could not be compared", error)
 
 
 def reports_from(traces: Sequence[RankTrace]) -> list[Report]:
-    """The report of each rank, in rank order, over all passes of its trace that were made under the last plan.
+    """The report of each rank that there is, in rank order, over all passes that were made under its last plan.
 
     Args:
-        traces: of all ranks of one run. The memory that buckets hold is taken to be what they carry.
+        traces: of ranks of one run. The memory that buckets hold is taken to be what they carry.
     """
     under_last = [_under_last_plan(one) for one in traces]
-    everyone = [seen_in(records) for records, _ in under_last]
-    clocks = [one.clock for one in traces]
+    everyone = [
+        seen_in(trace.rank, records, trace.uncertainty, trace.at)
+        for trace, (records, _) in zip(traces, under_last, strict=True)
+    ]
     reports = []
     for trace, (records, plan) in zip(traces, under_last, strict=True):
         memory = sum(map(plan.bucket_bytes, range(len(plan.buckets))))
-        place = _Place(trace.rank, trace.world_size, trace.transport, memory)
-        reports.append(_report(place, records, plan, everyone, clocks, trace.tied))
+        place = _Place(trace.rank, trace.world_size, trace.transport, memory, trace.accelerators)
+        reports.append(_report(place, records, len(trace.passes) - len(records), plan, everyone, trace.tied))
     return reports
 
 
@@ -85,17 +101,22 @@ class _Place:
     world_size: int
     transport: str
     bucket_memory: int
+    accelerators: tuple[str, ...]
 
 
 def _report(
     place: _Place,
     mine: Sequence[PassRecord],
+    left_out: int,
     plan: BucketPlan,
     everyone: Sequence[Seen],
-    clocks: Sequence[Clock | None],
     tied: Mapping[str, str],
 ) -> Report:
-    known = [clock.uncertainty * NANO for clock in clocks if clock is not None]
+    known = [one.uncertainty * NANO for one in everyone if one.uncertainty is not None]
+
+    def usual(nbytes: Callable[[PassRecord], int]) -> int:
+        return int(statistics.median(map(nbytes, mine))) if mine else 0
+
     report = Report(
         place.rank,
         place.world_size,
@@ -103,11 +124,15 @@ def _report(
         len(mine),
         breakdown_of(mine),
         buckets_of(mine, plan),
-        side_by_side(everyone, clocks),
-        nbytes=int(statistics.median(sum(one.nbytes for one in record.launches) for record in mine)) if mine else 0,
+        side_by_side(everyone),
+        nbytes=usual(lambda record: sum(one.nbytes for one in record.launches)),
         bucket_memory=place.bucket_memory,
-        clock_uncertainty=max(known) if len(known) == len(clocks) else None,
+        clock_uncertainty=max(known) if len(known) == len(everyone) else None,
         plan=plan.hash,
+        sparse_nbytes=usual(lambda record: record.sparse_bytes),
+        buffer_nbytes=usual(lambda record: record.buffer_bytes),
+        left_out=left_out,
+        accelerators=place.accelerators,
     )
     return replace(report, advice=advise(report, tied))
 
@@ -130,8 +155,7 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 def breakdown_of(records: Sequence[PassRecord]) -> Breakdown:
     """Means over the middle half of one rank's passes by the time of a step, so that parts add up; zeros for none."""
-    ordered = sorted(records, key=lambda one: one.step)
-    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    middle = _middle(records)
 
     def mean(value: Callable[[PassRecord], float]) -> float:
         return statistics.fmean(map(value, middle)) if middle else 0.0
@@ -146,6 +170,12 @@ def breakdown_of(records: Sequence[PassRecord]) -> Breakdown:
         other=mean(lambda one: one.other),
         step=mean(lambda one: one.step),
     )
+
+
+def _middle(records: Sequence[PassRecord]) -> list[PassRecord]:
+    """The half of the passes whose steps took neither longest nor shortest."""
+    ordered = sorted(records, key=lambda one: one.step)
+    return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
 
 def torch_times(records: Sequence[PassRecord]) -> dict[str, int]:
@@ -211,8 +241,8 @@ def _bucket(seen: Sequence[_Seen], names: tuple[str, ...]) -> BucketReport:
     def always(value: Callable[[Launch], int]) -> float:
         return median(value) or 0.0
 
-    arrivals = [sorted(came[name] for name in names if name in came) for _, _, came in seen]
-    firsts = [times[0] for times in arrivals if times]
+    arrivals = [sorted((came[name], name) for name in names if name in came) for _, _, came in seen]
+    firsts = [times[0][0] for times in arrivals if times]
     before = [times[-2] for times in arrivals if len(times) > 1]
     last = seen[-1][1]
     return BucketReport(
@@ -221,11 +251,13 @@ def _bucket(seen: Sequence[_Seen], names: tuple[str, ...]) -> BucketReport:
         names,
         statistics.mode(one.closed_by for _, one, _ in seen),
         first=statistics.median(firsts) if firsts else None,
-        before_last=statistics.median(before) if before else None,
+        before_last=statistics.median(at for at, _ in before) if before else None,
         full=median(lambda one: one.full),
         launched=always(lambda one: one.begin),
         ended=always(lambda one: one.end),
         seen=always(lambda one: one.seen),
+        told=all(one.told for _, one, _ in seen),
+        before=statistics.mode(name for _, name in before) if before else "",
     )
 
 
@@ -236,31 +268,43 @@ def _bucket(seen: Sequence[_Seen], names: tuple[str, ...]) -> BucketReport:
 class Seen:
     """What a rank brings to a report."""
 
+    rank: int
     breakdown: Breakdown
-    ends: Mapping[int, int]
-    """By pass: when its backward ended, by its own clock."""
+    ends: Mapping[int, tuple[int, int]]
+    """By pass: when its backward had ended and when it had settled, by rank 0's clock."""
+    middle: frozenset[int]
+    """The passes of which the breakdown is the mean."""
+    uncertainty: int | None
+    """Nanoseconds by which these times may be wrong; None if they are not by rank 0's clock."""
 
 
-def seen_in(records: Sequence[PassRecord]) -> Seen:
-    """By this rank."""
-    return Seen(breakdown_of(records), {one.number: one.backward_ended for one in records})
+def seen_in(rank: int, records: Sequence[PassRecord], uncertainty: int | None, clock: Clockwise) -> Seen:
+    """By one rank, whose times ``clock`` turns into rank 0's."""
+    ends = {one.number: (clock(one.backward_ended), clock(one.settled)) for one in records}
+    return Seen(rank, breakdown_of(records), ends, frozenset(one.number for one in _middle(records)), uncertainty)
 
 
-def side_by_side(everyone: Sequence[Seen], clocks: Sequence[Clock | None]) -> tuple[RankReport, ...]:
-    """Who was how late, over the passes that all ranks have recorded."""
-    common = set.intersection(*(set(one.ends) for one in everyone))
-    if not common or any(clock is None for clock in clocks):
-        return tuple(RankReport(rank, one.breakdown, None, None) for rank, one in enumerate(everyone))
-    ends = [
-        {number: one.ends[number] + clock.offset for number in common}
-        for one, clock in zip(everyone, clocks, strict=True)
-        if clock is not None
-    ]
+def _seen_lately(rank: int, records: Sequence[PassRecord], clock: Clock | None) -> Seen:
+    """By this rank, whose clock was compared just now."""
+    if clock is None:
+        return seen_in(rank, records, None, lambda time: time)
+    oldest = min((one.began for one in records), default=clock.at)
+    return seen_in(rank, records, clock.right_to(oldest), lambda time: time + clock.offset)
+
+
+def side_by_side(everyone: Sequence[Seen]) -> tuple[RankReport, ...]:
+    """Who was how late, over the passes that all these ranks have recorded."""
+    common = set.intersection(*(set(one.ends) for one in everyone)) if everyone else set()
+    if not common or any(one.uncertainty is None for one in everyone):
+        return tuple(RankReport(one.rank, one.breakdown, None, None) for one in everyone)
+    ends = {number: [one.ends[number][0] for one in everyone] for number in common}
+    first, last = ({number: pick(ends[number]) for number in common} for pick in (min, max))
     reports = []
-    for rank, one in enumerate(everyone):
-        behind = [(ends[rank][number] - min(other[number] for other in ends)) * NANO for number in common]
-        last = [ends[rank][number] == max(other[number] for other in ends) for number in common]
-        ahead = [(max(other[number] for other in ends) - ends[rank][number]) * NANO for number in common]
-        waiting = min(statistics.fmean(ahead), one.breakdown.exposed)
-        reports.append(RankReport(rank, one.breakdown, statistics.median(behind), sum(last) / len(last), waiting))
+    for one in everyone:
+        behind = statistics.median((one.ends[number][0] - first[number]) * NANO for number in common)
+        was_last = statistics.fmean(one.ends[number][0] == last[number] for number in common)
+        # No pass settles before the last rank's backward has ended, unless by clocks that are a little apart.
+        waits = [min(last[number], one.ends[number][1]) - one.ends[number][0] for number in one.middle & common]
+        waiting = statistics.fmean(waits) * NANO if waits else 0.0
+        reports.append(RankReport(one.rank, one.breakdown, behind, was_last, min(waiting, one.breakdown.exposed)))
     return tuple(reports)

@@ -4,15 +4,21 @@ A process a rank; a thread for what it computed, where pieces lie inside of "bac
 a thread for its transport. [Note: lanes] Events of one thread must lie one inside the other or apart: Perfetto drops
 what only overlaps. Asynchronous events may overlap but take no flow arrows. So a bucket that is launched while another
 is on its way goes to a further thread of the same transport.
+
+Events come in the order of their times, enclosing ones first, and are made pass by pass: a trace of hours is written
+without ever being held as a whole.
 """
 
 from __future__ import annotations
 
+import heapq
+import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TextIO
 
 from .pieces import Kind, Piece, Transfer
+from .report import host_times
 from .timeline import Arrow, RankPass, RankTimeline, Timeline
 
 Event = dict[str, Any]
@@ -32,7 +38,7 @@ COLOURS: dict[Kind, str] = {
 
 
 def to_chrome(timeline: Timeline) -> dict[str, Any]:
-    """For ``json.dump``. Times in it are microseconds, as the format has them.
+    """For ``json.dump``; :func:`write_chrome` needs less memory. Times in it are microseconds, as the format has them.
 
     Args:
         timeline: all its passes are written.
@@ -42,34 +48,89 @@ def to_chrome(timeline: Timeline) -> dict[str, Any]:
         with open("trace.json", "w") as file:
             json.dump(to_chrome(timeline_of(read_trace("trace"))), file)
     """
-    events = [event for rank in timeline.ranks for event in _rank(rank)]
+    return {"traceEvents": [*_events(timeline)], **_around(timeline)}
+
+
+def write_chrome(timeline: Timeline, file: TextIO) -> None:
+    """The same, written event by event.
+
+    Args:
+        timeline: all its passes are written.
+        file: open for text.
+
+    Example::
+
+        with open("trace.json", "w") as file:
+            write_chrome(timeline_of(read_trace("trace")), file)
+    """
+    separator = '{"traceEvents": [\n'
+    for event in _events(timeline):
+        file.write(separator + json.dumps(event, allow_nan=False))
+        separator = ",\n"
+    begun = separator.startswith(",")
+    around = json.dumps(_around(timeline), allow_nan=False)
+    file.write(("" if begun else separator) + "\n], " + around.removeprefix("{") + "\n")
+
+
+def _around(timeline: Timeline) -> dict[str, Any]:
     about = {"summary": timeline.headline(), "notes": list(timeline.notes()), "world_size": timeline.world_size}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+    return {"displayTimeUnit": "ms", "otherData": about}
 
 
-def _rank(rank: RankTimeline) -> Iterator[Event]:
-    lanes = _lanes([transfer for one in rank.passes for transfer in one.transfers])
-    names = ["compute", rank.transport]
-    names += [f"{rank.transport}, {number} at once" for number in range(2, max(lanes, default=0) + 2)]
+def _events(timeline: Timeline) -> Iterator[Event]:
+    """Those of all ranks by their times. What has no time, names of threads, comes before what it is about."""
+    ranks = (_rank(rank) for rank in timeline.ranks)
+    return (event for _, event in heapq.merge(*ranks, key=lambda one: one[0]))
+
+
+def _rank(rank: RankTimeline) -> Iterator[tuple[float, Event]]:
+    at = 0.0
+    for event in _names(rank):
+        yield at, event
+    free: list[int] = []
+    for one in rank.passes:
+        known = len(free)
+        lanes = _lanes(one.transfers, free)
+        for lane in range(max(1, known), len(free)):
+            for event in _thread(rank.rank, COMPUTE + 1 + lane, f"{rank.transport}, {lane + 1} at once"):
+                yield at, event
+        for event in sorted(_pass(rank.rank, one, lanes), key=lambda event: (event["ts"], -event.get("dur", -1.0))):
+            at = event["ts"]
+            yield at, event
+
+
+def _names(rank: RankTimeline) -> Iterator[Event]:
     yield _about("process_name", rank.rank, COMPUTE, name=f"rank {rank.rank} ({rank.host}, pid {rank.pid})")
     yield _about("process_sort_index", rank.rank, COMPUTE, sort_index=rank.rank)
-    for thread, name in enumerate(names, COMPUTE):
-        yield _about("thread_name", rank.rank, thread, name=name)
-        yield _about("thread_sort_index", rank.rank, thread, sort_index=thread)
-    used = iter(lanes)
-    for one in rank.passes:
-        yield from _computed(rank.rank, one)
-        for arrow in one.arrows:
-            thread = COMPUTE + 1 + next(used)
-            yield _transfer(rank.rank, thread, one.record.number, arrow.transfer)
-            yield from _flow(rank.rank, thread, one.record.number, arrow)
-        if one.record.buffers is not None:
-            yield _event("buffers sent", "i", one.record.buffers, rank.rank, COMPUTE + 1, cat="buffers", s="t")
+    if rank.accelerators:
+        yield _about("process_labels", rank.rank, COMPUTE, labels=host_times(rank.accelerators))
+    yield from _thread(rank.rank, COMPUTE, "compute")
+    yield from _thread(rank.rank, COMPUTE + 1, rank.transport)
 
 
-def _lanes(transfers: Sequence[Transfer]) -> list[int]:
-    """For each the first lane that is free when it is launched. See [Note: lanes]."""
-    free: list[int] = []
+def _thread(rank: int, thread: int, name: str) -> Iterator[Event]:
+    yield _about("thread_name", rank, thread, name=name)
+    yield _about("thread_sort_index", rank, thread, sort_index=thread)
+
+
+def _pass(rank: int, one: RankPass, lanes: Sequence[int]) -> Iterator[Event]:
+    yield from _computed(rank, one)
+    for arrow, lane in zip(one.arrows, lanes, strict=True):
+        thread = COMPUTE + 1 + lane
+        yield _transfer(rank, thread, one.record.number, arrow.transfer)
+        yield from _flow(rank, thread, one.record.number, arrow)
+    if one.record.buffers is not None:
+        facts = {"bytes": one.record.buffer_bytes}
+        yield _event("buffers sent", "i", one.record.buffers, rank, COMPUTE + 1, cat="buffers", s="t", args=facts)
+
+
+def _lanes(transfers: Sequence[Transfer], free: list[int]) -> list[int]:
+    """For each the first lane that is free when it is launched. See [Note: lanes].
+
+    Args:
+        transfers: of a pass.
+        free: from when each lane is free; brought up to date.
+    """
     lanes = []
     for one in transfers:
         lane = next((lane for lane, at in enumerate(free) if at <= one.launch.begin), len(free))
@@ -116,24 +177,30 @@ def _transfer(rank: int, thread: int, number: int, one: Transfer) -> Event:
         "handed_over_us": launch.handed_over / 1e3,
         "last_rank_launched_us": None if one.joined is None else one.joined / 1e3,
         "ended_us": launch.end / 1e3,
+        "end_known": launch.told,
         "seen_us": launch.seen / 1e3,
         "hidden_us": one.hidden / 1e3,
         "exposed_us": one.exposed / 1e3,
     }
     by = f" ({launch.closed_by})" if launch.closed_by else ""
-    return _span(f"bucket {launch.bucket}{by}", "bucket", launch.begin, launch.end, rank, thread, facts)
+    until = "" if launch.told else ", until it was seen"
+    return _span(f"bucket {launch.bucket}{by}{until}", "bucket", launch.begin, launch.end, rank, thread, facts)
 
 
 def _flow(rank: int, thread: int, number: int, arrow: Arrow) -> Iterator[Event]:
-    """Each end lies amid the span that it belongs to: viewers look for the span that is open then."""
-    launch = arrow.transfer.launch
+    """Each end lies amid the span that it belongs to: viewers look for the span that is open then, and for none where
+    nothing lasts. An arrow that would lead back in time is left out."""
+    launch, source, settle = arrow.transfer.launch, arrow.source, arrow.settle
+    stops = [] if source is None else [(source.begin, source.end, COMPUTE)]
+    stops += [(launch.begin, launch.end, thread), (settle.begin, settle.end, COMPUTE)]
+    times = [_amid(begin, end) for begin, end, _ in stops if begin < end]
+    if len(times) < len(stops) or times != sorted(times):
+        return
     common = {"cat": "bucket", "id": f"{rank}.{number}.{launch.bucket}"}
-    name = f"bucket {launch.bucket}"
-    if arrow.source is not None:
-        yield _event(name, "s", _amid(arrow.source.begin, arrow.source.end), rank, COMPUTE, **common)
-    on_its_way = "t" if arrow.source is not None else "s"
-    yield _event(name, on_its_way, _amid(launch.begin, launch.end), rank, thread, bp="e", **common)
-    yield _event(name, "f", _amid(arrow.settle.begin, arrow.settle.end), rank, COMPUTE, bp="e", **common)
+    phases = ["s", *"t" * (len(stops) - 2), "f"]
+    for phase, time, (_, _, where) in zip(phases, times, stops, strict=True):
+        binds = {} if phase == "s" else {"bp": "e"}
+        yield _event(f"bucket {launch.bucket}", phase, time, rank, where, **binds, **common)
 
 
 def _amid(begin: int, end: int) -> int:

@@ -3,14 +3,22 @@
 Ranks that see the same kernel read one clock. For others the first rank of each such group asks rank 0 for the time
 through the process group's store, as Cristian (1989) has it: the answer is right to half the time that the question
 took, and the quickest of some questions counts.
+
+    asker ──> TALK/RANK/n/asked ──> rank 0 ──> TALK/RANK/n/told ──> asker      whoever reads a key deletes it
+
+Clocks drift apart. A trace asks once more where it ends (:meth:`ClockTalk.again`), and what lies between is
+interpolated. There nobody is sure that the other comes: one waits a few seconds, and who goes leaves a word for the
+other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +26,14 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 QUESTIONS = 16
-PATIENCE = timedelta(seconds=30)
+PATIENCE = 30.0
+"""Seconds for an answer, where all ranks are known to take part."""
+LAST_PATIENCE = 4.0
+"""Seconds for all answers at the end of a trace."""
+DRIFT = 20e-6
+"""Seconds a second by which quartz clocks of two hosts may drift apart; half of it is common."""
+NOBODY = b"nobody"
+"""In place of a question or an answer: whoever wrote it has gone."""
 
 Now = Callable[[], int]
 
@@ -31,6 +46,163 @@ class Clock:
     """Nanoseconds."""
     uncertainty: int
     """Nanoseconds; 0 where it is the same clock."""
+    at: int = 0
+    """When they were compared, by this rank's clock; 0 where that need not be known."""
+
+    def right_to(self, time: int, later: Clock | None = None) -> int:
+        """Nanoseconds by which a time of this rank may be wrong, as it was compared so long before or after.
+
+        Args:
+            time: by this rank's clock.
+            later: a second comparison, between which and this one the time lies.
+        """
+        if not self.uncertainty or not self.at:
+            return self.uncertainty
+        if later is not None:
+            return max(self.uncertainty, later.uncertainty)
+        return self.uncertainty + int(DRIFT * abs(time - self.at))
+
+
+class ClockTalk:
+    """Rank 0 and those who ask it for the time.
+
+    Args:
+        store: through which hosts can ask. None: clocks of other hosts are unknown.
+        rank: this one.
+        gather: brings the values of all ranks together.
+        wait: waits for a key that another rank sets, at most so many seconds, and looks whether that rank lives.
+            Raises ``RuntimeError`` or what derives from it.
+        clock: default, what ``identity`` says.
+        now: reads this rank's clock, in nanoseconds.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        gather: Callable[[Any], list[Any]],
+        wait: Callable[[Word, float], object],
+        *,
+        clock: str | None = None,
+        now: Now = time.perf_counter_ns,
+    ) -> None:
+        self.clock = identity() if clock is None else clock
+        self._store = store
+        self._rank = rank
+        self._gather = gather
+        self._wait = wait
+        self._now = now
+        self._talk = ""
+        self._asking: list[int] = []
+
+    def compare(self) -> list[Clock | None]:
+        """Every rank's clock against rank 0's, in rank order. Collective; takes some milliseconds a host.
+
+        Raises:
+            CommunicationError: a rank does not come, or ends.
+        """
+        everyone: list[tuple[str, str, bool]] = self._gather((self.clock, os.urandom(8).hex(), self._store is not None))
+        clocks = [one for one, _, _ in everyone]
+        others = [clocks.index(one) for one in dict.fromkeys(clocks) if one != clocks[0]]
+        self._talk = f"stretto/clock/{everyone[0][1]}"
+        self._asking = others if all(has_store for _, _, has_store in everyone) else []
+        told = self._talk_once("first", PATIENCE)
+        found: list[Clock | None] = self._gather(told) if others else [None] * len(clocks)
+        return [Clock(0, 0) if one == clocks[0] else found[clocks.index(one)] for one in clocks]
+
+    def again(self) -> Clock | None:
+        """A second comparison, for those who asked in the first one; None for all others, and where it fails.
+
+        Not collective: each rank calls it or not. It lasts ``LAST_PATIENCE`` at most, and raises nothing.
+        """
+        with contextlib.suppress(RuntimeError):
+            return self._talk_once("last", LAST_PATIENCE)
+        return None
+
+    def _talk_once(self, when: str, patience: float) -> Clock | None:
+        until = time.monotonic() + patience
+        if self._rank == 0:
+            for other in self._asking:
+                self._answer(f"{self._talk}/{other}/{when}", until)
+        elif self._rank in self._asking:
+            return self._ask(f"{self._talk}/{self._rank}/{when}", until)
+        return None
+
+    def _ask(self, talk: str, until: float) -> Clock | None:
+        best: Clock | None = None
+        for number in range(QUESTIONS):
+            asked = self._now()
+            self._put(f"{talk}/{number}/asked", b"")
+            told = self._take(f"{talk}/{number}/told", until, f"{talk}/{number + 1}/asked")
+            heard = self._now()
+            if told == NOBODY:
+                return None
+            one = Clock(int(told) - (asked + heard) // 2, (heard - asked + 1) // 2, asked)
+            best = one if best is None or one.uncertainty < best.uncertainty else best
+        return best
+
+    def _answer(self, talk: str, until: float) -> None:
+        for number in range(QUESTIONS):
+            if self._take(f"{talk}/{number}/asked", until, f"{talk}/{number}/told") == NOBODY:
+                return
+            self._put(f"{talk}/{number}/told", str(self._now()).encode())
+
+    def _put(self, key: str, value: bytes) -> None:
+        assert self._store is not None, "nobody asks without"
+        self._store.set(key, value)  # type: ignore[arg-type]  # it takes bytes, its stubs say str
+
+    def _take(self, key: str, until: float, otherwise: str) -> bytes:
+        """Wait for a key, and delete it. Should it not come, leave ``NOBODY`` under another."""
+        assert self._store is not None, "nobody asks without"
+        word = Word(self._store, key)
+        try:
+            if not word.comes_soon():
+                self._wait(word, max(0.0, until - time.monotonic()))
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                self._put(otherwise, NOBODY)
+            raise
+        return word.take()
+
+
+class Word:
+    """A key of a store that another rank will set, to be waited for as if it were a collective."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    def comes_soon(self) -> bool:
+        """Wait for as long as it takes where all is well."""
+        with contextlib.suppress(RuntimeError):
+            self.wait(timedelta(seconds=0.2))
+            return True
+        return False
+
+    def is_completed(self) -> bool:
+        """Whether it is there."""
+        return bool(self._store.check([self._key]))
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Ask the store again and again: its own wait takes a second at least, or warns from C++ when it is over.
+
+        Raises:
+            RuntimeError: the time is over; wait again.
+        """
+        seconds = PATIENCE if timeout is None else timeout.total_seconds()
+        until, pause = time.monotonic() + seconds, 20e-6
+        while not self.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError(f"no answer within {seconds:.0f} s")
+            time.sleep(pause)
+            pause = min(1.2 * pause, 5e-3)
+
+    def take(self) -> bytes:
+        """What it says; then it is gone."""
+        value = bytes(self._store.get(self._key))
+        with contextlib.suppress(RuntimeError):  # some stores cannot forget
+            self._store.delete_key(self._key)
+        return value
 
 
 def identity() -> str:
@@ -39,60 +211,9 @@ def identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
     except OSError:  # not Linux: a process can at least trust itself
-        return f"process {os.getpid()}"
+        return f"process {os.getpid()} of {platform.node()}"
 
 
-def compare_clocks(
-    store: Store | None,
-    rank: int,
-    gather: Callable[[Any], list[Any]],
-    *,
-    clock: str | None = None,
-    now: Now = time.perf_counter_ns,
-) -> list[Clock | None]:
-    """Every rank's clock against rank 0's, in rank order. Collective; takes some milliseconds a host.
-
-    Args:
-        store: through which hosts can ask. None: clocks of other hosts are unknown.
-        rank: this one.
-        gather: brings the values of all ranks together.
-        clock: default, what ``identity`` says.
-        now: reads this rank's clock, in nanoseconds.
-
-    Raises:
-        CommunicationError: from ``gather``.
-    """
-    everyone: list[tuple[str, str, bool]] = gather(
-        (identity() if clock is None else clock, os.urandom(8).hex(), store is not None)
-    )
-    clocks, talk = [one for one, _, _ in everyone], f"stretto/clock/{everyone[0][1]}"
-    asking = [clocks.index(one) for one in dict.fromkeys(clocks) if one != clocks[0]]
-    told: Clock | None = None
-    if all(has_store for _, _, has_store in everyone) and store is not None:
-        if rank == 0:
-            for other in asking:
-                _answer(store, f"{talk}/{other}", now)
-        elif rank in asking:
-            told = _ask(store, f"{talk}/{rank}", now)
-    found: list[Clock | None] = gather(told) if asking else [None] * len(clocks)
-    return [Clock(0, 0) if one == clocks[0] else found[clocks.index(one)] for one in clocks]
-
-
-def _ask(store: Store, talk: str, now: Now) -> Clock:
-    best: Clock | None = None
-    for number in range(QUESTIONS):
-        asked = now()
-        store.set(f"{talk}/{number}/asked", "")
-        store.wait([f"{talk}/{number}/told"], PATIENCE)
-        theirs = int(store.get(f"{talk}/{number}/told"))
-        heard = now()
-        one = Clock(theirs - (asked + heard) // 2, (heard - asked + 1) // 2)
-        best = one if best is None or one.uncertainty < best.uncertainty else best
-    assert best is not None
-    return best
-
-
-def _answer(store: Store, talk: str, now: Now) -> None:
-    for number in range(QUESTIONS):
-        store.wait([f"{talk}/{number}/asked"], PATIENCE)
-        store.set(f"{talk}/{number}/told", str(now()))
+def older(clock: Clock | None, time: int) -> Clock | None:
+    """The same for a time far from the comparison: less certain."""
+    return None if clock is None else replace(clock, uncertainty=clock.right_to(time))

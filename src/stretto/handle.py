@@ -28,7 +28,7 @@ from .report import Report
 from .scaling import WEIGHT_BITS, Scaling
 from .sharding import Asked, ShardedOptimizer, begin, clip_to, shares_of, total_norm
 from .sparse import SparseGradients
-from .tracing import tracing
+from .tracing import nothing_traced, tracing
 from .transport.base import Transport
 from .usage import Statistics
 
@@ -284,8 +284,8 @@ class Synchronizer:
 
         A trace that lies there already is moved into ``folder/earlier-1`` and so on.
 
-        Each pass is on disk when it has settled; an exception is written down and goes on. Where there is one rank,
-        nothing is recorded. While it lasts each gradient is looked at when it arrives, some microseconds each.
+        Each pass is on disk when it has settled; an exception is written down and goes on. Where there is one rank
+        nothing is recorded but a warning. While it lasts each gradient is looked at, some microseconds each.
 
         Raises:
             TraceError: a rank cannot write; the same on all.
@@ -298,6 +298,7 @@ class Synchronizer:
                     train_on(batch)
         """
         if self._reducer is None or self._peers is None or self.sampler is None:
+            nothing_traced(folder, self.rank, self.world_size)
             yield
             return
         with tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 
 from .pieces import Kind, Transfer
-from .record import NANO
+from .record import NANO, launching_of
 from .report import ms
 from .timeline import RankPass, Timeline
 
@@ -30,6 +31,8 @@ LEGEND = (
     ((PALE_HIDDEN, PALE_EXPOSED), "pale: until the last rank has launched the bucket too"),
 )
 """Colours and their meaning in plain words."""
+MOST_CUTS = 100
+"""A bar in which more buckets are handed over is drawn without those slices, which would be thinner than a pixel."""
 
 
 def about(shown: Timeline) -> str:
@@ -57,12 +60,25 @@ def colour_of(*, hidden: bool, pale: bool) -> str:
 
 
 def parts_of(transfer: Transfer, one: RankPass) -> list[tuple[int, int, bool, bool]]:
-    """A bucket's way: begin, end, whether backward still ran, and whether some rank had yet to launch it."""
+    """A bucket's way: begin, end, whether it is hidden there, and whether some rank had yet to launch it.
+
+    Where this rank hands over a bucket, this one or another, nothing is hidden.
+    """
     launch, joined = transfer.launch, transfer.joined
     cut = min(max(launch.begin, one.record.backward_ended), launch.end)
     met = launch.begin if joined is None else min(max(joined, launch.begin), launch.end)
-    edges = sorted({launch.begin, cut, met, launch.end})
-    return [(begin, end, end <= cut, end <= met) for begin, end in itertools.pairwise(edges)]
+    stops = [span for span in launching_of(one.record) if span.end > launch.begin and span.begin < cut]
+    if len(stops) > MOST_CUTS:
+        stops = []
+    inside = {min(max(at, launch.begin), cut) for span in stops for at in (span.begin, span.end)}
+    edges = sorted({launch.begin, cut, met, launch.end} | inside)
+    begins = [span.begin for span in stops]
+
+    def computes(begin: int, end: int) -> bool:
+        before = bisect_right(begins, begin) - 1
+        return end <= cut and (before < 0 or stops[before].end <= begin)
+
+    return [(begin, end, computes(begin, end), end <= met) for begin, end in itertools.pairwise(edges)]
 
 
 def label_of(piece_kind: Kind, name: str) -> str:

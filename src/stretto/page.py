@@ -102,8 +102,10 @@ def _tip(transfer: Transfer) -> str:
     lines.append(f"launched at {_at(launch.begin)}, handed over at {_at(launch.handed_over)}")
     if transfer.joined is not None and transfer.joined > launch.begin:
         lines.append(f"launched by the last rank at {_at(transfer.joined)}")
-    lines.append(f"result there at {_at(launch.end)}, seen at {_at(launch.seen)}")
-    lines.append(f"{ms(transfer.hidden * NANO)} hidden, {ms(transfer.exposed * NANO)} exposed")
+    there = f"result there at {_at(launch.end)}, " if launch.told else "when the result was there is not known, "
+    lines.append(f"{there}seen at {_at(launch.seen)}")
+    most = "" if launch.told else "at most "
+    lines.append(f"{most}{ms(transfer.hidden * NANO)} hidden, {ms(transfer.exposed * NANO)} exposed")
     more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     return "\n".join([*lines, "", *names[:MOST_NAMES], *more])
 

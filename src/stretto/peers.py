@@ -186,31 +186,35 @@ class Peers:
 
     # Waiting
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, patience: float | None = None) -> None:
         """Wait for a collective, and look for news meanwhile. Work that is done costs one call.
+
+        Args:
+            work: to wait for.
+            patience: seconds that it may take at most; default, what the transport says.
 
         Raises:
             PeerError: it will never be done.
             RuntimeError: as the transport's; hand it to ``fail``.
         """
-        if self._patience is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
+        patience = self._patience if patience is None else patience
+        if patience is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
         elif not self._done_within(work, FIRST_SLICE):
-            self._wait_on(work)
+            self._wait_on(work, patience)
 
-    def wait_for(self, work: Work, what: str) -> None:
+    def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
         """The same for ``what``, a noun, with an error that says who did not come.
 
         Raises:
             CommunicationError: it will never be done.
         """
         try:
-            self.wait(work)
+            self.wait(work, patience)
         except RuntimeError as error:
             self.fail(f"{what} could not be reduced", error)
 
-    def _wait_on(self, work: Any) -> None:
-        assert self._patience is not None
+    def _wait_on(self, work: Any, patience: float) -> None:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
         self._open()
         asked: dict[int, str] | None = None
@@ -223,8 +227,8 @@ class Peers:
             suspected = blame is not None  # it may have done all that was to be done before it left
             self._quote(quoted)
             waited = time.monotonic() - began
-            if waited > self._patience:
-                raise RuntimeError(f"not done within {self._patience:.0f} s")
+            if waited > patience:
+                raise RuntimeError(f"not done within {patience:.0f} s")
             if self._channel is not None and waited > ASK_SECONDS and not warned:
                 asked, warned = self._inquire(self._channel, waited, asked)
             if self._done_within(work, SLICE):

@@ -11,13 +11,12 @@ of a bucket's way that lies over backward is hidden.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Literal
 
 from .plan import BucketPlan
-from .record import Launch, PassRecord
+from .record import Computing, Launch, PassRecord, Span
 
 Kind = Literal["optimizer", "other", "forward", "backward", "launching", "waiting"]
 
@@ -55,37 +54,18 @@ class Transfer:
     def moved(self, by: int) -> Transfer:
         """So many nanoseconds later."""
         joined = None if self.joined is None else self.joined + by
-        return replace(self, launch=self.launch.moved(by), joined=joined)
+        return replace(self, launch=self.launch.by(lambda time: time + by), joined=joined)
 
 
 def transfers_of(record: PassRecord, plan: BucketPlan | None) -> tuple[Transfer, ...]:
     """The buckets on their way; without their parameters where the plan is not known."""
-    launching = _Launching(record.launches)
+    computing = Computing(record)
     transfers = []
     for one in record.launches:
         names = () if plan is None else tuple(plan.parameters[index].name for index in plan.buckets[one.bucket].indices)
-        begin, end = one.begin, min(one.end, record.backward_ended)
-        hidden = max(0, end - begin - launching.between(begin, end)) if begin < end else 0
+        hidden = computing.within(Span(one.begin, one.end))
         transfers.append(Transfer(one, names, hidden, one.end - one.begin - hidden))
     return tuple(transfers)
-
-
-class _Launching:
-    """How long launching took between two times, found without a look at each launch."""
-
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self._begins = sorted(one.begin for one in launches)
-        self._ends = sorted(max(one.begin, one.handed_over) for one in launches)
-        self._begun = [0, *accumulate(self._begins)]
-        self._ended = [0, *accumulate(self._ends)]
-
-    def between(self, begin: int, end: int) -> int:
-        """What several launches take at once counts several times."""
-        return self._until(end) - self._until(begin)
-
-    def _until(self, time: int) -> int:
-        begun, ended = bisect_right(self._begins, time), bisect_right(self._ends, time)
-        return (begun - ended) * time - self._begun[begun] + self._ended[ended]
 
 
 def pieces_of(record: PassRecord) -> tuple[Piece, ...]:

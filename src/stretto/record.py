@@ -10,16 +10,24 @@ the pass before to the end of this one:
 Exposed is what this rank spent on communication and on nothing else: handing buckets over, and everything after
 backward. Hidden is the time in which buckets were in flight while backward computed. Both together are the time of
 communication as this rank lived it: [Note: in flight] a bucket is from its launch until its result is there, which
-includes the time in which a peer had not come yet.
+includes the time in which a peer had not come yet. Where the transport does not tell when the result was there, it is
+taken to be in flight until this rank had waited for it: then hidden is the most that it can have been.
+
+Everything that speaks of hidden time, report, picture or summary, has it from :class:`Computing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 NANO = 1e-9
+
+Clockwise = Callable[[int], int]
+"""From a time by one clock to the same time by another; what was later stays later."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,9 @@ class Span:
         """How long."""
         return (self.end - self.begin) * NANO
 
-    def moved(self, by: int) -> Span:
-        """So many nanoseconds later."""
-        return Span(self.begin + by, self.end + by)
+    def by(self, clock: Clockwise) -> Span:
+        """The same by another clock."""
+        return Span(clock(self.begin), clock(self.end))
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,15 @@ class Launch:
     """When the result was there, as far as the transport tells; at the latest ``seen``."""
     seen: int
     """When this rank had waited for it."""
+    told: bool = True
+    """Whether the transport tells when a result is there. If not, ``end`` is ``seen``, and it may have been there long
+    before."""
 
-    def moved(self, by: int) -> Launch:
-        """So many nanoseconds later."""
-        full = None if self.full is None else self.full + by
-        times = (full, self.begin + by, self.handed_over + by, self.end + by, self.seen + by)
-        return Launch(self.bucket, self.nbytes, self.closed_by, *times)
+    def by(self, clock: Clockwise) -> Launch:
+        """The same by another clock."""
+        full = None if self.full is None else clock(self.full)
+        times = (full, clock(self.begin), clock(self.handed_over), clock(self.end), clock(self.seen))
+        return Launch(self.bucket, self.nbytes, self.closed_by, *times, self.told)
 
 
 @dataclass(frozen=True)
@@ -95,10 +106,15 @@ class PassRecord:
     unsynchronized: tuple[Span, ...] = ()
     """Backwards under ``no_sync``, each from the forward before it to its last gradient."""
 
+    sparse_bytes: int = 0
+    """Of rows of sparse gradients that this rank gave."""
+    buffer_bytes: int = 0
+    """Of the module's buffers that were put under way."""
+
     @property
     def launching(self) -> float:
         """Seconds of backward that went into handing buckets over."""
-        return sum(min(one.handed_over, self.backward_ended) - one.begin for one in self._in_backward()) * NANO
+        return sum(one.end - one.begin for one in launching_of(self)) * NANO
 
     @property
     def exposed(self) -> float:
@@ -108,11 +124,13 @@ class PassRecord:
     @property
     def hidden(self) -> float:
         """Seconds of backward in which buckets were in flight while it computed."""
-        flights = [Span(one.begin, min(one.end, self.backward_ended)) for one in self._in_backward()]
-        return max(0.0, covered(flights) - self.launching)
+        computing = Computing(self)
+        return sum(computing.within(one) for one in merged(Span(one.begin, one.end) for one in self.launches)) * NANO
 
-    def _in_backward(self) -> list[Launch]:
-        return [one for one in self.launches if one.begin < self.backward_ended]
+    @property
+    def told(self) -> bool:
+        """Whether it is known when each bucket's result was there; if not, ``hidden`` is a bound from above."""
+        return all(one.told for one in self.launches)
 
     @property
     def backward_began(self) -> int:
@@ -148,21 +166,25 @@ class PassRecord:
         """Seconds of the step outside all this: data, the zeroing of gradients, what is not seen."""
         return max(0.0, self.step - self.forward - self.backward - self.exposed - self.stepping)
 
-    def moved(self, by: int) -> PassRecord:
-        """The same by a clock that is so many nanoseconds ahead."""
+    def by(self, clock: Clockwise) -> PassRecord:
+        """The same by another clock."""
         return replace(
             self,
-            began=self.began + by,
-            started=self.started + by,
-            backward_ended=self.backward_ended + by,
-            settled=self.settled + by,
-            forwards=tuple(one.moved(by) for one in self.forwards),
-            optimizer=tuple(one.moved(by) for one in self.optimizer),
-            unsynchronized=tuple(one.moved(by) for one in self.unsynchronized),
-            gradients=tuple((name, at + by) for name, at in self.gradients),
-            launches=tuple(one.moved(by) for one in self.launches),
-            buffers=None if self.buffers is None else self.buffers + by,
+            began=clock(self.began),
+            started=clock(self.started),
+            backward_ended=clock(self.backward_ended),
+            settled=clock(self.settled),
+            forwards=tuple(one.by(clock) for one in self.forwards),
+            optimizer=tuple(one.by(clock) for one in self.optimizer),
+            unsynchronized=tuple(one.by(clock) for one in self.unsynchronized),
+            gradients=tuple((name, clock(at)) for name, at in self.gradients),
+            launches=tuple(one.by(clock) for one in self.launches),
+            buffers=None if self.buffers is None else clock(self.buffers),
         )
+
+    def moved(self, by: int) -> PassRecord:
+        """The same by a clock that is so many nanoseconds ahead."""
+        return self.by(lambda time: time + by)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -173,21 +195,77 @@ class PassRecord:
         """The reverse.
 
         Raises:
-            TypeError: fields are missing or unknown.
+            TypeError: fields are missing, unknown or no numbers.
+            KeyError: spans, gradients or launches are missing.
+            ValueError: a gradient is no pair.
         """
         spans = {name: tuple(Span(**one) for one in value[name]) for name in _SPANS}
         gradients = tuple((name, at) for name, at in value["gradients"])
         launches = tuple(Launch(**one) for one in value["launches"])
-        return cls(**{**value, **spans, "gradients": gradients, "launches": launches})
+        record = cls(**{**value, **spans, "gradients": gradients, "launches": launches})
+        times = [record.number, record.began, record.started, record.backward_ended, record.settled]
+        times += [time for span in spans.values() for one in span for time in (one.begin, one.end)]
+        times += [time for one in launches for time in (one.bucket, one.begin, one.handed_over, one.end, one.seen)]
+        times += [at for _, at in gradients]
+        times += [one.nbytes for one in launches] + [one.full for one in launches if one.full is not None]
+        times += [] if record.buffers is None else [record.buffers]
+        if not all(type(time) is int for time in times):
+            raise TypeError("a time is no number of nanoseconds")
+        return record
 
 
 _SPANS = ("forwards", "optimizer", "unsynchronized")
 
 
+class Computing:
+    """When backward computed although buckets could be in flight: all the time but that of handing buckets over.
+
+    Args:
+        record: of one pass.
+    """
+
+    def __init__(self, record: PassRecord) -> None:
+        self._ended = record.backward_ended
+        launching = launching_of(record)
+        self._begins = [one.begin for one in launching]
+        self._ends = [one.end for one in launching]
+        self._begun = [0, *accumulate(self._begins)]
+        self._over = [0, *accumulate(self._ends)]
+
+    def within(self, flight: Span) -> int:
+        """How many nanoseconds of a flight are hidden. Takes no look at each launch."""
+        begin, end = flight.begin, min(flight.end, self._ended)
+        return end - begin - (self._launching_until(end) - self._launching_until(begin)) if begin < end else 0
+
+    def _launching_until(self, time: int) -> int:
+        begun, over = bisect_right(self._begins, time), bisect_right(self._ends, time)
+        return (begun - over) * time - self._begun[begun] + self._over[over]
+
+
+def launching_of(record: PassRecord) -> list[Span]:
+    """When backward stood still for buckets that were handed over, in order."""
+    ended = record.backward_ended
+    return merged(Span(one.begin, min(one.handed_over, ended)) for one in record.launches if one.begin < ended)
+
+
+def percent_hidden(hidden: float, exposed: float) -> float:
+    """Of communication; 100 where there is none. Rounded, so that no sum of floats is a percent beside another."""
+    return round(100 * hidden / (hidden + exposed), 6) if hidden + exposed else 100.0
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """What they cover, as spans that lie apart, in order."""
+    apart: list[Span] = []
+    for span in sorted(spans, key=lambda one: one.begin):
+        if span.end <= span.begin:
+            continue
+        if apart and span.begin <= apart[-1].end:
+            apart[-1] = Span(apart[-1].begin, max(apart[-1].end, span.end))
+        else:
+            apart.append(span)
+    return apart
+
+
 def covered(spans: Iterable[Span]) -> float:
     """Seconds that at least one of them covers."""
-    total, until = 0, 0
-    for span in sorted(spans, key=lambda one: one.begin):
-        total += max(0, span.end - max(span.begin, until))
-        until = max(until, span.end)
-    return total * NANO
+    return sum(one.end - one.begin for one in merged(spans)) * NANO

@@ -5,23 +5,24 @@
 
 When a bucket's result was there is known from what the transport gives: the future of torch's collectives, a look at a
 message of shared memory after each call that may have moved it, or what a synthetic link says of itself. What tells
-nothing was there when this rank had waited for it.
+nothing was there at the latest when this rank had waited for it, and is marked so (``Launch.told``). On accelerators
+all of it is told by the host, which runs ahead of the device.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .plan import BucketPlan
 from .record import Launch, PassRecord, Span
 from .reducer import Reducer
+from .steps import leave, listen, stop_listening
 
 FIRST_PASSES = range(4, 9)
 """Looked at without being asked: the plan is learnt by then, memory is warm."""
@@ -29,10 +30,6 @@ EVERY = 100
 """And then one pass in so many."""
 KEPT = 20
 """So many records are kept for a report."""
-
-_left_over: collections.deque[Any] = collections.deque()
-"""Hooks on optimizers whose recorder was dropped. torch may be going through its table just then, so they are removed
-when another recorder begins."""
 
 now = time.perf_counter_ns
 
@@ -48,37 +45,32 @@ class Recorder:
     def __init__(self, watched: Reducer, keep: Callable[[PassRecord, BucketPlan], object]) -> None:
         self._watched = weakref.ref(watched)
         self._keep = keep
-        self._hooks: list[Any] = []
+        self._listens = False
         self._parameters: set[int] = set()
         self._forget()
 
     def start(self) -> None:
         """From now on. Harmless twice."""
         watched = self._watched()
-        if self._hooks or watched is None:
+        if self._listens or watched is None:
             return
         self._forget()
-        self._parameters = {id(parameter) for parameter in watched.parameters}
-        while _left_over:
-            _left_over.popleft().remove()
-        self._hooks = [
-            register_optimizer_step_pre_hook(_weakly(self._optimizer_begins)),
-            register_optimizer_step_post_hook(_weakly(self._optimizer_ends)),
-        ]
-        self._dropped = weakref.finalize(self, _left_over.extend, self._hooks)
-        self._dropped.atexit = False
+        self._follow(watched)
+        self._listens = True
+        listen(self._stepping)
         watched.start_watching(self)
 
     def stop(self) -> None:
         """Look no more. Harmless twice, and then it costs nothing."""
-        if not self._hooks:
+        if not self._listens:
             return
-        self._dropped.detach()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._listens = False
+        stop_listening(self._stepping)
         if (watched := self._watched()) is not None:
             watched.stop_watching(self)
+
+    def _follow(self, watched: Reducer) -> None:
+        self._parameters = {id(parameter) for parameter in watched.parameters}
 
     def _forget(self) -> None:
         self._began = now()
@@ -87,7 +79,6 @@ class Recorder:
         self._optimizer: list[Span] = []
         self._kept: list[Span] = []
         self._open: list[tuple[Any, int]] = []  # what has begun and not ended: optimizers, and None for a forward
-        self._buffers: int | None = None
         self._empty()
 
     def _empty(self) -> None:
@@ -95,15 +86,16 @@ class Recorder:
         self.gradients: list[tuple[str, int]] = []
         self._full: dict[int, tuple[str, int]] = {}
         self._flights: dict[int, Flight] = {}
+        self._buffers: int | None = None
+        self._buffer_bytes = self._sparse_before = 0
 
     # The step around the pass
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
+    def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
+        if not begins:
+            self._close(optimizer, self._optimizer)
+        elif any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
             self._open.append((optimizer, now()))
-
-    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._close(optimizer, self._optimizer)
 
     def _close(self, what: Any, spans: list[Span]) -> None:
         for place in reversed(range(len(self._open))):
@@ -126,6 +118,8 @@ class Recorder:
         if self._started:
             self._forget_failed(self._started)
         self._empty()
+        if (watched := self._watched()) is not None:
+            self._sparse_before = watched.sparse.total_bytes
         self._started = now()
         self._ended = 0
 
@@ -171,7 +165,12 @@ class Recorder:
 
     def buffers_sent(self, pass_number: int, messages: int, nbytes: int) -> None:
         """Behind the last bucket."""
-        self._buffers = now()
+        self._buffers, self._buffer_bytes = now(), nbytes
+
+    def plan_changed(self, pass_number: int, plan: BucketPlan) -> None:
+        """The module may have other parameters now."""
+        if (watched := self._watched()) is not None:
+            self._follow(watched)
 
     def pass_settled(self, pass_number: int) -> None:
         """The record is complete. Recording may have begun amid the pass: then there is none."""
@@ -180,7 +179,8 @@ class Recorder:
         plan = watched.plan
         whole = self._started and self._ended and all(one.seen for one in self._flights.values())
         if whole and self._started >= self._began:
-            self._keep(self._record(pass_number, settled, plan), plan)
+            sparse = watched.sparse.total_bytes - self._sparse_before
+            self._keep(self._record(pass_number, settled, plan, sparse), plan)
         self._forget()
         self._began = settled
 
@@ -188,14 +188,13 @@ class Recorder:
         for flight in self._flights.values():
             flight.look()
 
-    def _record(self, number: int, settled: int, plan: BucketPlan) -> PassRecord:
+    def _record(self, number: int, settled: int, plan: BucketPlan, sparse: int) -> PassRecord:
         launches = []
         for bucket, flight in self._flights.items():
             name, full = self._full.get(bucket, ("", None))
             end = max(flight.handed_over, min(flight.end or flight.seen, flight.seen))
-            launches.append(
-                Launch(bucket, flight.nbytes, name, full, flight.begin, flight.handed_over, end, flight.seen)
-            )
+            times = (full, flight.begin, flight.handed_over, end, flight.seen)
+            launches.append(Launch(bucket, flight.nbytes, name, *times, told=flight.tells))
         return PassRecord(
             number,
             plan.hash,
@@ -209,18 +208,9 @@ class Recorder:
             tuple(launches),
             self._buffers,
             tuple(self._kept),
+            sparse,
+            self._buffer_bytes,
         )
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """torch's table of hooks would keep the recorder, and with it all that a dropped handle has had under way."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*arguments)
-
-    return call
 
 
 class GradientRecorder(Recorder):
@@ -234,11 +224,13 @@ class GradientRecorder(Recorder):
 class Flight:
     """A bucket that is being recorded."""
 
-    __slots__ = ("_work", "begin", "end", "handed_over", "nbytes", "seen")
+    __slots__ = ("_work", "begin", "end", "handed_over", "nbytes", "seen", "tells")
 
     def __init__(self, begin: int) -> None:
         self.begin = self.handed_over = begin
         self.nbytes = self.end = self.seen = 0
+        self.tells = False
+        """Whether one learns of the end otherwise than by waiting."""
         self._work: Any = None
 
     def follow(self, work: Any) -> None:
@@ -246,9 +238,12 @@ class Flight:
         self._work = work
         future: Any = getattr(work, "future", None)  # of a comm hook
         if future is None and hasattr(work, "get_future") and not hasattr(work, "is_over"):
-            future = work.get_future()
-        if hasattr(future, "add_done_callback"):
+            with contextlib.suppress(RuntimeError):  # not every backend has them
+                future = work.get_future()
+        self.tells = hasattr(future, "add_done_callback")
+        if self.tells:
             future.add_done_callback(self._ended)
+        self.tells = self.tells or hasattr(work, "is_over") or hasattr(work, "ended_at")
         self.look()
 
     def _ended(self, _: Any) -> None:
@@ -302,3 +297,4 @@ class Sampler:
     def stop(self) -> None:
         """Look no more. Harmless twice."""
         self._recorder.stop()
+        leave()

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .record import percent_hidden
 from .specs import counted, format_bytes
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of one step on one rank; medians over the recorded passes. They need not add up to ``step`` exactly."""
+    """Seconds of one step on one rank: means over the middle half of the recorded passes, so that parts add up."""
 
     forward: float
     """In the attached module; 0 if another method ran forward, which is not seen."""
@@ -25,7 +26,8 @@ class Breakdown:
     launching: float
     """The part of exposed that lies in backward: buckets being handed over."""
     hidden: float
-    """Communication that went on while backward computed: no time of its own."""
+    """Communication that went on while backward computed: no time of its own. The most that it can have been where the
+    transport does not tell when a result was there."""
     optimizer: float
     """In ``step()`` of optimizers that hold parameters of the module."""
     other: float
@@ -41,7 +43,7 @@ class Breakdown:
     @property
     def percent_hidden(self) -> float:
         """Of communication; 100 where there is none."""
-        return 100.0 if not self.communication else 100 * self.hidden / self.communication
+        return percent_hidden(self.hidden, self.exposed)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class BucketReport:
     first: float | None
     """Its first gradient; None if single gradients were not recorded."""
     before_last: float | None
-    """The last gradient but one."""
+    """The last gradient but one; None where ``first`` is."""
     full: float | None
     """All its gradients were there; None if some had none."""
     launched: float
@@ -64,6 +66,10 @@ class BucketReport:
     """The result was there."""
     seen: float
     """This rank had waited for it."""
+    told: bool = True
+    """Whether the transport tells when a result is there. If not, ``ended`` is ``seen``, which may be long after."""
+    before: str = ""
+    """The parameter whose gradient most often came last but one, as far as single gradients were recorded."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Report:
     buckets: tuple[BucketReport, ...]
     ranks: tuple[RankReport, ...]
     nbytes: int
-    """Gradient bytes that this rank hands over in a pass."""
+    """Bytes of gradients in buckets that this rank hands over in a pass."""
     bucket_memory: int
     """Bytes that buckets hold on this rank."""
     clock_uncertainty: float | None
@@ -104,19 +110,35 @@ class Report:
     """The plan's hash."""
     advice: tuple[str, ...] = ()
     """At most three sentences, most important first: what to change, and why."""
+    sparse_nbytes: int = 0
+    """Bytes of sparse gradients that this rank gives in a pass, beside the buckets."""
+    buffer_nbytes: int = 0
+    """Bytes of the module's buffers that travel in a pass."""
+    left_out: int = 0
+    """Passes that were recorded under an earlier plan, with other buckets: no figure is of them."""
+    accelerators: tuple[str, ...] = ()
+    """Kinds of devices of which no time is known: all times are the host's, which runs ahead of them."""
+
+    @property
+    def told(self) -> bool:
+        """Whether the transport tells when each bucket's result is there; if not, hidden is a bound from above."""
+        return all(one.told for one in self.buckets)
 
     @property
     def straggler(self) -> RankReport | None:
         """The rank that the others wait for: the last in most passes, and not just by chance."""
         late = [one for one in self.ranks if one.behind is not None and one.last is not None and one.last > 0.6]
         slowest = max(late, key=lambda one: one.behind or 0.0, default=None)
-        return slowest if slowest and (slowest.behind or 0.0) > 0.02 * self.breakdown.step else None
+        least = max(0.02 * self.breakdown.step, self.clock_uncertainty or 0.0)
+        return slowest if slowest and (slowest.behind or 0.0) > least else None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; times in seconds, sizes in bytes."""
         return asdict(self) | {"percent_hidden": self.breakdown.percent_hidden}
 
     def __str__(self) -> str:
+        if self.world_size == 1:
+            return "rank 0 of 1: there is no other rank, so nothing travels and no pass is recorded."
         if not self.passes:
             return (
                 f"rank {self.rank} of {self.world_size} over {self.transport}: no pass was recorded so far.\n"
@@ -126,12 +148,16 @@ class Report:
 
     def _headline(self) -> list[str]:
         mine = self.breakdown
+        of = f"means over the middle half of {self.passes} passes" if self.passes > 1 else "one pass"
+        beside = [(self.sparse_nbytes, "of sparse gradients"), (self.buffer_nbytes, "of the module's buffers")]
+        more = " and ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in beside if nbytes)
         return [
-            f"rank {self.rank} of {self.world_size} over {self.transport}, medians of {self.passes} passes",
+            f"rank {self.rank} of {self.world_size} over {self.transport}, {of}",
             f"a step takes {ms(mine.step)}; buckets are on their way for {ms(mine.communication)}: backward hides "
-            f"{mine.percent_hidden:.0f} %, {ms(mine.exposed)} exposed, {share(mine.exposed, mine.step)} of the step",
+            f"{'' if self.told else 'at most '}{mine.percent_hidden:.0f} %, {ms(mine.exposed)} exposed, "
+            f"{share(mine.exposed, mine.step)} of the step",
             f"{format_bytes(self.nbytes)} of gradients in {counted(len(self.buckets), 'buckets')}, "
-            f"with {format_bytes(self.bucket_memory)} of memory",
+            f"with {format_bytes(self.bucket_memory)} of memory{more and f'; beside them {more}'}",
         ]
 
     def _buckets(self) -> list[str]:
@@ -140,18 +166,41 @@ class Report:
         head = "bucket      size      full  launched     ended      seen  closed by"
         rows = [
             f"{one.bucket:6}  {format_bytes(one.nbytes):>8}  {ms(one.full):>8}  {ms(one.launched):>8}  "
-            f"{ms(one.ended):>8}  {ms(one.seen):>8}  {one.closed_by or '-'}"
+            f"{ms(one.ended) if one.told else '(seen)':>8}  {ms(one.seen):>8}  {one.closed_by or '-'}"
             for one in self.buckets
         ]
-        return ["buckets of this rank, times since its first gradient", head, *rows]
+        return ["buckets of this rank, times since its first gradient, medians", head, *rows]
 
     def _end(self) -> list[str]:
         lines = []
+        if self.left_out:
+            number = f"{self.left_out} pass{'es' if self.left_out > 1 else ''}"
+            lines.append(f"{number} recorded under an earlier plan, with other buckets: left out")
+        if not self.told:
+            lines.append(UNTOLD)
+        if self.accelerators:
+            lines.append(host_times(self.accelerators))
         if self.clock_uncertainty is None and len(self.ranks) > 1:
             lines.append("clocks of different hosts could not be compared: who was late is not known")
         elif self.clock_uncertainty:
             lines.append(f"times of different hosts are right to {ms(self.clock_uncertainty)}")
+        if len(self.ranks) < self.world_size and self.ranks:
+            there = ", ".join(str(one.rank) for one in self.ranks)
+            lines.append(f"seen of {self.world_size} ranks: {there}; another one may have been later still")
         return ["", *lines, *self.advice] if lines or self.advice else []
+
+
+UNTOLD = (
+    "the transport does not tell when a result is there: buckets end where they were seen, when their rank had waited "
+    "for them, and hidden is the most that it can have been"
+)
+"""What is to be said wherever such times are shown."""
+
+
+def host_times(accelerators: Sequence[str]) -> str:
+    """What is to be said of times on accelerators, wherever they are shown."""
+    kinds = ", ".join(accelerators)
+    return f"times are the host's, not those of the device ({kinds}): what was queued there counts as done"
 
 
 def _steps(ranks: Sequence[RankReport]) -> list[str]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .pieces import Piece, Transfer, pieces_of, transfers_of
 from .plan import BucketPlan
-from .record import NANO, PassRecord
-from .report import ms, share
+from .record import NANO, PassRecord, percent_hidden
+from .report import UNTOLD, host_times, ms, share
 from .trace import RankTrace
 
 
@@ -33,29 +33,60 @@ class Arrow:
 
 @dataclass(frozen=True)
 class RankPass:
-    """One pass on one rank, with the step before it."""
+    """One pass on one rank, with the step before it. Only the record is kept; the rest is made when it is asked for."""
 
     record: PassRecord
     """By the timeline's clock."""
-    pieces: tuple[Piece, ...]
-    transfers: tuple[Transfer, ...]
-    """In launch order, which is that of the plan."""
+    plan: BucketPlan | None = None
+    """The one in use; None if it is not known."""
+    joined: Mapping[int, int] | None = None
+    """By bucket, when the last rank had launched it; None if that is not known."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What the rank computed, without a gap."""
+        return pieces_of(self.record)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """In launch order, which is that of the plan."""
+        found = transfers_of(self.record, self.plan)
+        joined = self.joined
+        if joined is None:
+            return found
+        return tuple(
+            replace(one, joined=min(joined[one.launch.bucket], one.launch.end)) if one.launch.bucket in joined else one
+            for one in found
+        )
 
     @property
     def arrows(self) -> tuple[Arrow, ...]:
         """One a bucket."""
-        named = {one.name: one for one in self.pieces if one.kind == "backward"}
+        pieces = self.pieces
+        named: dict[str, list[Piece]] = {}
+        for one in pieces:
+            if one.kind == "backward":
+                named.setdefault(one.name, []).append(one)
         arrows = []
         for transfer in self.transfers:
-            full = transfer.launch.full
-            source = None if full is None else named.get(transfer.launch.closed_by) or self._at(full)
-            arrows.append(Arrow(transfer, source, self._at(transfer.launch.seen)))
+            launch = transfer.launch
+            source = None
+            if launch.full is not None:  # a gradient may come again when the bucket has left
+                before = [one for one in named.get(launch.closed_by, ()) if one.end <= launch.full]
+                source = before[-1] if before else _at(pieces, launch.full)
+            arrows.append(Arrow(transfer, source, _at(pieces, launch.seen)))
         return tuple(arrows)
 
-    def _at(self, time: int) -> Piece:
-        """The piece that ends there or goes on."""
-        place = bisect_left(self.pieces, time, key=lambda one: one.end)
-        return self.pieces[min(place, len(self.pieces) - 1)]
+    def moved(self, by: int) -> RankPass:
+        """So many nanoseconds later."""
+        joined = None if self.joined is None else {bucket: at + by for bucket, at in self.joined.items()}
+        return RankPass(self.record.moved(by), self.plan, joined)
+
+
+def _at(pieces: Sequence[Piece], time: int) -> Piece:
+    """The piece that ends there or goes on."""
+    place = bisect_left(pieces, time, key=lambda one: one.end)
+    return pieces[min(place, len(pieces) - 1)]
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,8 @@ class RankTimeline:
     end: str | None
     """How its trace ended: see :class:`~stretto.trace.RankTrace`."""
     passes: tuple[RankPass, ...]
+    accelerators: tuple[str, ...] = ()
+    """Kinds of devices of which times are not known: see :class:`~stretto.report.Report`."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +149,14 @@ class Timeline:
     @property
     def percent_hidden(self) -> float:
         """Of the communication of all ranks; 100 where there is none."""
-        hidden = sum(one.record.hidden for one in self.passes)
-        total = hidden + sum(one.record.exposed for one in self.passes)
-        return 100 * hidden / total if total else 100.0
+        return percent_hidden(
+            sum(one.record.hidden for one in self.passes), sum(one.record.exposed for one in self.passes)
+        )
+
+    @property
+    def told(self) -> bool:
+        """Whether it is known when each bucket's result was there; if not, hidden is a bound from above."""
+        return all(one.record.told for one in self.passes)
 
     @property
     def exposed(self) -> float:
@@ -127,11 +165,11 @@ class Timeline:
 
     def headline(self) -> str:
         """One sentence with the numbers."""
-        if not any(one.transfers for one in self.passes):
+        if not any(one.record.launches for one in self.passes):
             return "no bucket was sent" if self.passes else "no pass was recorded"
         step = statistics.fmean([one.record.step for one in self.passes])
         return (
-            f"{self.percent_hidden:.0f} % of communication hidden behind backward; "
+            f"{'' if self.told else 'at most '}{self.percent_hidden:.0f} % of communication hidden behind backward; "
             f"{ms(self.exposed)} exposed, {share(self.exposed, step)} of the step"
         )
 
@@ -151,6 +189,13 @@ class Timeline:
                 )
             elif rank.uncertainty:
                 said.append(f"rank {rank.rank}: times are right to {ms(rank.uncertainty * NANO)} beside rank 0")
+        missing = sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks})
+        if missing:
+            said.append(f"of ranks {missing} there is no trace")
+        if not self.told:
+            said.append(UNTOLD)
+        if accelerators := sorted({kind for rank in self.ranks for kind in rank.accelerators}):
+            said.append(host_times(accelerators))
         return tuple(said)
 
 
@@ -173,19 +218,14 @@ def timeline_of(traces: Sequence[RankTrace], passes: Collection[int] | None = No
     """
     placed = []
     for trace in traces:
-        by = trace.at(0) if trace.clock else _shift_by_ends(trace, traces[0])
         records = [one for one in trace.passes if passes is None or one.number in passes]
-        rank = RankTimeline(
-            trace.rank,
-            trace.transport,
-            trace.host,
-            trace.pid,
-            trace.clock.uncertainty if trace.clock else None,
-            trace.end,
-            (),
-        )
-        placed.append((rank, [_pass_of(one.moved(by), trace.plans.get(one.plan)) for one in records]))
-    return _from_zero(traces[0].world_size if traces else 0, _joined(placed))
+        about = (trace.rank, trace.transport, trace.host, trace.pid, trace.uncertainty, trace.end)
+        rank = RankTimeline(*about, (), trace.accelerators)
+        shift = 0 if trace.clock else _shift_by_ends(trace, traces[0])
+        clock = trace.at if trace.clock else (lambda time, by=shift: time + by)
+        placed.append((rank, [RankPass(one.by(clock), trace.plans.get(one.plan)) for one in records]))
+    world_size = traces[0].world_size if traces else 0
+    return _from_zero(world_size, _joined(world_size, placed))
 
 
 def _shift_by_ends(trace: RankTrace, first: RankTrace) -> int:
@@ -199,36 +239,23 @@ def _shift_by_ends(trace: RankTrace, first: RankTrace) -> int:
 
 
 def _from_zero(world_size: int, placed: Sequence[Placed]) -> Timeline:
-    zero = min((one.pieces[0].begin for _, passes in placed for one in passes), default=0)
-    ranks = [replace(rank, passes=tuple(_moved(one, -zero) for one in passes)) for rank, passes in placed]
+    zero = min((one.record.began for _, passes in placed for one in passes), default=0)
+    ranks = [replace(rank, passes=tuple(one.moved(-zero) for one in passes)) for rank, passes in placed]
     return Timeline(world_size, tuple(ranks))
 
 
-def _moved(one: RankPass, by: int) -> RankPass:
-    pieces = tuple(piece.moved(by) for piece in one.pieces)
-    return RankPass(one.record.moved(by), pieces, tuple(transfer.moved(by) for transfer in one.transfers))
-
-
-def _pass_of(record: PassRecord, plan: BucketPlan | None) -> RankPass:
-    return RankPass(record, pieces_of(record), transfers_of(record, plan))
-
-
-def _joined(placed: Sequence[Placed]) -> list[Placed]:
-    """With the time at which the last rank had launched each bucket, where all clocks are known."""
-    begins: dict[tuple[int, int], list[int]] = {}
+def _joined(world_size: int, placed: Sequence[Placed]) -> list[Placed]:
+    """With the time at which the last rank had launched each bucket, where all ranks are there and clocks known."""
+    if world_size < 2 or len(placed) < world_size or any(rank.uncertainty is None for rank, _ in placed):
+        return [*placed]
+    begins: dict[int, dict[int, list[int]]] = {}
     for _, passes in placed:
         for one in passes:
-            for transfer in one.transfers:
-                begins.setdefault((one.record.number, transfer.launch.bucket), []).append(transfer.launch.begin)
-    known = len(placed) > 1 and all(rank.uncertainty is not None for rank, _ in placed)
-
-    def joined(number: int, transfer: Transfer) -> Transfer:
-        launch = transfer.launch
-        launched = begins[number, launch.bucket]
-        whole = known and len(launched) == len(placed)
-        return replace(transfer, joined=min(max(launched), launch.end) if whole else None)
-
-    return [
-        (rank, [replace(one, transfers=tuple(joined(one.record.number, t) for t in one.transfers)) for one in passes])
-        for rank, passes in placed
-    ]
+            buckets = begins.setdefault(one.record.number, {})
+            for launch in one.record.launches:
+                buckets.setdefault(launch.bucket, []).append(launch.begin)
+    last = {
+        number: {bucket: max(launched) for bucket, launched in buckets.items() if len(launched) == len(placed)}
+        for number, buckets in begins.items()
+    }
+    return [(rank, [replace(one, joined=last[one.record.number]) for one in passes]) for rank, passes in placed]

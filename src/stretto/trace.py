@@ -2,30 +2,29 @@
 
     FOLDER/rank0.jsonl     {"stretto_trace": 1, "rank": 0, ...}      the header, with this rank's clock against rank 0's
     FOLDER/rank1.jsonl     {"plan": {...}, "hash": ...}               before the first pass that uses it
-    FOLDER/earlier-1/      {"pass": {...}}                            a PassRecord
-                           {"end": "closed"}                          or what ended it; missing after a kill
+    FOLDER/earlier-1/      {"pass": {"number": 7, ...}}               a PassRecord
+                           {"end": "closed", "later": ...}            or what ended it; missing after a kill. The clock
+                                                                      once more, where it could be compared
 
 A trace that lies in the folder already is moved aside, into ``earlier-1`` and so on: also one that another handle is
 still writing, which goes on there.
 
-A process that is killed leaves whole lines, and at most a part of a last one, which reading leaves out.
+A process that is killed leaves whole lines, and at most a part of a last one. Reading leaves out what is missing, cut
+off or no part of a trace, with one line that names the file and the line; only where nothing can be shown is the folder
+refused. Of a long trace the passes that are asked for are read, and no others. writing.py writes it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import logging
 import os
-import platform
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
-
-import torch
+from typing import Any
 
 from .clocks import Clock
 from .errors import StrettoError
@@ -34,6 +33,10 @@ from .record import PassRecord
 
 VERSION = 1
 _FILE = re.compile(r"rank(\d+)\.jsonl")
+_NUMBER = re.compile(rb'{"pass":{"number":(\d+),')
+"""How the line of a pass begins: it need not be understood whole to know which it is."""
+_SHOWN = 3
+"""So many lines that are no part of a trace are named."""
 log = logging.getLogger("stretto")
 
 
@@ -51,165 +54,246 @@ class RankTrace:
     host: str
     pid: int
     clock: Clock | None
-    """Against rank 0's; None if they could not be compared."""
+    """Against rank 0's when it began; None if they could not be compared."""
     versions: Mapping[str, str]
     run: str = ""
     """The same for all ranks of one trace, and for no other trace."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names of parameters, and under what other name the module uses them too."""
+    kernel: str = ""
+    """The same for all ranks that read one clock."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Kinds of devices on which gradients lie."""
     plans: Mapping[str, BucketPlan] = field(default_factory=dict)
     """By hash."""
     passes: tuple[PassRecord, ...] = ()
     end: str | None = None
     """``"closed"``, or the exception that ended it; None if the file ends without a word."""
 
+    later: Clock | None = None
+    """Against rank 0's when it ended, where that could be had: clocks drift apart."""
+
     def at(self, time: int) -> int:
-        """A time of this rank by rank 0's clock, in nanoseconds."""
-        return time + (self.clock.offset if self.clock else 0)
+        """A time of this rank by rank 0's clock, in nanoseconds; as it is if the clocks could not be compared."""
+        first, last = self.clock, self.later
+        if first is None:
+            return time
+        if last is None or last.at <= first.at:
+            return time + first.offset
+        return time + first.offset + (last.offset - first.offset) * (time - first.at) // (last.at - first.at)
+
+    @property
+    def uncertainty(self) -> int | None:
+        """Nanoseconds by which its times may be wrong beside rank 0's; None if that is not known."""
+        if self.clock is None:
+            return None
+        ends = [self.passes[0].began, self.passes[-1].settled] if self.passes else [self.clock.at]
+        return max(self.clock.right_to(time, self.later) for time in ends)
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """Kinds of devices whose work the host does not wait for, so that times are not the device's."""
+        return accelerators(self.devices)
 
 
-class TraceWriter:
-    """Writes one rank's file. Not collective.
-
-    Args:
-        folder: is made if it is not there; a file of this rank in it is replaced.
-        header: everything that is known at the beginning.
-
-    Raises:
-        TraceError: the folder cannot be made, or the file not be written.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], header: RankTrace) -> None:
-        path = Path(folder) / f"rank{header.rank}.jsonl"
-        self._plans: set[str] = set()
-        self._failed = ""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = path.open("w", encoding="utf-8")
-            kept = {name: value for name, value in asdict(header).items() if name not in ("plans", "passes", "end")}
-            try:
-                self._write({"stretto_trace": VERSION, **kept})
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self._file.close()
-                raise
-        except OSError as error:
-            raise TraceError(f"the trace cannot be written: {error}") from error
-
-    def keep(self, record: PassRecord, plan: BucketPlan) -> None:
-        """One more pass.
-
-        Raises:
-            OSError: it cannot be written. Nothing more should be.
-        """
-        try:
-            if record.plan not in self._plans:
-                self._plans.add(record.plan)
-                self._write({"plan": json.loads(plan.to_json()), "hash": record.plan})
-            self._write({"pass": record.to_dict()})
-        except OSError as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            raise
-
-    def close(self, end: str = "closed") -> None:
-        """The last line: what ended it, or why it could not be written to the end. Harmless twice; raises nothing."""
-        if self._file.closed:
-            return
-        try:
-            self._write({"end": self._failed or end})
-        except OSError:  # the file just ends then
-            log.warning("the trace in %s ends early: %s", self._file.name, self._failed or end)
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def _write(self, value: dict[str, Any]) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
-        self._file.flush()
+def accelerators(devices: Iterable[str]) -> tuple[str, ...]:
+    """Those of these kinds of devices that work on their own."""
+    return tuple(sorted({*devices} - {"cpu"}))
 
 
-def set_aside(folder: str | os.PathLike[str], rank: int, world_size: int, number: int) -> None:
-    """Move files of an earlier trace into ``earlier-number``: this rank's; rank 0 also those of ranks there are not.
-
-    Raises:
-        TraceError: they cannot be moved.
-    """
-    target = Path(folder) / f"earlier-{number}"
-    for path, owner in _files(folder):
-        if owner == rank or (rank == 0 and owner >= world_size):
-            try:
-                target.mkdir(exist_ok=True)
-                path.replace(target / path.name)
-            except OSError as error:
-                raise TraceError(f"the earlier trace cannot be moved aside: {error}") from error
-
-
-def next_aside(folder: str | os.PathLike[str]) -> int:
-    """The first number that no earlier trace has."""
-    taken = {path.name for path in Path(folder).glob("earlier-*")}
-    return next(number for number in itertools.count(1) if f"earlier-{number}" not in taken)
-
-
-def _files(folder: str | os.PathLike[str]) -> list[tuple[Path, int]]:
+def files_of(folder: str | os.PathLike[str]) -> list[tuple[Path, int]]:
     """Those of ranks, with the ranks by their names."""
     found = [(path, _FILE.fullmatch(path.name)) for path in Path(folder).glob("rank*.jsonl")]
     return sorted(((path, int(match[1])) for path, match in found if match), key=lambda one: one[1])
 
 
-def read_trace(folder: str | os.PathLike[str]) -> list[RankTrace]:
-    """What all ranks have seen, in rank order. A last line that was cut off is left out.
+@dataclass(frozen=True)
+class Choice:
+    """Which passes to read; default, all.
+
+    Args:
+        first: the first one.
+        last: the last one.
+        newest: so many from the end, counted by what any rank has.
+    """
+
+    first: int = 0
+    last: int | None = None
+    newest: int | None = None
+
+    def wants(self, number: int) -> bool:
+        """As far as that can be told from the number alone."""
+        return self.first <= number and (self.last is None or number <= self.last)
+
+
+ALL = Choice()
+
+
+def read_trace(
+    folder: str | os.PathLike[str], choice: Choice = ALL, tell: Callable[[str], object] = log.warning
+) -> list[RankTrace]:
+    """What ranks have seen, in rank order. What cannot be read is left out, and told of.
+
+    A last line that was cut off is left out without a word: the trace then has no ``end``.
+
+    Args:
+        folder: as given to ``sync.trace``.
+        choice: which passes.
+        tell: is called with a line for each thing that is left out; default, a warning of the logger ``stretto``.
 
     Raises:
-        TraceError: there is no trace, a file is none, a rank's file is missing, or they are of different runs.
+        TraceError: there is no trace, or nothing in it can be read.
     """
     if not Path(folder).is_dir():
         raise TraceError(f"{folder}: no such folder")
-    found = [_read(path) for path, _ in _files(folder)]
-    if not found:
+    files = files_of(folder)
+    if not files:
         raise TraceError(f"{folder}: no trace in it (rank0.jsonl, rank1.jsonl, ...)")
-    other = [one.rank for one in found if (one.run, one.world_size) != (found[0].run, found[0].world_size)]
-    if other:
-        raise TraceError(f"{folder}: the files of ranks {other} are of another run than that of rank {found[0].rank}")
-    missing = sorted(set(range(found[0].world_size)) - {one.rank for one in found})
+    found: list[RankTrace] = []
+    problems: list[str] = []
+    for path, rank in files:
+        try:
+            found.append(_File(path, rank, choice).read(problems))
+        except TraceError as error:
+            problems.append(f"{error}: left out")
+    if not found:
+        raise TraceError(problems[0].removesuffix(": left out"))
+    found, others = _of_one_run(found)
+    if others:
+        problems.append(
+            f"{folder}: the files of ranks {others} are of another run than that of rank {found[0].rank}: left out"
+        )
+    missing = sorted(set(range(found[0].world_size)) - {rank for _, rank in files})
     if missing:
-        raise TraceError(f"{folder}: the files of ranks {missing} are missing; copy all of them into one folder")
-    return found
+        problems.append(f"{folder}: the files of ranks {missing} are missing; copy all of them into one folder")
+    for problem in problems:
+        tell(problem)
+    return _newest(_clocks_shared(found), choice.newest)
 
 
-def _read(path: Path) -> RankTrace:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
-    whole = [line for line in lines if line.endswith("\n")]
-    number = 0
-    try:
-        header = json.loads(whole[0])
-        version = header.pop("stretto_trace")
+def _of_one_run(found: list[RankTrace]) -> tuple[list[RankTrace], list[int]]:
+    """Those of the run that has most files, the first of several; and the other ranks."""
+    runs = Counter((one.run, one.world_size) for one in found)
+    (most, _), *_ = runs.most_common(1)
+    return [one for one in found if (one.run, one.world_size) == most], [
+        one.rank for one in found if (one.run, one.world_size) != most
+    ]
+
+
+def _clocks_shared(found: list[RankTrace]) -> list[RankTrace]:
+    """One rank of a host has compared its clock at the end, for all that read the same."""
+    later = {one.kernel: one.later for one in found if one.later is not None}
+    return [replace(one, later=later.get(one.kernel)) if one.kernel else one for one in found]
+
+
+def _newest(found: list[RankTrace], number: int | None) -> list[RankTrace]:
+    if number is None:
+        return found
+    numbers = sorted({record.number for one in found for record in one.passes})[-number:]
+    wanted = {*numbers}
+    return [replace(one, passes=tuple(p for p in one.passes if p.number in wanted)) for one in found]
+
+
+class _File:
+    """One rank's.
+
+    Args:
+        path: where it lies.
+        rank: whose it is by its name.
+        choice: which passes.
+    """
+
+    def __init__(self, path: Path, rank: int, choice: Choice) -> None:
+        self._path = path
+        self._rank = rank
+        self._choice = choice
+        self._plans: dict[str, BucketPlan] = {}
+        self._passes: deque[tuple[int, bytes]] = deque(maxlen=choice.newest)
+        self._end: str | None = None
+        self._later: Clock | None = None
+        self._bad: list[int] = []
+
+    def read(self, problems: list[str]) -> RankTrace:
+        """Raises ``TraceError`` if there is no header; what else is wrong is added to ``problems``."""
+        try:
+            with self._path.open("rb") as file:
+                lines = enumerate(_whole(file), 1)
+                header = self._header(next(lines, (1, b""))[1])
+                for number, line in lines:
+                    self._understand(number, line)
+        except OSError as error:
+            raise TraceError(f"{self._path}: cannot be read: {error}") from error
+        passes = self._records()
+        if self._bad:
+            shown = ", ".join(map(str, sorted(self._bad)[:_SHOWN]))
+            more = f" and {len(self._bad) - _SHOWN} more" if len(self._bad) > _SHOWN else ""
+            what = "line" if len(self._bad) == 1 else "lines"
+            verb = "is" if len(self._bad) == 1 else "are"
+            problems.append(f"{self._path}: {what} {shown}{more} {verb} no part of a trace: left out")
+        return replace(header, plans=self._plans, passes=passes, end=self._end, later=self._later)
+
+    def _header(self, line: bytes) -> RankTrace:
+        try:
+            header = json.loads(line)
+            version = header.pop("stretto_trace")
+            clock = header.pop("clock")
+            devices = tuple(header.pop("devices", ("cpu",)))
+            trace = RankTrace(**header, clock=Clock(**clock) if clock else None, devices=devices)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            version = _version(line)
+            if version == VERSION or version is None:
+                raise TraceError(f"{self._path}: line 1 is no part of a trace") from error
         if version != VERSION:
-            raise TraceError(f"{path}: written in version {version} of the format, this is version {VERSION}")
-        plans: dict[str, BucketPlan] = {}
-        passes: list[PassRecord] = []
-        end: str | None = None
-        for number, line in enumerate(whole[1:], 1):  # noqa: B007  (told when one is wrong)
+            raise TraceError(f"{self._path}: written in version {version} of the format, this is version {VERSION}")
+        if trace.rank != self._rank or type(trace.world_size) is not int:
+            raise TraceError(f"{self._path}: is the file of rank {trace.rank} by what it says")
+        return trace
+
+    def _understand(self, number: int, line: bytes) -> None:
+        try:
+            if begins := _NUMBER.match(line):
+                if self._choice.wants(int(begins[1])):
+                    self._passes.append((number, line))
+                return
             value = json.loads(line)
             if "plan" in value:
-                plans[value["hash"]] = BucketPlan.from_json(json.dumps(value["plan"]))
-            elif "pass" in value:
-                passes.append(PassRecord.from_dict(value["pass"]))
+                self._plans[value["hash"]] = BucketPlan.from_json(json.dumps(value["plan"]))
             else:
-                end = str(value["end"])
-        clock = header.pop("clock")
-        trace = RankTrace(**header, clock=Clock(**clock) if clock else None)
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{path}: line {number + 1} is no part of a trace") from error
-    return RankTrace(**{**vars(trace), "plans": plans, "passes": tuple(passes), "end": end})
+                self._end = str(value["end"])
+                self._later = Clock(**later) if (later := value.get("later")) else None
+        except (KeyError, TypeError, ValueError, AttributeError):
+            self._bad.append(number)
+
+    def _records(self) -> tuple[PassRecord, ...]:
+        records = []
+        while self._passes:
+            number, line = self._passes.popleft()
+            try:
+                record = PassRecord.from_dict(json.loads(line)["pass"])
+                fits = self._fits(record)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                fits = False
+            if fits:
+                records.append(record)
+            else:
+                self._bad.append(number)
+        return tuple(records)
+
+    def _fits(self, record: PassRecord) -> bool:
+        """Whether its plan, if that is known, has the buckets that it speaks of."""
+        plan = self._plans.get(record.plan)
+        buckets = [one.bucket for one in record.launches]
+        return min(buckets, default=0) >= 0 and (plan is None or max(buckets, default=-1) < len(plan.buckets))
 
 
-def header_of(
-    rank: int, world_size: int, transport: str, clock: Clock | None, run: str, tied: Mapping[str, str]
-) -> RankTrace:
-    """Of this process."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return RankTrace(rank, world_size, transport, platform.node(), os.getpid(), clock, versions, run, dict(tied))
+def _whole(file: Any) -> Iterator[bytes]:
+    """Lines that have an end."""
+    return (line for line in file if line.endswith(b"\n"))
+
+
+def _version(line: bytes) -> Any:
+    """Of the format, whatever else the header says."""
+    try:
+        return json.loads(line)["stretto_trace"]
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 
-from .clocks import compare_clocks
+from .analysis import compare_clocks
+from .clocks import ClockTalk
 from .peers import Peers
 from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
 from .reducer import Reducer
-from .trace import TraceError, TraceWriter, header_of, next_aside, set_aside
+from .trace import TraceError
+from .writing import TraceWriter, header_of, next_aside, set_aside
 
 Keep = Callable[[PassRecord, BucketPlan], object]
+log = logging.getLogger("stretto")
 
 
 @contextlib.contextmanager
@@ -23,6 +27,9 @@ def tracing(
     reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied: Mapping[str, str], also: Keep
 ) -> Iterator[None]:
     """Collective where it begins, since clocks are compared there; where it ends each rank is on its own.
+
+    Where hosts have clocks of their own they are compared once more at the end: for a few seconds at most, and not
+    after an exception.
 
     Args:
         reducer: of this rank.
@@ -35,35 +42,56 @@ def tracing(
         TraceError: on every rank, if one of them cannot write.
         CommunicationError: a rank does not come.
     """
-    transport = reducer.transport
-    clocks = compare_clocks(getattr(transport, "store", None), transport.rank, peers.gather)
-    rank, world_size = transport.rank, transport.world_size
-    everyone: list[tuple[str, int]] = peers.gather((secrets.token_hex(8), next_aside(folder)))
-    header = header_of(rank, world_size, transport.name, clocks[rank], everyone[0][0], tied)
-    writer, problem = None, ""
-    try:
-        set_aside(folder, rank, world_size, max(number for _, number in everyone))
-        writer = TraceWriter(folder, header)
-    except TraceError as error:
-        problem = str(error)
-    problems = {rank: one for rank, one in enumerate(peers.gather(problem)) if one}
-    if writer is None or problems:
-        if writer is not None:
-            writer.close("another rank cannot write")
-        raise TraceError("; ".join(f"rank {rank}: {one}" for rank, one in problems.items()))
+    talk, writer = _begin(reducer, peers, folder, tied)
 
     def keep(record: PassRecord, plan: BucketPlan) -> None:
         also(record, plan)
         writer.keep(record, plan)
 
     recorder = GradientRecorder(reducer, keep)
-    recorder.start()
-    end = "closed"
+    end, later = "closed", None
     try:
+        recorder.start()
         yield
+        recorder.stop()
+        later = talk.again()
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
         raise
     finally:
         recorder.stop()
-        writer.close(end)
+        writer.close(end, later)
+
+
+def _begin(
+    reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied: Mapping[str, str]
+) -> tuple[ClockTalk, TraceWriter]:
+    """Collective: open this rank's file, if all ranks can open theirs."""
+    transport = reducer.transport
+    rank, world_size = transport.rank, transport.world_size
+    talk, clocks = compare_clocks(peers, transport)
+    everyone: list[tuple[str, int]] = peers.gather((secrets.token_hex(8), next_aside(folder)))
+    devices = sorted({parameter.device.type for parameter in reducer.parameters})
+    header = header_of(rank, world_size, transport.name, clocks[rank], everyone[0][0], tied, talk.clock, devices)
+    with contextlib.ExitStack() as opened:
+        problem = ""
+        try:
+            set_aside(folder, rank, world_size, max(number for _, number in everyone))
+            writer = TraceWriter(folder, header)
+            opened.callback(writer.close, "another rank cannot write")
+        except TraceError as error:
+            problem = str(error)
+        problems = {rank: one for rank, one in enumerate(peers.gather(problem)) if one}
+        if problems:
+            raise TraceError("; ".join(f"rank {rank}: {one}" for rank, one in problems.items()))
+        opened.pop_all()
+        return talk, writer
+
+
+def nothing_traced(folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
+    """Say why there will be no trace."""
+    if world_size == 1:
+        why = "there is no other rank to communicate with.\nStart several: stretto run --ranks 2 script.py"
+    else:
+        why = "the handle is detached.\nTrace before detach(), or attach again."
+    log.warning("rank %s: sync.trace(%r) records nothing: %s", rank, os.fspath(folder), why)

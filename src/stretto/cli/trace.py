@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,23 +9,31 @@ from typing import Annotated
 import typer
 
 from ..analysis import reports_from
-from ..chrome import to_chrome
+from ..chrome import write_chrome
 from ..page import to_html
 from ..plots import save_picture
 from ..sketch import sketch
 from ..timeline import Timeline, timeline_of
-from ..trace import RankTrace, read_trace
+from ..trace import Choice, RankTrace, read_trace
 from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, progress, say, say_json, write
 
 WIDTH = 100
 """Of the picture in the terminal."""
 PICTURES = (".png", ".svg")
+MOST_DRAWN = 3
+"""Passes in a picture; of more, the typical one is drawn."""
 
 
 def trace(
     folder: Annotated[Path, typer.Argument(help="What sync.trace() was given.")],
-    rank: Annotated[int, typer.Option(help="Whose report to print.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(help="Whose report to print. Default, that of the first there is.")
+    ] = None,
     number: Annotated[int | None, typer.Option("--pass", help="Draw this pass. Default, a typical one.")] = None,
+    passes: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Read passes A to B alone; either may be left out. Default, all.")
+    ] = None,
+    last: Annotated[int | None, typer.Option(help="Read the last N passes alone: enough of a trace of hours.")] = None,
     chrome: Annotated[
         Path | None, typer.Option(help="Chrome Trace JSON, for https://ui.perfetto.dev. Default FOLDER/trace.json.")
     ] = None,
@@ -37,37 +44,75 @@ def trace(
 ) -> int:
     """Show where the time of recorded steps went, and draw it.
 
-    Ends with 1 if a rank's file was cut off; what is there is shown all the same.
+    Ends with 1 if a rank's file is missing, cut off or damaged; what is there is shown all the same.
     """
-    with progress(f"reading {folder}"):
-        traces = read_trace(folder)
-    if not 0 <= rank < len(traces):
-        raise CommandError(f"--rank {rank}: the trace has ranks 0 to {len(traces) - 1}")
+    choice = _chosen(passes, last)
+    traces, notes = _read(folder, choice, rank)
+    damaged = bool(notes)
     outputs = {"chrome": chrome or folder / "trace.json", "html": html, "picture": picture}
     asked = {kind: path for kind, path in outputs.items() if path is not None}
     _check(asked, folder, needed=chrome is not None)
-    notes, cut_off = _how_it_ended(traces)
+    ends, cut_off = _how_it_ended(traces, choice)
+    notes += ends
     for one in notes:
         note(one)
     with progress("laying ranks side by side"):
         timeline = timeline_of(traces)
         reports = reports_from(traces) if timeline.passes else []
+    _check_passes(timeline, folder, number, choice)
+    few = choice != Choice() and len(timeline.numbers) <= MOST_DRAWN
+    drawn = [number] if number is not None else timeline.numbers if few else None
+    notes += _write_all(asked, timeline, drawn, needed=chrome is not None)
+    if as_json:
+        written = {kind: str(path) for kind, path in asked.items()}
+        ended = {str(one.rank): one.end for one in traces}
+        say_json({"reports": [one.to_dict() for one in reports], "ends": ended, "written": written, "notes": notes})
+    else:
+        pictures = [sketch(timeline, WIDTH, drawn)] if text else []
+        files = ["\n".join(f"{kind}: {path}" for kind, path in asked.items())] if asked else []
+        mine = reports[0] if rank is None else next(one for one in reports if one.rank == rank)
+        say("\n\n".join([str(mine), *pictures, *files]))
+    return WRONG if cut_off or damaged else FINE
+
+
+def _chosen(passes: str | None, last: int | None) -> Choice:
+    """What to read."""
+    if last is not None and last < 1:
+        raise CommandError(f"--last {last}: at least one pass is read")
+    if passes is None:
+        return Choice(newest=last)
+    first, colon, end = passes.partition(":")
+    if not all(one == "" or one.isdecimal() for one in (first, end)) or not (colon and first + end):
+        raise CommandError(f"--passes {passes}: give the first and the last, as 100:120, 100: or :120")
+    return Choice(int(first or 0), int(end) if end else None, last)
+
+
+def _read(folder: Path, choice: Choice, rank: int | None) -> tuple[list[RankTrace], list[str]]:
+    """What can be read, and a line for each thing that cannot."""
+    notes: list[str] = []
+    with progress(f"reading {folder}"):
+        traces = read_trace(folder, choice, notes.append)
+    ranks = [one.rank for one in traces]
+    if rank is not None and rank not in ranks:
+        raise CommandError(f"--rank {rank}: the trace has ranks {_listed(ranks)}")
+    return traces, notes
+
+
+def _check_passes(timeline: Timeline, folder: Path, number: int | None, choice: Choice) -> None:
+    """Is there anything to show?"""
+    if not timeline.passes and choice != Choice():
+        raise CommandError(f"{folder}: none of the passes that were asked for is in it")
     if not timeline.passes:
         raise CommandError(f"{folder}: no pass has settled in it, so there is nothing to show", WRONG)
     if number is not None and number not in timeline.numbers:
         known = f"{timeline.numbers[0]} to {timeline.numbers[-1]}"
         raise CommandError(f"--pass {number}: the trace has passes {known}")
-    drawn = None if number is None else [number]
-    notes += _write_all(asked, timeline, drawn, needed=chrome is not None)
-    if as_json:
-        written = {kind: str(path) for kind, path in asked.items()}
-        ends = {str(one.rank): one.end for one in traces}
-        say_json({"reports": [one.to_dict() for one in reports], "ends": ends, "written": written, "notes": notes})
-    else:
-        pictures = [sketch(timeline, WIDTH, drawn)] if text else []
-        files = ["\n".join(f"{kind}: {path}" for kind, path in asked.items())] if asked else []
-        say("\n\n".join([str(reports[rank]), *pictures, *files]))
-    return WRONG if cut_off else FINE
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """``0 to 3``, or what there is of them."""
+    whole = len(ranks) > 1 and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]
+    return f"{ranks[0]} to {ranks[-1]}" if whole else ", ".join(map(str, ranks))
 
 
 def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
@@ -82,11 +127,13 @@ def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
             check_writable(path)
 
 
-def _how_it_ended(traces: Sequence[RankTrace]) -> tuple[list[str], bool]:
+def _how_it_ended(traces: Sequence[RankTrace], choice: Choice) -> tuple[list[str], bool]:
     """A line for each rank that has not ended well, and whether a file was cut off."""
     notes = []
     for one in traces:
         last = f"after pass {one.passes[-1].number}" if one.passes else "before a pass has settled"
+        if choice.first or choice.last is not None:
+            last = "behind the passes that were read"
         if one.end is None:
             notes.append(f"rank {one.rank}: its trace is cut off {last} (killed, still running, or not all was copied)")
         elif one.end != "closed":
@@ -104,7 +151,7 @@ def _write_all(asked: dict[str, Path], timeline: Timeline, drawn: Collection[int
         needed: whether the one for Chrome was asked for.
     """
     writers: dict[str, Callable[[Path], object]] = {
-        "chrome": lambda path: path.write_text(json.dumps(to_chrome(timeline)), encoding="utf-8"),
+        "chrome": lambda path: _write_chrome(timeline, path),
         "html": lambda path: path.write_text(to_html(timeline, drawn), encoding="utf-8"),
         "picture": lambda path: save_picture(timeline, path, drawn),
     }
@@ -122,3 +169,8 @@ def _write_all(asked: dict[str, Path], timeline: Timeline, drawn: Collection[int
     for one in notes:
         note(one)
     return notes
+
+
+def _write_chrome(timeline: Timeline, path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        write_chrome(timeline, file)

@@ -21,6 +21,7 @@ import torch
 import stretto
 from stretto.analysis import breakdown_of
 from stretto.cli import execute
+from stretto.cli.agent import Ends
 from stretto.cli.console import CommandError, write
 from stretto.cli.cores import cores
 from stretto.cli.demo import ENOUGH
@@ -76,7 +77,8 @@ def test_run_gives_ranks_arguments_threads_and_prefixes(tmp_path: Path) -> None:
 
 CRASHES = {
     "raises": ("raise ValueError('boom')", 1, "exit code 1", "ValueError: boom"),
-    "exits": ("os._exit(7)", 7, "exit code 7", ""),
+    "exits at once": ("os._exit(7)", 7, "exit code 7", ""),
+    "exits": ("sys.exit(7)", 7, "exit code 7", ""),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL", ""),
 }
 
@@ -176,21 +178,60 @@ class Ended:
         self.exitcode, self.pid = exitcode, 5
 
 
+OF_ANOTHER = "stretto.errors.PeerError: x"
+
+
 @pytest.mark.parametrize(
-    "codes, texts, rank, code",
+    "codes, texts, ended, rank, code",
     [
-        ({0: 1, 1: 1}, {0: (1, "stretto.errors.PeerError: x"), 1: (2, "ValueError: x")}, 1, 1),
-        ({0: 1, 1: 1}, {0: (2, "ValueError: x"), 1: (1, "TypeError: x")}, 1, 1),
-        ({0: 1, 1: -15}, {0: (1, "stretto.errors.PeerError: x"), 1: (2, "ValueError: x")}, 1, 1),
-        ({1: -15, 0: -15}, {}, 1, 143),
-        ({1: 3, 0: -15}, {0: (1, "stretto.errors.PeerError: x")}, 1, 3),
-        ({0: 1, 1: -9}, {0: (1, "RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer")}, 1, 137),
+        ({0: 1, 1: 1}, {0: (1, OF_ANOTHER), 1: (2, "ValueError: x")}, {0: 3, 1: 4}, 1, 1),
+        ({0: 1, 1: 1}, {0: (2, "ValueError: x"), 1: (1, "TypeError: x")}, {0: 3, 1: 4}, 1, 1),
+        ({0: 1, 1: -15}, {0: (1, OF_ANOTHER), 1: (2, "ValueError: x")}, {0: 3}, 1, 1),
+        ({0: -15, 1: -15}, {}, {1: 3}, 1, 143),
+        ({0: -15, 1: 3}, {0: (1, OF_ANOTHER)}, {1: 3}, 1, 3),
+        ({0: 1, 1: 3}, {0: (1, OF_ANOTHER)}, {0: 2, 1: 7}, 1, 3),
+        ({0: 1, 1: 3}, {0: (4, "ValueError: the other one is gone")}, {0: 5, 1: 2}, 1, 3),
+        ({0: 1, 1: -15}, {0: (1, OF_ANOTHER)}, {0: 2}, 0, 1),
+        (
+            {0: 1, 1: -9},
+            {0: (1, "RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer")},
+            {0: 2, 1: 1},
+            1,
+            137,
+        ),
     ],
 )
-def test_who_failed_first(codes: dict, texts: dict, rank: int, code: int) -> None:
+def test_who_failed_first(codes: dict, texts: dict, ended: dict, rank: int, code: int) -> None:
     told = [Traceback(f"{BEGINNING}\n{texts[n][1]}", texts[n][0]) if n in texts else None for n in (0, 1)]
-    found = first_failure({rank: Ended(code) for rank, code in codes.items()}, told)
+    found = first_failure({rank: Ended(code) for rank, code in codes.items()}, told, ended)
     assert (found.rank, found.code) == (rank, code)
+
+
+def test_ranks_are_ended_when_the_cause_is_known_or_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends, one that fails and one that stays, seen and left to be reaped."""
+    lines = ["pass", "raise SystemExit(3)", "import sys; sys.exit(len(sys.stdin.read()))"]
+    pipes = [subprocess.DEVNULL, subprocess.DEVNULL, subprocess.PIPE]
+    commands = [[sys.executable, "-S", "-c", one] for one in lines]
+    started = [subprocess.Popen(one, stdin=pipe) for one, pipe in zip(commands, pipes, strict=True)]
+    pids = {rank: process.pid for rank, process in enumerate(started)}
+    told: dict[int, Traceback] = {1: Traceback(f"{BEGINNING}\n{OF_ANOTHER}", 1.0)}
+    ends = Ends(told.get)
+    while ends.running != {2}:
+        ends.look(pids)
+        time.sleep(0.01)
+    assert [*ends.failed] == [1] and ends.cause_may_come
+    told[1] = Traceback(f"{BEGINNING}\nValueError: x", 1.0)
+    assert not ends.cause_may_come
+    told.clear()
+    monkeypatch.setattr("stretto.cli.agent.HEARD", 1e9)
+    assert ends.cause_may_come, "what it has printed may be on its way"
+    monkeypatch.setattr("stretto.cli.agent.HEARD", -1.0)
+    assert not ends.cause_may_come, "it has printed nothing"
+    told[1] = Traceback(f"{BEGINNING}\n{OF_ANOTHER}", 1.0)
+    started[2].communicate(b"four")
+    assert [one.wait() for one in started] == [0, 3, 4]
+    ends.look(pids)
+    assert not ends.cause_may_come, "nobody is left who could be the cause"
 
 
 # stretto plan
@@ -529,12 +570,30 @@ REFUSED = [
     ("run", 2, None),
     ("run --rank 2 script.py", 2, None),
     ("fly", 2, None),
-    ("plan script.py", 2, "'script.py': say where the model is made, script.py:factory or package.module:factory"),
+    (
+        "plan script.py",
+        2,
+        "'script.py' is neither a built-in model (policy, layers, mlp, gpt2, gpt2x8, resnet18) nor a "
+        "function of yours, script.py:factory or package.module:factory",
+    ),
+    ("plan :net", 2, "':net': say where the model is made, script.py:factory or package.module:factory"),
     ("plan nowhere.py:net", 2, "nowhere.py: no such file"),
     ("plan no_such_package.models:net", 2, "there is no module 'no_such_package'"),
     ("plan script.py:missing", 2, "script.py has no 'missing'"),
     ("plan script.py:number", 2, "script.py:number is a int, which cannot be called"),
-    ("plan script.py:none", 2, "script.py:none gives a int, not a torch.nn.Module"),
+    (
+        "plan script.py:none",
+        2,
+        "script.py:none gives a int: return model, (model, batch) or (model, batch, loss), with a "
+        "torch.nn.Module and loss(model, batch)",
+    ),
+    (
+        "bench script.py:none",
+        2,
+        "script.py:none gives a int: return model, (model, batch) or (model, batch, loss), with "
+        "a torch.nn.Module and loss(model, batch)",
+    ),
+    ("bench script.py:fails", 1, "script.py:fails() failed: KeyError: 'lost' ({folder}/script.py:4)"),
     ("plan script.py:frozen", 2, "script.py:frozen gives a module without a parameter that requires a gradient"),
     ("plan script.py:fails", 1, "script.py:fails() failed: KeyError: 'lost' ({folder}/script.py:4)"),
     ("plan bad.py:net", 1, "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1)"),

@@ -33,6 +33,8 @@ class Comparison:
     """By contestant that was chosen among several in a short run: which one it is."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """By contestant that could not run: why."""
+    about_batch: str = ""
+    """A sentence, where the batch is not the user's own."""
 
     @property
     def rounds(self) -> int:
@@ -71,6 +73,7 @@ class Comparison:
         """What a reader has to know besides the figures."""
         found = [f"{name}: {real}, the fastest in a short run before." for name, real in self.stands_for.items()]
         found += [f"{name} did not take part: {reason}" for name, reason in self.skipped.items()]
+        found += [self.about_batch] if self.about_batch else []
         if self.ranks * self.threads > self.machine.cores:
             found.append(f"{self.ranks} ranks share {self.machine.cores} cores: times are of ranks that take turns.")
         if "emulated" in self.network:

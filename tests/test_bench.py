@@ -173,11 +173,11 @@ def test_machine_is_this_one() -> None:
 def test_every_contestant_runs_once_a_round_in_changing_order() -> None:
     order: list[str] = []
     contestants = {name: lambda name=name: order.append(name) for name in "abcd"}
-    told = interleave(contestants, 6, 2, progress=False)
+    told = interleave(contestants, 6, 2, watched=False)
     rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
     assert len(rounds) == 8 and all(sorted(one) == [*"abcd"] for one in rounds) and len({*map(tuple, rounds)}) > 1
     assert {name: len(times) for name, times in told.items()} == dict.fromkeys("abcd", 6)
-    assert len(interleave(contestants, 100, 1, seconds=1e-9, progress=False)["a"]) == 5
+    assert len(interleave(contestants, 100, 1, seconds=1e-9, watched=False)["a"]) == 5
 
 
 def test_some_are_chosen_by_name() -> None:

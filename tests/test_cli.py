@@ -23,7 +23,6 @@ from stretto.analysis import breakdown_of
 from stretto.cli import execute
 from stretto.cli.agent import Ends
 from stretto.cli.console import CommandError, write
-from stretto.cli.cores import cores
 from stretto.cli.demo import ENOUGH
 from stretto.cli.digits import drawn_digits, train_once
 from stretto.cli.doctor import Findings, _speed, advise, faults
@@ -33,6 +32,7 @@ from stretto.cli.machine import Interface, look_at_machine
 from stretto.cli.reach import Choice, Reached, reach_the_store
 from stretto.cli.speed import Speed, Timing
 from stretto.cli.streams import Traceback, last_traceback
+from stretto.cores import cores
 from stretto.testing import run_ranks
 from stretto.trace import read_trace
 

@@ -166,7 +166,7 @@ def in_order(job: Job, entrants: Entrants, steps: int) -> dict[str, Callable[[],
 def run_rounds(blocks: Mapping[str, Callable[[], object]], job: Job, rounds: int, title: str) -> dict[str, list[float]]:
     """Interleaved; the slower rank's seconds. Collective."""
     warm_up, limit = job.effort.warm_up, job.effort.seconds
-    return worst_rank(interleave(blocks, rounds, warm_up, title=title, seconds=limit, progress=job.progress))
+    return worst_rank(interleave(blocks, rounds, warm_up, title=title, seconds=limit, watched=job.progress))
 
 
 def enter(contestants: Sequence[Contestant], make: Callable[[], Workload]) -> tuple[Entrants, dict[str, str]]:

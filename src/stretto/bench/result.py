@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..terminal import columns
 from .contestants import ALONE
 from .machine import Machine
 from .models import title_of
@@ -89,15 +90,6 @@ class Comparison:
         text = columns([head, *self.rows()])
         end = f"medians [quartiles] of {self.rounds} rounds of {self.steps} steps, contestants in turn"
         return "\n".join([self.title, "", text, "", end, *self.remarks, str(self.machine)])
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Text in columns, the first row their heads; all but the first column end at the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
 
 
 def geometric_mean(comparisons: Sequence[Comparison], name: str) -> float | None:

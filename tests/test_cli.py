@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,15 +26,17 @@ from stretto.cli.agent import Ends
 from stretto.cli.console import CommandError, write
 from stretto.cli.demo import ENOUGH
 from stretto.cli.digits import drawn_digits, train_once
-from stretto.cli.doctor import Findings, _speed, advise, faults
+from stretto.cli.doctor import SEVERAL_HOSTS, Findings, _network, _speed, advise, faults
 from stretto.cli.launch import Failure, first_failure
+from stretto.cli.launched import Launched, Place
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
-from stretto.cli.reach import Choice, Reached, reach_the_store
+from stretto.cli.reach import Choice, Reached, reach_the_store, what_gloo_chooses
 from stretto.cli.speed import Speed, Timing
 from stretto.cli.streams import Traceback, last_traceback
 from stretto.cores import cores
 from stretto.testing import run_ranks
+from stretto.testing_network import INTERFACE, EmulatedHosts
 from stretto.trace import read_trace
 
 ROOT = Path(__file__).parent.parent
@@ -385,16 +388,57 @@ def test_doctor_finds_this_machine_in_order() -> None:
     for one in [*timings["process_group"], *timings["shared_memory"]]:
         assert 0 < one["low"] <= one["median"] <= one["high"] < 10
     assert [one["nbytes"] for one in timings["process_group"]] == [4, 2**20, 25 * 2**20]
+    assert (told["speed"]["two_hosts"], told["launched"]) == ("", None)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_doctor_on_ranks_that_were_launched_speaks_once() -> None:
+    done = command("run", "--ranks", 2, "-m", "stretto", "doctor", "--quick")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("[rank 0] ") for line in lines)
+    assert sum(line.startswith("[rank 0] ranks           0, 1: ") for line in lines) == 1
+    assert "[rank 0] shared memory   yes: 2 ranks have read each other's memory" in lines
+    assert "[rank 0] gradients take  shared_memory" in lines
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.network
+def test_doctor_measures_between_hosts() -> None:
+    """Three ranks, on two hosts that are emulated."""
+    try:
+        with EmulatedHosts() as hosts:
+            told = [
+                subprocess.Popen(
+                    hosts.command(host, sys.executable, "-m", "stretto", "doctor", "--quick", "--interface", INTERFACE),
+                    env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1"}
+                    | {"MASTER_PORT": "29511", "PYTHONPATH": str(ROOT / "src")},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank, host in enumerate((0, 0, 1))
+            ]
+            first, *others = [one.communicate(timeout=100)[0] for one in told]
+    except OSError as error:
+        pytest.skip(f"{error}")
+    assert [one.returncode for one in told] == [0, 0, 0] and others == ["", ""]
+    name = socket.gethostname()
+    for ranks, address in (("0, 1", "10.0.0.1"), ("2", "10.0.0.2")):
+        assert f"\nranks           {ranks}: {name}, Gloo listens on {INTERFACE} ({address}), by GLOO_SOCKET_" in first
+    assert re.search(r"^shared memory   rank 0: the memory of rank 2 cannot be opened: ", first, re.MULTILINE)
+    assert "\ngradients take  hierarchical (3 ranks on 2 hosts)\n" in first
+    assert f"\nprocess_group over {INTERFACE} " in first and "No shared memory" not in first
 
 
 @pytest.mark.ranks
 def test_doctor_says_what_is_broken() -> None:
     done = command("doctor", "--quick", env={**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
     assert done.returncode == 1 and not done.stderr
-    assert done.stdout.splitlines()[-2:] == [
+    assert done.stdout.splitlines()[-1:] == [
         "BROKEN: Gloo cannot listen on nowhere0 (no address), by GLOO_SOCKET_IFNAME: Unable to find address for: "
         "nowhere0.",
-        "BROKEN: two ranks on this host cannot exchange anything: Unable to find address for: nowhere0.",
     ]
 
 
@@ -442,6 +486,9 @@ def test_speeds_say_over_what_they_were_measured(monkeypatch: pytest.MonkeyPatch
     ]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "\nprocess_group over eth0  " in _speed(found)[-1]
+    assert f"several hosts   {SEVERAL_HOSTS}" not in _speed(found)
+    tried = findings(speed=Speed({"process_group": once}, two_hosts=""))
+    assert f"several hosts   {SEVERAL_HOSTS}" in _speed(tried)
 
 
 def test_faults_that_the_doctor_finds() -> None:
@@ -451,8 +498,26 @@ def test_faults_that_the_doctor_finds() -> None:
     assert faults(findings(reached=(Reached("eth0", "192.0.2.7", "refused"), Reached("hostname", "x", "?")))) == [
         "a store on this host is not reached through eth0 (192.0.2.7): refused."
     ]
-    assert faults(findings(speed=None, speed_problem="ranks died")) == [
-        "two ranks on this host cannot exchange anything: ranks died."
+    assert faults(findings(speed=None, speed_problem="ranks died")) == ["ranks cannot exchange anything: ranks died."]
+    assert faults(findings(speed=Speed({}, two_hosts="their sum is 3 and should be 6"))) == [
+        "ranks as if on two hosts cannot sum: their sum is 3 and should be 6."
+    ]
+
+
+def test_each_interface_that_is_named_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    chosen = what_gloo_chooses("here", [LOOPBACK])
+    assert (chosen.address, chosen.problem) == ("127.0.0.1", "Unable to find address for: nowhere0")
+
+
+def test_advice_on_shared_memory_is_for_hosts_that_have_none() -> None:
+    once = (Timing(2**20, 0.001, 0.001, 0.002),)
+    there = Speed({"process_group": once, "hierarchical (3 ranks on 2 hosts)": once}, "rank 0: too far")
+    here = Launched(0, 3, (Place("a", "eth0", (0, 1)), Place("b", "eth0", (2,))), there)
+    assert advise(findings(speed=there, launched=here)) == []
+    assert _network(findings(launched=here))[-2:] == [
+        "ranks           0, 1: a, Gloo listens on eth0",
+        "ranks           2: b, Gloo listens on eth0",
     ]
 
 

@@ -135,8 +135,6 @@ def measure(rank: int, job: Job) -> Measured:
     entrants, skipped = enter([one for one in job.contestants if not one.candidates], make)
     yardstick = next(iter(entrants.values()))
     steps = steps_in(job.effort.block, lambda: yardstick.steps(1))
-    every = max(one.sync_every for one in job.contestants)
-    steps = max(every, steps // every * every)
     stands_for = {}
     for contestant in job.contestants:
         if contestant.candidates:
@@ -153,14 +151,21 @@ def measure(rank: int, job: Job) -> Measured:
     title = f"{title_of(job.workload)}, {dist.get_world_size()} ranks"
     with letting_go(entrants):
         seconds = run_rounds(blocks, job, job.effort.rounds, title)
-    a_step = {name: [round(s / steps, 9) for s in times] for name, times in seconds.items()}
+    passes = {one.name: in_block(one, steps) for one in job.contestants}
+    a_step = {name: [round(s / passes[name], 9) for s in times] for name, times in seconds.items()}
     return Measured(a_step, stands_for, skipped, steps)
 
 
 def in_order(job: Job, entrants: Entrants, steps: int) -> dict[str, Callable[[], None]]:
     """What each of them runs in a round, in the order of the tables."""
-    names = [one.name for one in job.contestants if one.name in entrants]
-    return {name: functools.partial(entrants[name].steps, steps) for name in names}
+    there = [one for one in job.contestants if one.name in entrants]
+    return {one.name: functools.partial(entrants[one.name].steps, in_block(one, steps)) for one in there}
+
+
+def in_block(contestant: Contestant, steps: int) -> int:
+    """How many passes it makes at a time: ``steps``, or what is nearest below and ends with a synchronisation."""
+    every = contestant.sync_every
+    return max(every, steps // every * every)
 
 
 def run_rounds(blocks: Mapping[str, Callable[[], object]], job: Job, rounds: int, title: str) -> dict[str, list[float]]:

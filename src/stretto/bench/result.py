@@ -26,7 +26,7 @@ class Comparison:
     threads: int
     """That torch may use, a rank."""
     steps: int
-    """A contestant ran so many at a time."""
+    """A contestant ran so many at a time; more where it synchronises less often."""
     machine: Machine
     seconds: Mapping[str, Sequence[float]]
     """By contestant, round by round."""

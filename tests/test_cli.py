@@ -542,6 +542,20 @@ def test_demo_trains_and_gives_the_losses_of_ddp() -> None:
     assert len(told["reports"]["before"]["buckets"]) == 1 < len(told["reports"]["after"]["buckets"])
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_demo_shows_what_it_promises() -> None:
+    done = command("demo")
+    assert done.returncode == 0, done.stderr
+    before, _, after = done.stdout.partition("AFTER: stretto.attach(model)\n")
+    assert "BEFORE: one all-reduce over Gloo when backward has ended\n\nbackward " in before
+    assert "0 % of communication hidden behind backward; " in before
+    assert re.search(r"^plan [0-9a-f]{16}: 12 parameters, 635 KB, in 2 buckets of at most ", after, re.MULTILINE)
+    assert "All 160 losses are the same numbers as those of torch DDP.\n" in after
+    (shares,) = re.findall(r"^unseen digits read right +([\d.]+)% +([\d.]+)% +([\d.]+)%$", after, re.MULTILINE)
+    assert shares[0] == shares[2] and all(float(one) >= 100 * ENOUGH for one in shares)
+
+
 def test_a_demo_that_cannot_run_is_one_line(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("rank 0:\nTraceback (most recent call last):\nMemoryError: too much\n")

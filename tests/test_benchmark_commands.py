@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 TEXT = PAGE.read_text()
 FIGURES = sorted(set(re.findall(r"python benchmarks/figures\.py (\w+)", TEXT)) - {"all"})
+STEPS = re.findall(r"^python benchmarks/step\.py (\w+)", TEXT, re.MULTILINE)
 BENCH = re.findall(r"^(stretto bench .*?)(?:  +#.*)?$", TEXT, re.MULTILINE)
 QUICK = {"figures.py": ["--quick"], "bench": ["--rounds", "1", "--seconds", "1", "--only", "stretto"]}
 """Appended, so that what takes minutes takes seconds."""
@@ -58,6 +59,11 @@ def test_command_of_a_figure_runs(folder: Path, name: str) -> None:
     skipped = {who: why for one in found["runs"] for who, why in one["skipped"].items()}
     assert not skipped
     assert "<svg" in (folder / "found" / f"{name}.svg").read_text()
+
+
+def test_modes_of_a_step_are_those_that_are_tested() -> None:
+    tests = (ROOT / "tests" / "test_examples.py").read_text()
+    assert STEPS and [mode for mode in STEPS if f'"step.py", "{mode}"' not in tests] == []
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(BENCH))

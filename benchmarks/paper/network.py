@@ -13,7 +13,7 @@ from stretto.bench.plots import bars
 from .figure import Asked, Data, Figure, Rows, comparisons
 
 WORKLOADS = ("gpt2x8", "resnet18")
-SECONDS = 10.0
+SECONDS = 8.0
 RATE = "1gbit"
 FEW = ["one message", "stretto"]
 

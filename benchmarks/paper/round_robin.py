@@ -12,7 +12,7 @@ from stretto.bench.plots import level, lines
 from .figure import Asked, Data, Figure, Rows, baselines, cell, comparisons, tuned_torch, who_took_part
 
 WORKLOADS = ("gpt2", "resnet18")
-SECONDS = 6.0
+SECONDS = 5.0
 GROUPS = (1, 3, 5)
 CAP = 1.0
 """MiB of a bucket: enough buckets that several groups have something to do."""

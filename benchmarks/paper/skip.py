@@ -12,7 +12,7 @@ from stretto.bench.plots import lines
 from .figure import Asked, Data, Figure, Rows, baselines, comparisons, tuned_torch
 
 WORKLOADS = ("mlp", "gpt2")
-SECONDS = 8.0
+SECONDS = 6.0
 EVERY = (1, 2, 4, 8)
 WHO = [
     *baselines(),

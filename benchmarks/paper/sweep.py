@@ -12,7 +12,7 @@ from stretto.bench.plots import level, lines
 from .figure import Asked, Data, Figure, Rows, baselines, cell, comparisons, tuned_torch
 
 WORKLOADS = ("gpt2", "resnet18")
-SECONDS = 6.0
+SECONDS = 4.0
 SIZES = (0.25, 0.5, 1, 2, 4, 10, 25, 50)
 A_PARAMETER = 1e-6
 """MiB: one byte, so that every parameter is a bucket."""

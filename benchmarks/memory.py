@@ -47,7 +47,14 @@ def zero(model: nn.Module, stage: Stages) -> Prepared:
     return wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
 
 
-CONTESTANTS = {"stretto": plain, "torch DDP with ZeroRedundancyOptimizer": zero}
+def sharded(model: nn.Module, stage: Stages) -> Prepared:
+    """Parameters in memory that all ranks map, state for this rank's part of them."""
+    sync = stretto.attach(model)
+    stage("gradients")
+    return model, stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+
+
+CONTESTANTS = {"stretto": plain, "stretto, sharded step": sharded, "torch DDP with ZeroRedundancyOptimizer": zero}
 
 
 def stages_of(rank: int, name: str, megabytes: int) -> dict[str, int]:

@@ -29,6 +29,7 @@ from stretto.bench import Comparison, Contestant, Effort, Spread, compare
 from stretto.bench.contestants import ALONE, MESSAGES, alone, steppers, stepping, torch_tuned
 from stretto.bench.models import title_of
 from stretto.bench.result import geometric_mean
+from stretto.bench.sharded import sharded
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import machine, show_table
@@ -49,7 +50,7 @@ def effort(rounds: int) -> Effort:
 
 def run_host(rounds: int, only: Sequence[str]) -> dict[str, Any]:
     names = [one for one in WORKLOADS if not only or one in only]
-    who = steppers()
+    who = (*steppers(), *sharded())
     runs = [compare(one, contestants=who, effort=effort(rounds), progress=True, timeout=TIMEOUT) for one in names]
     shown = [one.name for one in who if one.name != ALONE]
     rows = [[ALONE, *(f"{run.spread(ALONE).median * 1e3:.2f} ms" for run in runs), ""]]
@@ -84,8 +85,7 @@ def over_bound(run: Comparison, name: str) -> Spread:
 
 def run_network(rounds: int, rate: str, workload: str) -> dict[str, Any]:
     plain = [alone(), Contestant(MESSAGES, "messages"), torch_tuned(), Contestant("stretto", "stretto")]
-    ours = [one for one in steppers() if one.name.startswith("stretto") and one.name != "stretto"]
-    who = [*(stepping(one, "adamw") for one in plain), *ours]
+    who = [*(stepping(one, "adamw") for one in plain), *sharded()]
     run = compare(workload, contestants=who, effort=effort(rounds), network=rate, progress=True, timeout=TIMEOUT)
     rows = [
         [name, run.spread(name).show(1e-3, 1), over_bound(run, name).show() if name not in (ALONE, MESSAGES) else ""]

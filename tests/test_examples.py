@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.bench.contestants import ALONE, MESSAGES, TUNED, steppers
+from stretto.bench.sharded import SHARDED, sharded
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -95,8 +96,9 @@ def test_step_benchmark_compares_steps(tmp_path: Path) -> None:
     run(sys.executable, ROOT / "benchmarks" / "step.py", "host", "--rounds", 1, "--only", "policy", "--json", file)
     found = json.loads(file.read_text())
     (one,) = found["runs"]
-    assert not one["skipped"] and [*one["seconds"]] == [who.name for who in steppers()]
-    assert all(found["geometric mean"][who.name] > 0 for who in steppers() if who.name != ALONE)
+    names = [who.name for who in (*steppers(), *sharded())]
+    assert not one["skipped"] and [*one["seconds"]] == names
+    assert all(found["geometric mean"][name] > 0 for name in names if name != ALONE)
 
 
 @pytest.mark.slow
@@ -113,7 +115,7 @@ def test_step_benchmark_compares_with_what_cannot_be_beaten(tmp_path: Path) -> N
     least = max(seconds[ALONE], seconds[MESSAGES])
     ratios = found["over max(compute, communication)"]
     assert ratios["stretto"]["median"] == pytest.approx(seconds["stretto"] / least)
-    assert {TUNED, "stretto"} < ratios.keys()
+    assert {TUNED, "stretto", SHARDED} < ratios.keys()
 
 
 @pytest.mark.slow
@@ -127,6 +129,9 @@ def test_step_benchmark_weighs_parameters_and_state(tmp_path: Path) -> None:
         assert one["parameters"] == pytest.approx(size, rel=0.15) and one["state"] == pytest.approx(2 * size, rel=0.15)
     for one in zero:
         assert one["parameters"] == pytest.approx(size, rel=0.15) and one["state"] == pytest.approx(size, rel=0.15)
+    whole = max(one["parameters"] + one["state"] for one in plain)
+    for one in found["stretto, sharded step"]:
+        assert one["state"] == pytest.approx(size, rel=0.15) and one["parameters"] + one["state"] < 0.9 * whole
 
 
 def test_benchmarks_run_small(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ..transport import ProcessGroupTransport, Transport, choose
 from .contestants import Contestant, OptimizerName
 from .floor import least_work, meeting
 from .models import Loss, Workload
+from .sharded import divide
 
 LEARNING_RATE = 1e-4
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -92,6 +93,8 @@ def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
     training.sync_every = contestant.sync_every
     parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
     training.optimizer = _optimizer(contestant.optimizer, parameters)
+    if training.handle is not None:
+        training.optimizer = divide(training.optimizer, training.handle, contestant.options.get("shard"))
     return training
 
 
@@ -106,7 +109,7 @@ def _optimizer(name: OptimizerName, parameters: list[nn.Parameter]) -> torch.opt
 
 
 def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Training:
-    options = dict(contestant.options)
+    options = {name: value for name, value in contestant.options.items() if name != "shard"}
     if contestant.kind == "torch":
         wrapped = TorchDDP(model, **options)
         training = Training(model, wrapped, loss, no_sync=wrapped.no_sync)

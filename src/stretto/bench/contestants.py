@@ -36,7 +36,8 @@ class Contestant:
     all-reduce a parameter after backward. ``messages``: all gradients are sent, and nothing is computed. ``torch``,
     ``replicate``, ``fully_shard``, ``stretto``: the libraries."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the library's constructor; and ``groups`` (stretto), so many process groups in turn."""
+    """Of the library's constructor; and (stretto) ``groups``, so many process groups in turn, ``shard``, options of
+    ``stretto.shard``."""
     sync_every: int = 1
     """Gradients are accumulated over so many backward passes, the last of which communicates."""
     candidates: tuple[Contestant, ...] = ()

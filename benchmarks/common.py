@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from stretto.bench import this_machine
 from stretto.bench.timing import Spread, interleave, worst_rank
 
 __all__ = ["Spread", "interleave", "machine", "show_table", "worst_rank"]
 
 
-def machine() -> dict[str, str]:
-    """What a figure depends on."""
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads a rank": str(torch.get_num_threads()),
-    }
+def machine() -> dict[str, Any]:
+    """What a figure depends on, for JSON."""
+    return this_machine().to_dict()
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -68,7 +68,12 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=OUTPUT, help="folder of JSON and SVG files (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=30, help="at most; each figure has a limit of time (default: 30)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=30,
+        help="at most; each figure has a limit of time, and runs no fewer than five unless told to (default: 30)",
+    )
     parser.add_argument("--quick", action="store_true", help="one tiny model, three rounds: to see that it runs")
     parser.add_argument("--draw-only", action="store_true", help="measure nothing, take the JSON files that are there")
     options = parser.parse_args()

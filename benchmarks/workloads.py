@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stretto.bench.models import TITLES
+from stretto.bench.models import TITLES, resnet18
 
 EXAMPLES = str(Path(__file__).parent.parent / "examples")
 
@@ -33,6 +33,13 @@ def example_text() -> tuple[nn.Module, torch.Tensor, object]:
     return GPT(), torch.randint(256, (16, CONTEXT + 1)), next_byte_loss
 
 
+def resnet18_batch_16() -> tuple[nn.Module, None, object]:
+    """ResNet18, 16 images of 64 x 64 a rank: what the figures of a step over a network use."""
+    model, step = resnet18(16)
+    return model, None, lambda called, _: step(called)
+
+
+RESNET18X16 = f"{__file__}:resnet18_batch_16"
 WORKLOADS: dict[str, str] = {title: source for source, title in TITLES.items() if source != "gpt2x8"} | {
     "examples/digits.py": f"{__file__}:example_digits",
     "examples/text.py": f"{__file__}:example_text",

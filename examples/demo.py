@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -15,6 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from stretto.cli.demo import largest_difference
+from stretto.cores import threads_per_rank
+
 RANKS = 2
 ACCURACY = 0.97
 TIMEOUT = 300  # seconds for one run, which takes about ten
@@ -25,15 +27,9 @@ def train(reducer: str, results: Path) -> dict[str, Any]:
     script, found = Path(__file__).with_name("digits.py"), results / f"{reducer}.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command = [*launcher, str(script), "--reducer", reducer, "--json", str(found)]
-    threads = str(max(1, (os.cpu_count() or 1) // RANKS))
+    threads = str(threads_per_rank(RANKS))
     subprocess.run(command, env={"OMP_NUM_THREADS": threads, **os.environ}, check=True, timeout=TIMEOUT)
     return json.loads(found.read_text())
-
-
-def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    """Between two loss curves; a nan must not pass for equal, so it counts as infinitely far."""
-    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    return max(math.inf if math.isnan(gap) else gap for gap in gaps)
 
 
 def comparison(ours: dict[str, Any], theirs: dict[str, Any], difference: float) -> Table:

@@ -21,10 +21,11 @@ from comparisons import MACHINE, made_up
 
 from stretto import SetupError
 from stretto.bench import Comparison, Contestant, Effort, Machine, Spread, compare, everybody, this_machine
-from stretto.bench.compare import enter, try_out
+from stretto.bench.compare import enter
 from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, REPLICATE, TUNED, alone, chosen, naive
-from stretto.bench.factory import load, workload_of
+from stretto.bench.factory import model_of, try_out, workload_of
 from stretto.bench.floor import open_buffer
+from stretto.bench.load import BrokenModelError, load
 from stretto.bench.plots import check, plot
 from stretto.bench.result import geometric_mean
 from stretto.bench.timing import interleave
@@ -59,6 +60,13 @@ def pair(): return Pair(4, 4), (torch.ones(3, 4), 1)
 def three(): return nn.Linear(4, 4), counted, lambda model, batch: model(batch).sum()
 def silent(): return Silent(4, 4), torch.ones(3, 4)
 def lone(): return nn.Linear(4, 4)
+def images(): return nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten())
+def tokens(): return nn.Sequential(nn.Embedding(7, 2), nn.Flatten())
+def guessed_wrong(): return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(4, 4))
+def no_layer(): return nn.PReLU()
+def fails(): raise KeyError("lost")
+class Nets:
+    small = nn.Linear(4, 1)
 def swapped(): return torch.ones(3, 4), nn.Linear(4, 4)
 def shapes(): return nn.Linear(4, 4), torch.ones(3, 5)
 number = 3
@@ -165,11 +173,11 @@ def test_machine_is_this_one() -> None:
 def test_every_contestant_runs_once_a_round_in_changing_order() -> None:
     order: list[str] = []
     contestants = {name: lambda name=name: order.append(name) for name in "abcd"}
-    told = interleave(contestants, 6, 2, progress=False)
+    told = interleave(contestants, 6, 2, watched=False)
     rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
     assert len(rounds) == 8 and all(sorted(one) == [*"abcd"] for one in rounds) and len({*map(tuple, rounds)}) > 1
     assert {name: len(times) for name, times in told.items()} == dict.fromkeys("abcd", 6)
-    assert len(interleave(contestants, 100, 1, seconds=1e-9, progress=False)["a"]) == 5
+    assert len(interleave(contestants, 100, 1, seconds=1e-9, watched=False)["a"]) == 5
 
 
 def test_some_are_chosen_by_name() -> None:
@@ -180,14 +188,30 @@ def test_some_are_chosen_by_name() -> None:
 # The user's own model
 
 
-@pytest.mark.parametrize("name, expected", [("keywords", None), ("pair", None), ("plain", None), ("three", None)])
-def test_factories_of_all_forms_give_a_loss(mine: str, name: str, expected: None) -> None:
+@pytest.mark.parametrize("name", ["keywords", "pair", "plain", "three", "lone", "images", "tokens"])
+def test_factories_of_all_forms_give_a_loss_and_a_model(mine: str, name: str) -> None:
     make = workload_of(f"{mine}:{name}")
     model, loss = make()
     value = loss(model)
     assert value.dim() == 0 and value.requires_grad
     again, other = make()
     assert torch.equal(other(again), value), "seeded alike"
+    shapes = [one.shape for one in model.parameters()]
+    assert [one.shape for one in model_of(f"{mine}:{name}").parameters()] == shapes
+
+
+def test_a_batch_that_is_made_up_is_told_of(mine: str) -> None:
+    told = "The batch is made up after the first layer: {}."
+    assert try_out(f"{mine}:plain") == try_out("policy") == ""
+    assert try_out(f"{mine}:lone") == told.format("32 x 4 random numbers")
+    assert try_out(f"{mine}:images") == told.format("32 x 3 x 64 x 64 random numbers")
+    assert try_out(f"{mine}:tokens") == told.format("32 x 64 random tokens")
+    assert made_up({ALONE: [1.0]}, about_batch=told).remarks == [told]
+
+
+def test_a_model_that_is_there_and_a_built_in_one_will_do(mine: str) -> None:
+    assert model_of(f"{mine}:Nets.small").out_features == 1
+    assert len([*model_of("policy").parameters()]) == 6
 
 
 def test_a_batch_that_is_a_function_is_made_in_every_step(mine: str) -> None:
@@ -202,6 +226,21 @@ def test_a_module_is_found_from_the_working_directory(mine: str, monkeypatch: py
     assert load("mine_for_bench:plain")()[0].in_features == 4
 
 
+@pytest.mark.ranks
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["mine_for_bench.py:plain", "mine_for_bench:plain"])
+def test_emulated_hosts_find_a_model_from_the_working_directory(
+    mine: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(mine).parent)
+    try:
+        told = compare(source, only=["stretto"], effort=QUICK, network="unlimited")
+    except OSError as error:
+        pytest.skip(f"{error}")
+    assert [*told.seconds] == [ALONE, "stretto"]
+
+
 def test_example_and_page_show_factories_that_work(tmp_path: Path) -> None:
     code = re.search(r"```python\n(# train.py.*?)```", (ROOT / "docs" / "benchmarks.md").read_text(), re.DOTALL)
     assert code is not None
@@ -212,31 +251,32 @@ def test_example_and_page_show_factories_that_work(tmp_path: Path) -> None:
 
 def refusals(mine: str) -> list[tuple[Any, str]]:
     odd = (
-        f"{mine}:{{}} returned {{}}.\n"
-        "Return (model, batch) or (model, batch, loss), where loss(model, batch) is the loss of a step."
+        f"{mine}:{{}} gives {{}}: return model, (model, batch) or (model, batch, loss), with a torch.nn.Module and "
+        "loss(model, batch)"
     )
     names = "no communication; stretto"
     return [
         (
             lambda: workload_of("nix"),
-            "'nix' is neither a built-in workload (policy, layers, mlp, gpt2, gpt2x8, resnet18) nor a function of "
-            "yours.\nName that as module:function or path/to/file.py:function.",
+            "'nix' is neither a built-in model (policy, layers, mlp, gpt2, gpt2x8, resnet18) nor a function of yours, "
+            "script.py:factory or package.module:factory",
         ),
-        (lambda: workload_of("no_such_module:f"), "no_such_module cannot be imported: ModuleNotFoundError: No module "
-            "named 'no_such_module'"),
-        (lambda: workload_of("none.py:f"), "there is no file none.py"),
-        (lambda: workload_of(f"{mine}:number"), f"{mine} has no function number"),
-        (lambda: workload_of(f"{mine}:lone")(), odd.format("lone", "Linear")),
-        (lambda: workload_of(f"{mine}:swapped")(), odd.format("swapped", "(Tensor, Linear)")),
+        (lambda: load(":x"), "':x': say where the model is made, script.py:factory or package.module:factory"),
+        (lambda: workload_of("no_such_module:f"), "there is no module 'no_such_module'"),
+        (lambda: workload_of("none.py:f"), "none.py: no such file"),
+        (lambda: workload_of(f"{mine}:number"), f"{mine}:number is a int, which cannot be called"),
+        (lambda: workload_of(f"{mine}:missing"), f"{mine} has no 'missing'"),
+        (lambda: workload_of(f"{mine}:counted")(), odd.format("counted", "a Tensor")),
+        (lambda: model_of(f"{mine}:swapped"), odd.format("swapped", "(Tensor, Linear)")),
+        (
+            lambda: workload_of(f"{mine}:no_layer")(),
+            f"{mine}:no_layer gives a model alone, and it has no layer (Linear, Conv, Embedding) that tells what goes "
+            "into it: return (model, batch)",
+        ),
         (
             lambda: try_out(f"{mine}:silent"),
             "the model returns NoneType, of which no loss can be made.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
-        ),
-        (
-            lambda: try_out(f"{mine}:shapes"),
-            f"{mine}:shapes cannot make one step: RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and "
-            "4x4)",
         ),
         (lambda: compare(ranks=0), "ranks=0 and threads=1 must be 1 or more"),
         (lambda: compare(ranks=1, network="1gbit"), "a network needs two hosts, so ranks must be 2 or more"),
@@ -250,12 +290,37 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(13))
+@pytest.mark.parametrize("number", range(15))
 def test_text_of_what_is_refused(mine: str, number: int) -> None:
     trigger, text = refusals(mine)[number]
     with pytest.raises(SetupError) as caught:
         trigger()
     assert str(caught.value) == text
+
+
+def test_text_of_models_that_raise(mine: str) -> None:
+    line = MINE.splitlines().index('def fails(): raise KeyError("lost")') + 1
+    shapes = "cannot make one step: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    for trigger, text in (
+        (lambda: workload_of(f"{mine}:fails")(), f"{mine}:fails() failed: KeyError: 'lost' ({mine}:{line})"),
+        (lambda: try_out(f"{mine}:shapes"), f"{mine}:shapes {shapes} (3x5 and 4x4)"),
+        (
+            lambda: try_out(f"{mine}:guessed_wrong"),
+            f"{mine}:guessed_wrong cannot make one step: RuntimeError: unflatten: Provided sizes [2, 3] don't multiply "
+            "up to the size of dim 1 (4) in the input tensor; 32 x 4 random numbers went into it, made up after its "
+            "first layer: return (model, batch)",
+        ),
+        (
+            lambda: load("broken_for_bench:f"),
+            f"importing broken_for_bench failed: ZeroDivisionError: division by zero ({Path(mine).parent}/broken_for_"
+            "bench.py:1)",
+        ),
+    ):
+        Path(mine).with_name("broken_for_bench.py").write_text("1 / 0")
+        sys.path.insert(0, str(Path(mine).parent))
+        with pytest.raises(BrokenModelError) as caught:
+            trigger()
+        assert str(caught.value) == text
 
 
 def test_text_of_plots_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +363,8 @@ def test_command_compares_a_model_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["nix"], "stretto: 'nix' is neither a built-in workload"),
-        (["none.py:f"], "stretto: there is no file none.py"),
+        (["nix"], "stretto: 'nix' is neither a built-in model"),
+        (["none.py:f"], "stretto: none.py: no such file\n"),
         (["--ranks", "0"], "stretto: ranks=0 and threads=1 must be 1 or more"),
         (["--ranks", "two"], "stretto: Invalid value for '--ranks'"),
         (["--rounds", "0"], "stretto: rounds=0"),

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -21,18 +22,21 @@ import torch
 import stretto
 from stretto.analysis import breakdown_of
 from stretto.cli import execute
+from stretto.cli.agent import Ends
 from stretto.cli.console import CommandError, write
-from stretto.cli.cores import cores
 from stretto.cli.demo import ENOUGH
 from stretto.cli.digits import drawn_digits, train_once
-from stretto.cli.doctor import Findings, _speed, advise, faults
+from stretto.cli.doctor import SEVERAL_HOSTS, Findings, _network, _speed, advise, faults
 from stretto.cli.launch import Failure, first_failure
+from stretto.cli.launched import Launched, Place
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
-from stretto.cli.reach import Choice, Reached, reach_the_store
+from stretto.cli.reach import Choice, Reached, reach_the_store, what_gloo_chooses
 from stretto.cli.speed import Speed, Timing
 from stretto.cli.streams import Traceback, last_traceback
+from stretto.cores import cores
 from stretto.testing import run_ranks
+from stretto.testing_network import INTERFACE, EmulatedHosts
 from stretto.trace import read_trace
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +80,8 @@ def test_run_gives_ranks_arguments_threads_and_prefixes(tmp_path: Path) -> None:
 
 CRASHES = {
     "raises": ("raise ValueError('boom')", 1, "exit code 1", "ValueError: boom"),
-    "exits": ("os._exit(7)", 7, "exit code 7", ""),
+    "exits at once": ("os._exit(7)", 7, "exit code 7", ""),
+    "exits": ("sys.exit(7)", 7, "exit code 7", ""),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL", ""),
 }
 
@@ -176,21 +181,60 @@ class Ended:
         self.exitcode, self.pid = exitcode, 5
 
 
+OF_ANOTHER = "stretto.errors.PeerError: x"
+
+
 @pytest.mark.parametrize(
-    "codes, texts, rank, code",
+    "codes, texts, ended, rank, code",
     [
-        ({0: 1, 1: 1}, {0: (1, "stretto.errors.PeerError: x"), 1: (2, "ValueError: x")}, 1, 1),
-        ({0: 1, 1: 1}, {0: (2, "ValueError: x"), 1: (1, "TypeError: x")}, 1, 1),
-        ({0: 1, 1: -15}, {0: (1, "stretto.errors.PeerError: x"), 1: (2, "ValueError: x")}, 1, 1),
-        ({1: -15, 0: -15}, {}, 1, 143),
-        ({1: 3, 0: -15}, {0: (1, "stretto.errors.PeerError: x")}, 1, 3),
-        ({0: 1, 1: -9}, {0: (1, "RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer")}, 1, 137),
+        ({0: 1, 1: 1}, {0: (1, OF_ANOTHER), 1: (2, "ValueError: x")}, {0: 3, 1: 4}, 1, 1),
+        ({0: 1, 1: 1}, {0: (2, "ValueError: x"), 1: (1, "TypeError: x")}, {0: 3, 1: 4}, 1, 1),
+        ({0: 1, 1: -15}, {0: (1, OF_ANOTHER), 1: (2, "ValueError: x")}, {0: 3}, 1, 1),
+        ({0: -15, 1: -15}, {}, {1: 3}, 1, 143),
+        ({0: -15, 1: 3}, {0: (1, OF_ANOTHER)}, {1: 3}, 1, 3),
+        ({0: 1, 1: 3}, {0: (1, OF_ANOTHER)}, {0: 2, 1: 7}, 1, 3),
+        ({0: 1, 1: 3}, {0: (4, "ValueError: the other one is gone")}, {0: 5, 1: 2}, 1, 3),
+        ({0: 1, 1: -15}, {0: (1, OF_ANOTHER)}, {0: 2}, 0, 1),
+        (
+            {0: 1, 1: -9},
+            {0: (1, "RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer")},
+            {0: 2, 1: 1},
+            1,
+            137,
+        ),
     ],
 )
-def test_who_failed_first(codes: dict, texts: dict, rank: int, code: int) -> None:
+def test_who_failed_first(codes: dict, texts: dict, ended: dict, rank: int, code: int) -> None:
     told = [Traceback(f"{BEGINNING}\n{texts[n][1]}", texts[n][0]) if n in texts else None for n in (0, 1)]
-    found = first_failure({rank: Ended(code) for rank, code in codes.items()}, told)
+    found = first_failure({rank: Ended(code) for rank, code in codes.items()}, told, ended)
     assert (found.rank, found.code) == (rank, code)
+
+
+def test_ranks_are_ended_when_the_cause_is_known_or_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends, one that fails and one that stays, seen and left to be reaped."""
+    lines = ["pass", "raise SystemExit(3)", "import sys; sys.exit(len(sys.stdin.read()))"]
+    pipes = [subprocess.DEVNULL, subprocess.DEVNULL, subprocess.PIPE]
+    commands = [[sys.executable, "-S", "-c", one] for one in lines]
+    started = [subprocess.Popen(one, stdin=pipe) for one, pipe in zip(commands, pipes, strict=True)]
+    pids = {rank: process.pid for rank, process in enumerate(started)}
+    told: dict[int, Traceback] = {1: Traceback(f"{BEGINNING}\n{OF_ANOTHER}", 1.0)}
+    ends = Ends(told.get)
+    while ends.running != {2}:
+        ends.look(pids)
+        time.sleep(0.01)
+    assert [*ends.failed] == [1] and ends.cause_may_come
+    told[1] = Traceback(f"{BEGINNING}\nValueError: x", 1.0)
+    assert not ends.cause_may_come
+    told.clear()
+    monkeypatch.setattr("stretto.cli.agent.HEARD", 1e9)
+    assert ends.cause_may_come, "what it has printed may be on its way"
+    monkeypatch.setattr("stretto.cli.agent.HEARD", -1.0)
+    assert not ends.cause_may_come, "it has printed nothing"
+    told[1] = Traceback(f"{BEGINNING}\n{OF_ANOTHER}", 1.0)
+    started[2].communicate(b"four")
+    assert [one.wait() for one in started] == [0, 3, 4]
+    ends.look(pids)
+    assert not ends.cause_may_come, "nobody is left who could be the cause"
 
 
 # stretto plan
@@ -409,16 +453,57 @@ def test_doctor_finds_this_machine_in_order() -> None:
     for one in [*timings["process_group"], *timings["shared_memory"]]:
         assert 0 < one["low"] <= one["median"] <= one["high"] < 10
     assert [one["nbytes"] for one in timings["process_group"]] == [4, 2**20, 25 * 2**20]
+    assert (told["speed"]["two_hosts"], told["launched"]) == ("", None)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_doctor_on_ranks_that_were_launched_speaks_once() -> None:
+    done = command("run", "--ranks", 2, "-m", "stretto", "doctor", "--quick")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("[rank 0] ") for line in lines)
+    assert sum(line.startswith("[rank 0] ranks           0, 1: ") for line in lines) == 1
+    assert "[rank 0] shared memory   yes: 2 ranks have read each other's memory" in lines
+    assert "[rank 0] gradients take  shared_memory" in lines
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.network
+def test_doctor_measures_between_hosts() -> None:
+    """Three ranks, on two hosts that are emulated."""
+    try:
+        with EmulatedHosts() as hosts:
+            told = [
+                subprocess.Popen(
+                    hosts.command(host, sys.executable, "-m", "stretto", "doctor", "--quick", "--interface", INTERFACE),
+                    env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1"}
+                    | {"MASTER_PORT": "29511", "PYTHONPATH": str(ROOT / "src")},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank, host in enumerate((0, 0, 1))
+            ]
+            first, *others = [one.communicate(timeout=100)[0] for one in told]
+    except OSError as error:
+        pytest.skip(f"{error}")
+    assert [one.returncode for one in told] == [0, 0, 0] and others == ["", ""]
+    name = socket.gethostname()
+    for ranks, address in (("0, 1", "10.0.0.1"), ("2", "10.0.0.2")):
+        assert f"\nranks           {ranks}: {name}, Gloo listens on {INTERFACE} ({address}), by GLOO_SOCKET_" in first
+    assert re.search(r"^shared memory   rank 0: the memory of rank 2 cannot be opened: ", first, re.MULTILINE)
+    assert "\ngradients take  hierarchical (3 ranks on 2 hosts)\n" in first
+    assert f"\nprocess_group over {INTERFACE} " in first and "No shared memory" not in first
 
 
 @pytest.mark.ranks
 def test_doctor_says_what_is_broken() -> None:
     done = command("doctor", "--quick", env={**os.environ, "GLOO_SOCKET_IFNAME": "nowhere0"})
     assert done.returncode == 1 and not done.stderr
-    assert done.stdout.splitlines()[-2:] == [
+    assert done.stdout.splitlines()[-1:] == [
         "BROKEN: Gloo cannot listen on nowhere0 (no address), by GLOO_SOCKET_IFNAME: Unable to find address for: "
         "nowhere0.",
-        "BROKEN: two ranks on this host cannot exchange anything: Unable to find address for: nowhere0.",
     ]
 
 
@@ -466,6 +551,9 @@ def test_speeds_say_over_what_they_were_measured(monkeypatch: pytest.MonkeyPatch
     ]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "\nprocess_group over eth0  " in _speed(found)[-1]
+    assert f"several hosts   {SEVERAL_HOSTS}" not in _speed(found)
+    tried = findings(speed=Speed({"process_group": once}, two_hosts=""))
+    assert f"several hosts   {SEVERAL_HOSTS}" in _speed(tried)
 
 
 def test_faults_that_the_doctor_finds() -> None:
@@ -475,8 +563,26 @@ def test_faults_that_the_doctor_finds() -> None:
     assert faults(findings(reached=(Reached("eth0", "192.0.2.7", "refused"), Reached("hostname", "x", "?")))) == [
         "a store on this host is not reached through eth0 (192.0.2.7): refused."
     ]
-    assert faults(findings(speed=None, speed_problem="ranks died")) == [
-        "two ranks on this host cannot exchange anything: ranks died."
+    assert faults(findings(speed=None, speed_problem="ranks died")) == ["ranks cannot exchange anything: ranks died."]
+    assert faults(findings(speed=Speed({}, two_hosts="their sum is 3 and should be 6"))) == [
+        "ranks as if on two hosts cannot sum: their sum is 3 and should be 6."
+    ]
+
+
+def test_each_interface_that_is_named_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
+    chosen = what_gloo_chooses("here", [LOOPBACK])
+    assert (chosen.address, chosen.problem) == ("127.0.0.1", "Unable to find address for: nowhere0")
+
+
+def test_advice_on_shared_memory_is_for_hosts_that_have_none() -> None:
+    once = (Timing(2**20, 0.001, 0.001, 0.002),)
+    there = Speed({"process_group": once, "hierarchical (3 ranks on 2 hosts)": once}, "rank 0: too far")
+    here = Launched(0, 3, (Place("a", "eth0", (0, 1)), Place("b", "eth0", (2,))), there)
+    assert advise(findings(speed=there, launched=here)) == []
+    assert _network(findings(launched=here))[-2:] == [
+        "ranks           0, 1: a, Gloo listens on eth0",
+        "ranks           2: b, Gloo listens on eth0",
     ]
 
 
@@ -499,6 +605,20 @@ def test_demo_trains_and_gives_the_losses_of_ddp() -> None:
     assert told["runs"]["torch DDP"]["losses"] == told["runs"]["after"]["losses"]
     assert told["reports"]["before"]["transport"].startswith("process_group")
     assert len(told["reports"]["before"]["buckets"]) == 1 < len(told["reports"]["after"]["buckets"])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_demo_shows_what_it_promises() -> None:
+    done = command("demo")
+    assert done.returncode == 0, done.stderr
+    before, _, after = done.stdout.partition("AFTER: stretto.attach(model)\n")
+    assert "BEFORE: one all-reduce over Gloo when backward has ended\n\nbackward " in before
+    assert "0 % of communication hidden behind backward; " in before
+    assert re.search(r"^plan [0-9a-f]{16}: 12 parameters, 635 KB, in 2 buckets of at most ", after, re.MULTILINE)
+    assert "All 160 losses are the same numbers as those of torch DDP.\n" in after
+    (shares,) = re.findall(r"^unseen digits read right +([\d.]+)% +([\d.]+)% +([\d.]+)%$", after, re.MULTILINE)
+    assert shares[0] == shares[2] and all(float(one) >= 100 * ENOUGH for one in shares)
 
 
 def test_a_demo_that_cannot_run_is_one_line(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,12 +714,30 @@ REFUSED = [
     ("run", 2, None),
     ("run --rank 2 script.py", 2, None),
     ("fly", 2, None),
-    ("plan script.py", 2, "'script.py': say where the model is made, script.py:factory or package.module:factory"),
+    (
+        "plan script.py",
+        2,
+        "'script.py' is neither a built-in model (policy, layers, mlp, gpt2, gpt2x8, resnet18) nor a "
+        "function of yours, script.py:factory or package.module:factory",
+    ),
+    ("plan :net", 2, "':net': say where the model is made, script.py:factory or package.module:factory"),
     ("plan nowhere.py:net", 2, "nowhere.py: no such file"),
     ("plan no_such_package.models:net", 2, "there is no module 'no_such_package'"),
     ("plan script.py:missing", 2, "script.py has no 'missing'"),
     ("plan script.py:number", 2, "script.py:number is a int, which cannot be called"),
-    ("plan script.py:none", 2, "script.py:none gives a int, not a torch.nn.Module"),
+    (
+        "plan script.py:none",
+        2,
+        "script.py:none gives a int: return model, (model, batch) or (model, batch, loss), with a "
+        "torch.nn.Module and loss(model, batch)",
+    ),
+    (
+        "bench script.py:none",
+        2,
+        "script.py:none gives a int: return model, (model, batch) or (model, batch, loss), with "
+        "a torch.nn.Module and loss(model, batch)",
+    ),
+    ("bench script.py:fails", 1, "script.py:fails() failed: KeyError: 'lost' ({folder}/script.py:4)"),
     ("plan script.py:frozen", 2, "script.py:frozen gives a module without a parameter that requires a gradient"),
     ("plan script.py:fails", 1, "script.py:fails() failed: KeyError: 'lost' ({folder}/script.py:4)"),
     ("plan bad.py:net", 1, "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1)"),

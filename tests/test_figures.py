@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from comparisons import made_up
 
-from stretto.bench import everybody
+from stretto.bench import Contestant, everybody
+from stretto.bench.compare import in_block
 from stretto.bench.contestants import ALONE
 
 ROOT = Path(__file__).parent.parent
@@ -40,15 +41,19 @@ def data_of(figures: Any, name: str) -> dict[str, Any]:
         return {"runs": [run_of(everyone)], "parts": [parts], "reported": [{}], "left_out": ["the network: not here"]}
     if name == "sweep":
         sizes = [module.label(cap) for cap in (module.A_PARAMETER, *module.SIZES)]
-        return {"runs": [run_of([ALONE, *sizes])] * 3, "kinds": [module.SHARED, module.GROUP, module.TORCH]}
+        flat = run_of([ALONE, *(one.name for one in module.baselines())])
+        kinds = [module.SHARED, module.GROUP, module.TORCH, module.SIZELESS]
+        return {"runs": [*[run_of([ALONE, *sizes])] * 3, flat], "kinds": kinds}
     if name == "skip":
         every = [1, 2]
         names = [ALONE, f"{ALONE}, step every 2", *(module.name_of(kind, n) for kind in module.KINDS for n in every)]
         return {"runs": [run_of(names)], "every": every}
     if name == "round_robin":
-        return {"runs": [run_of([ALONE, *map(module.name_of, module.GROUPS)])]}
+        others = [one.name for one in module.others()]
+        return {"runs": [run_of([ALONE, *map(module.name_of, module.GROUPS), *others])]}
     if name == "ranks":
-        return {"runs": [run_of([ALONE, "stretto", module.GROUP, "torch DDP"], ranks=world) for world in (1, 2, 3, 4)]}
+        who = [one.name for one in module.contestants()]
+        return {"runs": [run_of(who, ranks=world) for world in (1, 2, 3, 4)]}
     return {"runs": [run_of(everyone)]}
 
 
@@ -62,6 +67,23 @@ def test_each_figure_goes_to_json_a_table_and_a_plot(figures: Any, name: str, tm
     assert "<svg" in (tmp_path / f"{name}.svg").read_text()
     table = [line for line in figures.markdown(figure, again).splitlines() if line.startswith("|")]
     assert len(table) > 2 and len({line.count("|") for line in table}) == 1
+
+
+EVERYBODY = {"a message a parameter, after backward", "one message, after backward", "torch DDP", "FSDP2 replicate"}
+EVERYBODY |= {"stretto"}
+
+
+@pytest.mark.parametrize("name", ["contest", "breakdown", "sweep", "skip", "round_robin", "ranks", "network"])
+def test_each_figure_shows_all_ways_to_train(figures: Any, name: str) -> None:
+    """In its table, by a row or a column each; docs/benchmarks.md says where somebody cannot take part."""
+    text = figures.markdown(figures.FIGURES[name], data_of(figures, name)).partition("\n\n- ")[0]
+    assert not [who for who in EVERYBODY if who not in text]
+    assert "torch DDP, default" in text
+
+
+def test_passes_in_a_block_end_with_a_synchronisation() -> None:
+    found = [in_block(Contestant("", "alone", sync_every=every), 5) for every in (1, 2, 4, 5, 8)]
+    assert found == [5, 4, 4, 5, 8]
 
 
 def test_a_figure_that_cannot_be_measured_says_why(figures: Any, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"__init__"},
     {"testing"},
     {"testing_network"},
-    {"looks", "quiet"},
+    {"looks", "quiet", "terminal", "cores"},
     {"chrome", "plots", "page", "sketch"},
     {"bench"},
     {"cli"},

@@ -37,7 +37,7 @@ from stretto.bench.timing import steps_in
 from .figure import Asked, Data, Figure, Rows, comparisons
 
 CASES = (("gpt2", None), ("resnet18", None), ("gpt2x8", "1gbit"))
-SECONDS = 10.0
+SECONDS = 8.0
 PARTS = ("forward", "backward", "exposed", "hidden", "optimizer")
 OVERLAPPING = ("torch DDP, default", TUNED, "stretto over the process group", "stretto")
 """Those that send while backward goes on."""

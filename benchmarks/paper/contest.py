@@ -12,7 +12,7 @@ from stretto.bench.result import Comparison, geometric_mean
 from .figure import Asked, Data, Figure, Rows, comparisons
 
 WORKLOADS = ("policy", "layers", "mlp", "gpt2", "resnet18")
-SECONDS = 12.0
+SECONDS = 8.0
 
 
 def measure(asked: Asked) -> Data:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.bench import Comparison, Contestant, Effort, compare
-from stretto.bench.contestants import torch_variants
+from stretto.bench.contestants import REPLICATE, naive, torch_variants
 from stretto.bench.models import title_of
 from stretto.bench.plots import canvas
 
@@ -62,6 +62,26 @@ def tuned_torch(cap: float | None = None, **more: Any) -> Contestant:
     options = {**torch_variants()[-1].options, "bucket_cap_mb": 4 if cap is None else cap}
     options.pop("static_graph")  # it refuses to begin with a pass that is not synchronised
     return Contestant("torch DDP", "torch", options, **more)
+
+
+def fixed_replicate(**more: Any) -> Contestant:
+    """FSDP2 replicate with the module as a whole: where no short run chooses."""
+    return Contestant(REPLICATE, "replicate", {"by_layer": False}, **more)
+
+
+def baselines() -> list[Contestant]:
+    """The ways to train that know nothing of what a figure varies."""
+    return [*naive(), Contestant("torch DDP, default", "torch"), fixed_replicate()]
+
+
+def cell(run: Comparison, name: str) -> str:
+    """The ratio to the step without communication, where it took part."""
+    return run.ratio(name).show() if name in run.seconds else "-"
+
+
+def who_took_part(runs: list[Comparison], names: list[str]) -> list[str]:
+    """Of these, in order: those that at least one run has."""
+    return [name for name in names if any(name in run.seconds for run in runs)]
 
 
 def remarks(data: Data) -> list[str]:

@@ -9,7 +9,7 @@ from stretto.bench.contestants import ALONE, alone
 from stretto.bench.models import title_of
 from stretto.bench.plots import lines
 
-from .figure import Asked, Data, Figure, Rows, comparisons, tuned_torch
+from .figure import Asked, Data, Figure, Rows, baselines, cell, comparisons, tuned_torch, who_took_part
 
 WORKLOADS = ("mlp", "gpt2")
 SECONDS = 3.0
@@ -17,12 +17,15 @@ WORLDS = (1, 2, 3, 4)
 GROUP = "stretto over the process group"
 
 
+def contestants() -> list[Contestant]:
+    ours = [Contestant(GROUP, "stretto", {"transport": "process_group"}), Contestant("stretto", "stretto")]
+    return [alone(), *baselines(), tuned_torch(), *ours]
+
+
 def measure(asked: Asked) -> Data:
-    who = [alone(), Contestant("stretto", "stretto"), Contestant(GROUP, "stretto", {"transport": "process_group"})]
-    who.append(tuned_torch())
     worlds = WORLDS[:2] if asked.quick else WORLDS
     runs = [
-        asked.compare(workload, SECONDS, ranks=world, contestants=who).to_dict()
+        asked.compare(workload, SECONDS, ranks=world, contestants=contestants()).to_dict()
         for workload in asked.workloads(*WORKLOADS)
         for world in worlds
     ]
@@ -30,10 +33,12 @@ def measure(asked: Asked) -> Data:
 
 
 def table(data: Data) -> Rows:
-    rows = [["", "ranks", "ms without communication", "stretto", GROUP, "torch DDP"]]
-    for run in comparisons(data):
-        cells = [run.ratio(name).show() if name in run.seconds else "-" for name in ("stretto", GROUP, "torch DDP")]
-        rows.append([title_of(run.workload), str(run.ranks), run.spread(ALONE).show(1e-3), *cells])
+    runs = comparisons(data)
+    names = who_took_part(runs, [one.name for one in contestants() if one.name != ALONE])
+    rows = [["", "ranks", "ms without communication", *names]]
+    for run in runs:
+        told = [title_of(run.workload), str(run.ranks), run.spread(ALONE).show(1e-3)]
+        rows.append([*told, *(cell(run, name) for name in names)])
     return rows
 
 
@@ -43,12 +48,8 @@ def draw(data: Data, paper: Any) -> None:
     for axes, workload in zip(paper.subplots(1, len(workloads), squeeze=False)[0], workloads, strict=True):
         mine = [run for run in runs if run.workload == workload]
         cores = mine[0].machine.cores
-        lines(
-            axes,
-            [run.ranks for run in mine],
-            {name: [run.spread(name) for run in mine] for name in mine[0].seconds},
-            1e-3,
-        )
+        everywhere = [name for name in mine[0].seconds if all(name in run.seconds for run in mine)]
+        lines(axes, [run.ranks for run in mine], {n: [run.spread(n) for run in mine] for n in everywhere}, 1e-3)
         if len(mine) > cores:
             axes.axvspan(cores - 0.5, len(mine) - 0.8, color="#eeeeee", zorder=0)
             axes.annotate(f"more ranks than the {cores} cores", (cores - 0.45, 0), fontsize=7, va="bottom")

@@ -317,17 +317,9 @@ class Synchronizer:
     ) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all attached parameters, wherever their gradients are. Collective.
 
-        Needed with ``stretto.shard(..., keep_grads=False)``; the same as torch's without. Returns the norm before, a
-        0-dim tensor, the same on all ranks.
-
-        Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite``, on all ranks.
-
-        Example::
-
-            loss.backward()
-            sync.clip_grad_norm_(1.0)
-            optimizer.step()
+        Needed with ``stretto.shard(..., keep_grads=False)``, between backward and step; the same as torch's without.
+        Returns the norm before, 0-dim, the same on all ranks. Raises ``RuntimeError`` where that is not finite and
+        ``error_if_nonfinite``, on all ranks.
         """
         parameters = [*trained(self.module, self._options).values()]
         if self._reducer is None or self._peers is None:

@@ -162,7 +162,7 @@ class EmulatedHosts:
         return [*self._enter(host, "--net", "--pid", "--mount", *user), *command]
 
     def spawn_ranks(self, worker: Callable[..., T], sizes: Sequence[int], *args: Any, timeout: float = 90.0) -> list[T]:
-        """Run ``worker(rank, *args)`` on so many ranks of each host, with a Gloo group over the cable.
+        """Run ``worker(rank, *args)`` on so many ranks of each host, with a Gloo group over the cable, in this folder.
 
         Args:
             worker: can be imported by its name.
@@ -177,7 +177,7 @@ class EmulatedHosts:
         world, hosts = sum(sizes), [host for host, size in enumerate(sizes) for _ in range(size)]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}
         with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-            Path(folder, "work").write_bytes(pickle.dumps((worker, args)))
+            Path(folder, "work").write_bytes(pickle.dumps((worker, args, os.getcwd())))
             program = [sys.executable, "-c", _PROGRAM, pickle.dumps(sys.path).hex()]
             ranks = [
                 subprocess.Popen(self.command(host, *program, folder, str(rank), str(world)), env=environment)
@@ -205,7 +205,8 @@ def sent_bytes() -> int:
 
 def take_part(folder: str, rank: str, world_size: str) -> None:
     """What the process of a rank does; see :meth:`EmulatedHosts.spawn_ranks`."""
-    worker, args = pickle.loads(Path(folder, "work").read_bytes())
+    worker, args, here = pickle.loads(Path(folder, "work").read_bytes())
+    os.chdir(here)  # entering a mount namespace leads to its root
     run_rank(worker, int(rank), int(world_size), folder, args)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..attach import attach
 from ..handle import Synchronizer
 from ..transport import ProcessGroupTransport, Transport, choose
-from .contestants import Contestant
+from .contestants import Contestant, OptimizerName
 from .floor import least_work, meeting
 from .models import Loss, Workload
+from .sharded import divide
 
 LEARNING_RATE = 1e-4
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -29,7 +31,7 @@ def _nothing() -> None:
 
 @dataclass
 class Training:
-    """A model and its optimizer (SGD), as one contestant trains it."""
+    """A model and its optimizer, as one contestant trains it."""
 
     model: nn.Module
     """Whose parameters are stepped."""
@@ -43,10 +45,7 @@ class Training:
     """Of stretto."""
     sync_every: int = 1
     optimizer: torch.optim.Optimizer = field(init=False)
-
-    def __post_init__(self) -> None:
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
+    """Set by :func:`build`."""
 
     def backward(self) -> None:
         """One forward and backward pass."""
@@ -71,14 +70,46 @@ class Training:
             self.handle = None
 
 
+class Messages(Training):
+    """What has to be sent in a step, in one message over the process group, and nothing else."""
+
+    def steps(self, count: int) -> None:
+        """So many messages."""
+        for _ in range(count):
+            dist.all_reduce(self._gradients)
+
+    @functools.cached_property
+    def _gradients(self) -> torch.Tensor:
+        return torch.zeros(sum(one.numel() for one in self.model.parameters() if one.requires_grad))
+
+
 def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
-    """Collective: what the contestant does to a model of its own.
+    """Collective: what the contestant does to a model of its own, and to its optimizer.
 
     Raises:
         Exception: whatever the library raises that cannot do it.
     """
-    model, loss = make()
-    options = dict(contestant.options)
+    training = _shared_out(contestant, *make())
+    training.sync_every = contestant.sync_every
+    parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
+    training.optimizer = _optimizer(contestant.optimizer, parameters)
+    if training.handle is not None:
+        training.optimizer = divide(training.optimizer, training.handle, contestant.options.get("shard"))
+    return training
+
+
+def _optimizer(name: OptimizerName, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=LEARNING_RATE)
+
+
+def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Training:
+    options = {name: value for name, value in contestant.options.items() if name != "shard"}
     if contestant.kind == "torch":
         wrapped = TorchDDP(model, **options)
         training = Training(model, wrapped, loss, no_sync=wrapped.no_sync)
@@ -88,6 +119,10 @@ def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
         training = Training(model, model, loss, no_sync=handle.no_sync, handle=handle)
     elif contestant.kind == "replicate":
         training = _replicated(model, loss, options["by_layer"])
+    elif contestant.kind == "fully_shard":
+        training = _fully_sharded(model, loss, options["by_layer"])
+    elif contestant.kind == "messages":
+        training = Messages(model, model, loss)
     elif contestant.kind == "loop":
         training = Training(model, model, loss, _message_by_message(model))
     elif contestant.kind == "alone":
@@ -96,7 +131,6 @@ def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
         shared = choose(ProcessGroupTransport(), "shared_memory")
         work = meeting(shared) if contestant.kind == "lockstep" else least_work(model, shared)
         training = Training(model, model, loss, work)
-    training.sync_every = contestant.sync_every
     return training
 
 
@@ -114,6 +148,16 @@ def _message_by_message(model: nn.Module) -> Callable[[], None]:
                 parameter.grad /= dist.get_world_size()
 
     return reduce
+
+
+def _fully_sharded(model: nn.Module, loss: Loss, by_layer: bool) -> Training:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in [*_layers(model), model] if by_layer else [model]:
+        fully_shard(part, mesh=mesh)
+    return Training(model, model, loss)
 
 
 def _replicated(model: nn.Module, loss: Loss, by_layer: bool) -> Training:

@@ -21,7 +21,7 @@ from ..testing import spawn_ranks
 from ..testing_network import EmulatedHosts
 from .build import Training, build
 from .contestants import Contestant, alone, chosen, everybody
-from .factory import workload_of
+from .factory import try_out, workload_of
 from .machine import this_machine
 from .models import Workload, title_of
 from .result import Comparison
@@ -69,7 +69,7 @@ def compare(
     """Run everybody on the same model in ``ranks`` new processes, and say what a step took.
 
     Args:
-        workload: a built-in one, or ``module:function``: see factory.py.
+        workload: a built-in one, or ``script.py:factory``: see factory.py.
         ranks: processes.
         contestants: default, all that make sense; the first one without communication is the yardstick.
         only: of these, those with one of the texts in their names.
@@ -90,29 +90,12 @@ def compare(
     if network is not None and ranks < 2:
         raise SetupError("a network needs two hosts, so ranks must be 2 or more")
     who = chosen(contestants or everybody(network is not None), only)
-    try_out(workload)
+    about_batch = try_out(workload)
     job = Job(workload, who if who[0].kind == "alone" else (alone(), *who), effort or Effort(), threads, progress)
     machine = this_machine()
     found = spawn(measure, ranks, job, network=network, timeout=timeout)[0]
-    seconds, choices, skipped = found.seconds, found.stands_for, found.skipped
-    return Comparison(workload, ranks, words_for(network), threads, found.steps, machine, seconds, choices, skipped)
-
-
-def try_out(workload: str) -> None:
-    """One step in this process, so that a model that does not work is told of before ranks are started.
-
-    Raises:
-        SetupError: with what it raised.
-    """
-    make = workload_of(workload)
-    try:
-        model, loss = make()
-        loss(model).backward()  # type: ignore[no-untyped-call]
-    except SetupError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise SetupError(f"{title_of(workload)} cannot make one step: {type(error).__name__}: {text}") from error
+    told = (found.seconds, found.stands_for, found.skipped, about_batch)
+    return Comparison(workload, ranks, words_for(network), threads, found.steps, machine, *told)
 
 
 def spawn(
@@ -152,8 +135,6 @@ def measure(rank: int, job: Job) -> Measured:
     entrants, skipped = enter([one for one in job.contestants if not one.candidates], make)
     yardstick = next(iter(entrants.values()))
     steps = steps_in(job.effort.block, lambda: yardstick.steps(1))
-    every = max(one.sync_every for one in job.contestants)
-    steps = max(every, steps // every * every)
     stands_for = {}
     for contestant in job.contestants:
         if contestant.candidates:
@@ -170,20 +151,27 @@ def measure(rank: int, job: Job) -> Measured:
     title = f"{title_of(job.workload)}, {dist.get_world_size()} ranks"
     with letting_go(entrants):
         seconds = run_rounds(blocks, job, job.effort.rounds, title)
-    a_step = {name: [round(s / steps, 9) for s in times] for name, times in seconds.items()}
+    passes = {one.name: in_block(one, steps) for one in job.contestants}
+    a_step = {name: [round(s / passes[name], 9) for s in times] for name, times in seconds.items()}
     return Measured(a_step, stands_for, skipped, steps)
 
 
 def in_order(job: Job, entrants: Entrants, steps: int) -> dict[str, Callable[[], None]]:
     """What each of them runs in a round, in the order of the tables."""
-    names = [one.name for one in job.contestants if one.name in entrants]
-    return {name: functools.partial(entrants[name].steps, steps) for name in names}
+    there = [one for one in job.contestants if one.name in entrants]
+    return {one.name: functools.partial(entrants[one.name].steps, in_block(one, steps)) for one in there}
+
+
+def in_block(contestant: Contestant, steps: int) -> int:
+    """How many passes it makes at a time: ``steps``, or what is nearest below and ends with a synchronisation."""
+    every = contestant.sync_every
+    return max(every, steps // every * every)
 
 
 def run_rounds(blocks: Mapping[str, Callable[[], object]], job: Job, rounds: int, title: str) -> dict[str, list[float]]:
     """Interleaved; the slower rank's seconds. Collective."""
     warm_up, limit = job.effort.warm_up, job.effort.seconds
-    return worst_rank(interleave(blocks, rounds, warm_up, title=title, seconds=limit, progress=job.progress))
+    return worst_rank(interleave(blocks, rounds, warm_up, title=title, seconds=limit, watched=job.progress))
 
 
 def enter(contestants: Sequence[Contestant], make: Callable[[], Workload]) -> tuple[Entrants, dict[str, str]]:

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import SetupError
 
-Kind = Literal["alone", "lockstep", "floor", "loop", "torch", "replicate", "stretto"]
+Kind = Literal["alone", "lockstep", "floor", "loop", "messages", "torch", "replicate", "fully_shard", "stretto"]
+OptimizerName = Literal["sgd", "adamw", "zero"]
 ALONE = "no communication"
 LOCKSTEP = "lockstep"
 FLOOR = "floor of shared memory"
 TUNED = "torch DDP, tuned"
 REPLICATE = "FSDP2 replicate"
+FULLY_SHARD = "FSDP2 fully_shard"
+ZERO = "torch DDP, tuned, with ZeroRedundancyOptimizer"
+MESSAGES = "communication alone"
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,17 @@ class Contestant:
     name: str
     kind: Kind
     """``alone``: nothing is sent. ``lockstep``: ranks only wait for each other. ``floor``: see floor.py. ``loop``: one
-    all-reduce a parameter after backward. ``torch``, ``replicate``, ``stretto``: the libraries."""
+    all-reduce a parameter after backward. ``messages``: all gradients are sent, and nothing is computed. ``torch``,
+    ``replicate``, ``fully_shard``, ``stretto``: the libraries."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the library's constructor; and ``groups`` (stretto), so many process groups in turn."""
+    """Of the library's constructor; and (stretto) ``groups``, so many process groups in turn, ``shard``, options of
+    ``stretto.shard``."""
     sync_every: int = 1
     """Gradients are accumulated over so many backward passes, the last of which communicates."""
     candidates: tuple[Contestant, ...] = ()
     """If any: the fastest of these in a short run before takes part in its place."""
+    optimizer: OptimizerName = "sgd"
+    """``zero``: torch's ``ZeroRedundancyOptimizer`` over AdamW, each rank stepping its part of the parameters."""
 
 
 def alone(sync_every: int = 1) -> Contestant:
@@ -72,6 +80,27 @@ def replicate() -> Contestant:
     whole = Contestant("replicate, one message", "replicate", {"by_layer": False})
     layers = Contestant("replicate, a message a layer", "replicate", {"by_layer": True})
     return Contestant(REPLICATE, "replicate", candidates=(whole, layers))
+
+
+def steppers() -> tuple[Contestant, ...]:
+    """Who steps with AdamW, in the order of tables."""
+    plain = [alone(), torch_tuned(), replicate(), fully_shard(), Contestant("stretto", "stretto")]
+    zero = stepping(replace(torch_tuned(), name=ZERO), "zero")
+    found = [stepping(one, "adamw") for one in plain]
+    return (*found[:2], zero, *found[2:])
+
+
+def stepping(contestant: Contestant, optimizer: OptimizerName) -> Contestant:
+    """The same with another optimizer."""
+    candidates = tuple(replace(one, optimizer=optimizer) for one in contestant.candidates)
+    return replace(contestant, optimizer=optimizer, candidates=candidates)
+
+
+def fully_shard() -> Contestant:
+    """torch's FSDP2 ``fully_shard``, the module as a whole or each layer by itself, whichever is faster."""
+    whole = Contestant("fully_shard, one message", "fully_shard", {"by_layer": False})
+    layers = Contestant("fully_shard, a message a layer", "fully_shard", {"by_layer": True})
+    return Contestant(FULLY_SHARD, "fully_shard", candidates=(whole, layers))
 
 
 def naive() -> tuple[Contestant, ...]:

@@ -1,7 +1,8 @@
-"""The user's own model: from ``module:function`` or ``path/to/file.py:function`` to a model and a loss.
+"""The user's own model: from ``script.py:factory`` or ``package.module:factory`` to a model and a loss.
 
-The function takes nothing and returns one of
+The factory takes nothing and returns one of
 
+    model                   for a comparison, a batch is made up after the model's first layer
     model, batch            the loss is what the model returns if that is a number, its ``.loss``, or its mean square
     model, batch, loss      loss(model, batch) returns the loss, and runs the model however it likes
 
@@ -11,37 +12,75 @@ a function, it is called without arguments in every step, for batches that diffe
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-import sys
+import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import SetupError
-from .models import BUILT_IN, Workload
+from .load import BrokenModelError, call, load
+from .models import BUILT_IN, Loss, Workload
 
 SEED = 0
+MADE_UP = 32
+"""Examples in a batch that is made up."""
+_SIDES: dict[type[nn.Module], tuple[int, ...]] = {nn.Conv1d: (64,), nn.Conv2d: (64, 64), nn.Conv3d: (16, 16, 16)}
+_TOKENS = 64
 
 
 def workload_of(source: str) -> Callable[[], Workload]:
     """What makes the model and its loss, alike on every call: the weights are seeded.
 
     Args:
-        source: the name of a built-in workload, ``module:function`` or ``path/to/file.py:function``.
+        source: the name of a built-in workload, ``script.py:factory`` or ``package.module:factory``.
 
     Raises:
-        SetupError: there is no such thing; in one line or two.
+        SetupError: there is no such thing, or it makes something else; in one line.
     """
     if source in BUILT_IN:
         return _seeded(BUILT_IN[source])
-    factory = load(source)
-    return _seeded(lambda: _understood(source, factory()))
+    factory = _loaded(source)
+    return _seeded(lambda: _workload(source, call(factory, source)))
+
+
+def model_of(source: str) -> nn.Module:
+    """The model alone, whichever of the forms it is made in.
+
+    Args:
+        source: as of :func:`workload_of`.
+
+    Raises:
+        SetupError: as :func:`workload_of`.
+    """
+    if source in BUILT_IN:
+        return BUILT_IN[source]()[0]
+    model: nn.Module = _parts(source, call(_loaded(source), source))[0]
+    return model
+
+
+def try_out(source: str) -> str:
+    """One step in this process, so that a model that does not work is told of before ranks are started.
+
+    Returns:
+        What a reader has to know of the batch, as a sentence; empty if there is nothing.
+
+    Raises:
+        SetupError: with what it raised.
+    """
+    model, loss = workload_of(source)()
+    batch = getattr(loss, "made_up", None)
+    try:
+        loss(model).backward()  # type: ignore[no-untyped-call]
+    except SetupError:
+        raise
+    except Exception as error:
+        text = f"{source} cannot make one step: {type(error).__name__}: {' '.join(str(error).split())}"
+        if batch is not None:
+            text += f"; {_described(batch)} went into it, made up after its first layer: return (model, batch)"
+        raise BrokenModelError(text) from error
+    return "" if batch is None else f"The batch is made up after the first layer: {_described(batch)}."
 
 
 def _seeded(make: Callable[[], Workload]) -> Callable[[], Workload]:
@@ -52,67 +91,64 @@ def _seeded(make: Callable[[], Workload]) -> Callable[[], Workload]:
     return made
 
 
-def load(source: str) -> Callable[[], Any]:
-    """The function that ``source`` names. Runs the module that holds it.
-
-    Raises:
-        SetupError: it cannot be found, or its module cannot be imported.
-    """
-    where, _, name = source.rpartition(":")
-    if not where or not name:
+def _loaded(source: str) -> Any:
+    if ":" not in source:
         raise SetupError(
-            f"{source!r} is neither a built-in workload ({', '.join(BUILT_IN)}) nor a function of yours.\n"
-            "Name that as module:function or path/to/file.py:function."
+            f"{source!r} is neither a built-in model ({', '.join(BUILT_IN)}) nor a function of yours, "
+            "script.py:factory or package.module:factory"
         )
-    try:
-        module = _file(Path(where)) if where.endswith(".py") else _module(where)
-    except SetupError:
-        raise
-    except (Exception, SystemExit) as error:
+    return load(source)
+
+
+def _parts(source: str, made: Any) -> tuple[Any, ...]:
+    """The model, and the batch and the loss if there are such."""
+    parts = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
         raise SetupError(
-            f"{where} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise SetupError(f"{where} has no function {name}")
-    return function  # type: ignore[no-any-return]
-
-
-def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise SetupError(f"there is no file {path}")
-    if str(path.parent.resolve()) not in sys.path:
-        sys.path.insert(0, str(path.parent.resolve()))  # as python path/to/file.py would
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "the name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look it up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m would
-    return importlib.import_module(name)
-
-
-def _understood(source: str, made: Any) -> Workload:
-    parts = tuple(made) if isinstance(made, (tuple, list)) else ()
-    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
-        raise SetupError(
-            f"{source} returned {_shape_of(made)}.\n"
-            "Return (model, batch) or (model, batch, loss), where loss(model, batch) is the loss of a step."
+            f"{source} gives {_shape_of(made)}: return model, (model, batch) or (model, batch, loss), with a "
+            "torch.nn.Module and loss(model, batch)"
         )
-    model, batch = parts[:2]
-    loss = parts[2] if len(parts) == 3 else _default_loss
+    return parts
+
+
+def _workload(source: str, made: Any) -> Workload:
+    model, *rest = _parts(source, made)
+    if not rest:
+        return model, _loss_of_made_up(source, model)
+    batch, loss = rest[0], rest[1] if len(rest) == 2 else _default_loss
     give = batch if callable(batch) and not isinstance(batch, torch.Tensor) else lambda: batch
     return model, lambda called: loss(called, give())
 
 
 def _shape_of(made: Any) -> str:
     names = [type(one).__name__ for one in made] if isinstance(made, (tuple, list)) else []
-    return f"({', '.join(names)})" if names else type(made).__name__
+    return f"({', '.join(names)})" if names else f"a {type(made).__name__}"
+
+
+def _loss_of_made_up(source: str, model: nn.Module) -> Loss:
+    batch = next(filter(lambda one: one is not None, map(_batch_for, model.modules())), None)
+    if batch is None:
+        raise SetupError(
+            f"{source} gives a model alone, and it has no layer (Linear, Conv, Embedding) that tells what goes into "
+            "it: return (model, batch)"
+        )
+    loss = functools.partial(_default_loss, batch=batch)
+    loss.made_up = batch  # type: ignore[attr-defined]
+    return loss
+
+
+def _batch_for(layer: nn.Module) -> torch.Tensor | None:
+    if isinstance(layer, nn.Linear):
+        return torch.randn(MADE_UP, layer.in_features)
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        return torch.randint(layer.num_embeddings, (MADE_UP, _TOKENS))
+    sides = next((sides for kind, sides in _SIDES.items() if isinstance(layer, kind)), None)
+    return None if sides is None else torch.randn(MADE_UP, int(layer.in_channels), *sides)  # type: ignore[arg-type]
+
+
+def _described(batch: torch.Tensor) -> str:
+    kind = "random numbers" if batch.is_floating_point() else "random tokens"
+    return f"{' x '.join(map(str, batch.shape))} {kind}"
 
 
 def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:

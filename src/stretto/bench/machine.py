@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..cores import cores
 
 QUIET = 0.1
 """Others may use so large a share of the cores before figures are called doubtful."""
@@ -60,15 +62,18 @@ def this_machine(watch_seconds: float = 0.5) -> Machine:
     idle, total = (now - then for now, then in zip(_ticks(), before, strict=True))
     return Machine(
         cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=cores(),
         system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        stretto=importlib.metadata.version("stretto"),
+        **versions(),
         load=os.getloadavg()[0],
         busy=1 - idle / total if total else 0.0,
         when=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def versions() -> dict[str, str]:
+    """Of what all figures depend on, by name."""
+    return {"stretto": version("stretto"), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _ticks() -> tuple[int, int]:

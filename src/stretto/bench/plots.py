@@ -21,6 +21,8 @@ COLOURS = {
     "torch DDP, tuned": "#2c5f9e",
     "torch DDP, default": "#8fb3dd",
     "FSDP2 replicate": "#6a4c93",
+    "a message a parameter, after backward": "#b08d57",
+    "one message, after backward": "#6f9f66",
 }
 OTHERS = "#9a9a9a"
 FORMATS = (".svg", ".png", ".pdf")
@@ -108,4 +110,12 @@ def lines(axes: Any, x: Sequence[Any], by_name: Mapping[str, Sequence[Spread]], 
         axes.fill_between(at, low, high, alpha=0.2, linewidth=0, color=line[0].get_color())
     axes.set_xticks(at, [str(one) for one in x])
     axes.grid(alpha=0.3, linewidth=0.5)
+    axes.legend(fontsize=7)
+
+
+def level(axes: Any, by_name: Mapping[str, Spread]) -> None:
+    """A dotted line a name, at its median: what does not change along x."""
+    for number, (name, one) in enumerate(by_name.items()):
+        colour = COLOURS.get(name, OTHERS)
+        axes.axhline(one.median, color=colour, linewidth=0.9, linestyle=(number, (2, 2)), label=name)
     axes.legend(fontsize=7)

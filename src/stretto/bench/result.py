@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..terminal import columns
 from .contestants import ALONE
 from .machine import Machine
 from .models import title_of
@@ -25,7 +26,7 @@ class Comparison:
     threads: int
     """That torch may use, a rank."""
     steps: int
-    """A contestant ran so many at a time."""
+    """A contestant ran so many at a time; more where it synchronises less often."""
     machine: Machine
     seconds: Mapping[str, Sequence[float]]
     """By contestant, round by round."""
@@ -33,6 +34,8 @@ class Comparison:
     """By contestant that was chosen among several in a short run: which one it is."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """By contestant that could not run: why."""
+    about_batch: str = ""
+    """A sentence, where the batch is not the user's own."""
 
     @property
     def rounds(self) -> int:
@@ -71,6 +74,7 @@ class Comparison:
         """What a reader has to know besides the figures."""
         found = [f"{name}: {real}, the fastest in a short run before." for name, real in self.stands_for.items()]
         found += [f"{name} did not take part: {reason}" for name, reason in self.skipped.items()]
+        found += [self.about_batch] if self.about_batch else []
         if self.ranks * self.threads > self.machine.cores:
             found.append(f"{self.ranks} ranks share {self.machine.cores} cores: times are of ranks that take turns.")
         if "emulated" in self.network:
@@ -86,15 +90,6 @@ class Comparison:
         text = columns([head, *self.rows()])
         end = f"medians [quartiles] of {self.rounds} rounds of {self.steps} steps, contestants in turn"
         return "\n".join([self.title, "", text, "", end, *self.remarks, str(self.machine)])
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Text in columns, the first row their heads; all but the first column end at the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if n else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
 
 
 def geometric_mean(comparisons: Sequence[Comparison], name: str) -> float | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ..errors import SetupError
+from ..terminal import progress
 
 FEWEST = 5
 """Rounds that are run whatever they take, unless fewer are asked for."""
@@ -68,7 +68,7 @@ def interleave(
     *,
     title: str = "",
     seconds: float = float("inf"),
-    progress: bool = True,
+    watched: bool = True,
 ) -> dict[str, list[float]]:
     """Seconds of each contestant in each round. Collective where a process group is initialised.
 
@@ -78,22 +78,23 @@ def interleave(
         warm_up: rounds before these.
         title: beside the progress bar.
         seconds: for all rounds but those of warm-up.
-        progress: whether rank 0 draws a bar, where rich is installed.
+        watched: whether rank 0 draws a bar.
     """
     shuffle = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in contestants}
-    with _bar(title, rounds + warm_up, progress) as advance:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    with progress(title, rounds + warm_up, wanted=watched and first) as done:
         began = time.perf_counter()
-        for _ in range(warm_up):
+        for number in range(warm_up):
             _round(contestants, shuffle)
-            advance()
+            done(number + 1)
         if warm_up and seconds < float("inf"):
             took = (time.perf_counter() - began) / warm_up
             rounds = _alike(min(rounds, max(FEWEST, int(seconds / took))))
-        for _ in range(rounds):
+        for number in range(rounds):
             for name, spent in _round(contestants, shuffle).items():
                 found[name].append(spent)
-            advance()
+            done(warm_up + number + 1)
     return found
 
 
@@ -116,23 +117,6 @@ def _alike(number: int) -> int:
     told = torch.tensor([number])
     dist.broadcast(told, 0)
     return int(told)
-
-
-@contextlib.contextmanager
-def _bar(title: str, total: int, wanted: bool) -> Iterator[Callable[[], None]]:
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        wanted = False
-    if not (wanted and first):
-        yield lambda: None
-        return
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as drawn:
-        task = drawn.add_task(title, total=total)
-        yield lambda: drawn.advance(task)
 
 
 def steps_in(seconds: float, once: Callable[[], object]) -> int:

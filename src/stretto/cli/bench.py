@@ -8,15 +8,9 @@ from typing import Annotated
 import typer
 
 from ..bench import Comparison, Effort, compare
-from ..bench.models import BUILT_IN
 from ..bench.plots import check, plot
 from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, show_cursor, write
-
-MODEL = (
-    f"A built-in workload ({', '.join(BUILT_IN)}), or a function of yours: train.py:make or package.module:make. "
-    "It is called without arguments and returns (model, batch) or (model, batch, loss), with loss(model, batch) the "
-    "loss of a step."
-)
+from .forms import MODEL
 
 
 def bench(

@@ -5,18 +5,35 @@ Results go to stdout, everything else to stderr. With ``--json`` stdout holds on
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import StrettoError
+from ..terminal import columns as table
+from ..terminal import progress, show_cursor
+
+__all__ = [
+    "BAD_INPUT",
+    "FINE",
+    "WRONG",
+    "AsJson",
+    "CommandError",
+    "check_writable",
+    "note",
+    "progress",
+    "say",
+    "say_json",
+    "show_cursor",
+    "table",
+    "write",
+]
 
 FINE, WRONG, BAD_INPUT = 0, 1, 2
 """Exit codes: all is well; what was asked about has failed or is broken; the question was no good."""
@@ -50,46 +67,6 @@ def note(text: str) -> None:
 def say_json(value: Any) -> None:
     """The result, for programs."""
     print(json.dumps(value, indent=2))
-
-
-def table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
-    """Columns of text, the first row their heads.
-
-    Args:
-        rows: of the same length.
-        left: columns that begin at the left; others end at the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-@contextlib.contextmanager
-def progress(title: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr if that is a terminal; what is yielded is told how much has been done.
-
-    Args:
-        title: of the bar.
-        total: of all that there is to do; None if nobody knows.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def show_cursor() -> None:
-    """After a bar that could not end by itself."""
-    from rich.console import Console
-
-    Console(stderr=True).show_cursor()  # does nothing where there is no terminal
 
 
 def check_writable(path: Path) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cores import cores
 from ..report import ms, share
 from .console import FINE, WRONG, AsJson, CommandError, note, say, say_json, table
-from .cores import cores
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -38,7 +38,7 @@ def demo(as_json: AsJson = False) -> int:
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         runs = _train(folder)
         reports, sketches = _look_at(folder)
-    same = _largest_difference(runs["after"].losses, runs["torch DDP"].losses) == 0
+    same = largest_difference(runs["after"].losses, runs["torch DDP"].losses) == 0
     learnt = min(one.accuracy for one in runs.values()) >= ENOUGH
     seconds = time.monotonic() - began
     if as_json:
@@ -74,8 +74,8 @@ def _look_at(folder: str) -> tuple[dict[str, Report], dict[str, str]]:
     return reports, sketches
 
 
-def _largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """A nan is infinitely far from everything."""
+def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Between two curves of losses. A nan must not pass for equal, so it is infinitely far from everything."""
     gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return max(math.inf if math.isnan(gap) else gap for gap in gaps)
 

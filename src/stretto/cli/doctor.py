@@ -14,11 +14,17 @@ from ..specs import format_bytes
 from .console import FINE, WRONG, AsJson, CommandError, progress, say, say_json, table
 
 if TYPE_CHECKING:
+    from .launched import Launched
     from .machine import Interface, Machine
     from .reach import Choice, Reached
     from .speed import Speed
 
 LITTLE_MEMORY = 512 * 1024**2
+SEVERAL_HOSTS = (
+    "each would sum in its memory, then send one share (hierarchical): tried with 3 ranks as if on 2 hosts; how\n"
+    f"{'':<16}fast the link is can be measured only there: torchrun ... -m stretto doctor, on all of them"
+)
+_HEADS = ("quarter to quarter", "per second")
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class Findings:
     speed: Speed | None
     speed_problem: str = ""
     """Why nothing was measured."""
+    launched: Launched | None = None
+    """What ranks that a launcher has started found out together."""
 
 
 def doctor(
@@ -43,14 +51,18 @@ def doctor(
     """Look at this machine: versions, network, shared memory, speed.
 
     Threads too, and how fast two ranks exchange gradients. Ends with 1 if something is broken. What can be better is
-    said in the last lines.
+    said in the last lines. Started by torchrun on all hosts of a job (torchrun ... -m stretto doctor), it measures
+    between all its ranks; rank 0 speaks, others only of what is broken there.
     """
     findings = examine(interface, quick=quick)
     broken, advice = faults(findings), advise(findings)
+    if findings.launched is not None and findings.launched.rank > 0 and not broken:
+        return FINE
     if as_json:
         speed = findings.speed.to_dict() if findings.speed else None
         network = {"gloo": asdict(findings.gloo), "store": [asdict(one) for one in findings.reached]}
-        told = {"broken": broken, "advice": advice, "speed": speed}
+        ranks = asdict(findings.launched) if findings.launched else None
+        told = {"broken": broken, "advice": advice, "speed": speed, "launched": ranks}
         say_json({"machine": findings.machine.to_dict(), "network": network, **told})
     else:
         verdict = [*(f"BROKEN: {one}" for one in broken), *advice] or ["Nothing to change."]
@@ -65,6 +77,7 @@ def examine(interface: str | None, *, quick: bool) -> Findings:
     Raises:
         CommandError: there is no such interface.
     """
+    from .launched import is_launched, look_together
     from .machine import look_at_machine
     from .reach import reach_the_store, what_gloo_chooses
     from .speed import measure
@@ -79,6 +92,9 @@ def examine(interface: str | None, *, quick: bool) -> Findings:
     if gloo.problem:
         return Findings(machine, gloo, reached, None, gloo.problem)
     try:
+        if is_launched():
+            launched = look_together(machine.hostname, str(gloo), quick=quick)
+            return Findings(machine, gloo, reached, launched.speed, launched=launched)
         return Findings(machine, gloo, reached, measure(quick=quick))
     except (RuntimeError, TimeoutError) as error:
         last = str(error).strip().splitlines()[-1].rstrip(".")
@@ -105,8 +121,10 @@ def faults(findings: Findings) -> list[str]:
     for one in findings.reached:
         if one.problem and one.through != "hostname":
             found.append(f"a store on this host is not reached through {one.through} ({one.address}): {one.problem}.")
-    if findings.speed is None:
-        found.append(f"two ranks on this host cannot exchange anything: {findings.speed_problem}.")
+    if findings.speed is None and not findings.gloo.problem:
+        found.append(f"ranks cannot exchange anything: {findings.speed_problem}.")
+    if findings.speed is not None and findings.speed.two_hosts:
+        found.append(f"ranks as if on two hosts cannot sum: {findings.speed.two_hosts}.")
     return found
 
 
@@ -117,6 +135,8 @@ def advise(findings: Findings) -> list[str]:
 
 def _of_memory(findings: Findings) -> str:
     left = findings.machine.available_memory
+    if findings.launched is not None and len(findings.launched.speed.timings) > 1:
+        return ""  # each host has shared memory
     if findings.speed is not None and findings.speed.no_shared_memory:
         return (
             f"No shared memory because {findings.speed.no_shared_memory}: gradients go through Gloo inside this host."
@@ -175,23 +195,30 @@ def _network(findings: Findings) -> list[str]:
     lines.append(f"{'Gloo listens on':<16}{findings.gloo}")
     for one in findings.reached:
         lines.append(f"{'store':<16}{one.through} ({one.address}): {one.problem or 'reached'}")
+    for place in findings.launched.places if findings.launched else ():
+        lines.append(f"{'ranks':<16}{place}")
     return lines
 
 
 def _speed(findings: Findings) -> list[str]:
     if findings.speed is None:
         return []
-    problem = findings.speed.no_shared_memory
-    lines = [f"{'shared memory':<16}" + (problem or "yes: two processes have read each other's memory"), ""]
-    through = os.environ.get("GLOO_SOCKET_IFNAME", "loopback")  # as ranks do that testing.py starts
-    rows = [("all-reduce, 2 ranks", "size", "median", "quarter to quarter", "per second")]
+    problem, launched = findings.speed.no_shared_memory, findings.launched
+    some = "two processes" if launched is None else f"{launched.world_size} ranks"
+    lines = [f"{'shared memory':<16}" + (problem or f"yes: {some} have read each other's memory")]
+    if launched is not None:
+        lines.append(f"{'gradients take':<16}{[*findings.speed.timings][-1]}")
+    elif findings.speed.two_hosts == "":
+        lines.append(f"{'several hosts':<16}{SEVERAL_HOSTS}")
+    through = os.environ.get("GLOO_SOCKET_IFNAME", "loopback" if launched is None else "")
+    rows = [(f"all-reduce, {launched.world_size if launched else 2} ranks", "size", "median", *_HEADS)]
     for transport, timings in findings.speed.timings.items():
-        name = f"{transport} over {through}" if transport == "process_group" else transport
+        name = f"{transport} over {through}" if through and transport == "process_group" else transport
         for one in timings:
             spread = f"{_short(one.low)} - {_short(one.high)}"
             rate = f"{format_bytes(one.bytes_per_second)}/s" if one.nbytes > 4 else "-"
             rows.append((name, format_bytes(one.nbytes), _short(one.median), spread, rate))
-    return [*lines, table(rows)]
+    return [*lines, "", table(rows)]
 
 
 def _short(seconds: float) -> str:

@@ -10,15 +10,14 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from .agent import Agent
 from .streams import Streams, Traceback
 
 _TIED_TO_US = (
@@ -102,61 +101,47 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
         err: gets what they print to stderr.
     """
     streams = Streams(ranks, out, err)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.05,
-        logs_specs=_Pipes(streams),
-    )
     command = ["-u", *program]
     if sys.platform.startswith("linux"):
         command = ["-I", "-S", "-c", _TIED_TO_US, str(os.getpid()), *command]
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # the launcher's own lines; ranks have their own logging
+    agent = Agent([sys.executable, *command], ranks, _Pipes(streams), lambda rank: streams.err[rank].traceback())
     try:
-        elastic_launch(config, sys.executable)(*command)
-        return Outcome()
+        failures = agent.run().failures
+        streams.close()
+        if not failures:
+            return Outcome()
+        return Outcome(first_failure(failures, [stream.traceback() for stream in streams.err], agent.ends.failed))
     except SignalException as stop:
         return Outcome(stopped_by=int(stop.sigval))
-    except ChildFailedError as error:
-        streams.close()
-        return Outcome(first_failure(error.failures, [stream.traceback() for stream in streams.err]))
     finally:
+        agent.stop_meeting()
         logging.disable(before)
         streams.close()
 
 
-def first_failure(failures: Mapping[int, ProcessFailure], tracebacks: Sequence[Traceback | None]) -> Failure:
+def first_failure(
+    failures: Mapping[int, ProcessFailure], tracebacks: Sequence[Traceback | None], ended: Mapping[int, float]
+) -> Failure:
     """Which rank is to blame: one that speaks of itself before one that speaks of others, then the earlier one.
 
     Args:
-        failures: by rank, in the order in which the launcher saw them. It ends all ranks at the first, which makes
-            failures of them.
+        failures: by rank; also of those that were told to end because others had failed.
         tracebacks: what each rank has printed last, by rank.
+        ended: when those that ended by themselves did, by ``time.monotonic``.
     """
-    first = next(iter(failures))
 
-    def order(rank: int) -> tuple[bool, bool, float, bool]:
+    def order(rank: int) -> tuple[bool, bool, float]:
         told = tracebacks[rank]
-        ended_by_us = rank != first and failures[rank].exitcode == _TOLD_TO_END
         silent = told is None
-        return (
-            silent and ended_by_us,
-            told is not None and told.is_consequence,
-            told.at if told is not None else float("inf"),
-            rank != first,
-        )
+        when = told.at if told is not None else ended.get(rank, float("inf"))
+        return silent and rank not in ended, told is not None and told.is_consequence, when
 
     rank = min(failures, key=order)
     found, told = failures[rank], tracebacks[rank]
     code: int = found.exitcode
-    if rank != first and code == _TOLD_TO_END:
+    if rank not in ended and code == _TOLD_TO_END:
         code = 1  # it had printed its exception and was on its way out
     killed = code < 0
     text = told.text if told is not None else ""

@@ -10,15 +10,15 @@ import resource
 import socket
 import struct
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..bench.machine import versions
+from ..cores import cores
 from ..transport.memory import available_bytes, control_groups
-from .cores import cores
 
 _UNLIMITED = 2**60  # version 1 of control groups writes the largest number of pages there is
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
@@ -78,14 +78,7 @@ def look_at_machine() -> Machine:
     }
     cuda = torch.cuda.is_available()
     return Machine(
-        versions={
-            "stretto": version("stretto"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "system": _system(),
-            "kernel": platform.release(),
-            "machine": platform.machine(),
-        },
+        versions=versions() | {"system": _system(), "kernel": platform.release(), "machine": platform.machine()},
         backends=backends,
         accelerators=tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) if cuda else (),
         cores=cores(),

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench.factory import model_of
 from ..plan import MIB, BucketPlan, plan_buckets
 from ..report import ms, share
 from ..specs import ParameterSpec, describe_parameters, format_bytes
 from .console import FINE, AsJson, CommandError, progress, say, say_json, table
+from .forms import MODEL
 from .link import Link, parse_bandwidth, parse_latency
-from .load import load_model
 
 CAP_MB = 4.0
 """What attach() takes over Gloo."""
@@ -22,9 +23,7 @@ OTHER_CAPS = (0.25, 1.0, 4.0, 25.0)
 
 
 def plan(
-    target: Annotated[
-        str, typer.Argument(help="script.py:factory or package.module:factory, called without arguments")
-    ],
+    target: Annotated[str, typer.Argument(help=f"{MODEL} Of these, the model is looked at.")],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many take part.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of the link, each way: 1gbit, 100mbit, 125MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="Of one message: 100us, 0.2ms.")] = "100us",
@@ -43,7 +42,7 @@ def plan(
         raise CommandError(f"--bucket-cap-mb {bucket_cap_mb:g}: must be positive")
     link = Link(parse_bandwidth(bandwidth), parse_latency(latency), ranks)
     with progress(f"making {target}"):
-        model = load_model(target)
+        model = model_of(target)
     specs = describe_parameters({name: one for name, one in model.named_parameters() if one.requires_grad})
     if not specs:
         raise CommandError(f"{target} gives a module without a parameter that requires a gradient")

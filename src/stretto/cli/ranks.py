@@ -1,4 +1,4 @@
-"""Two ranks of this host at work for a command, beneath a progress bar."""
+"""Ranks of this host at work for a command, beneath a progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = 2
 _LOOK_SECONDS = 0.05
 
 
-def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout: float) -> list[T]:
+def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout: float, ranks: int = RANKS) -> list[T]:
     """Run ``worker(rank, *args, tell)`` on each rank; what they return. Ctrl-C ends them.
 
     Args:
@@ -24,6 +24,7 @@ def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout
         worker: can be imported by its name.
         args: anything that can be pickled.
         timeout: seconds.
+        ranks: how many.
 
     Raises:
         RuntimeError: a rank failed; with its traceback.
@@ -36,4 +37,4 @@ def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout
             if here.poll(_LOOK_SECONDS):
                 done(here.recv())
 
-        return quietly(spawn_ranks, worker, RANKS, *args, there, timeout=timeout, meanwhile=look)
+        return quietly(spawn_ranks, worker, ranks, *args, there, timeout=timeout, meanwhile=look)

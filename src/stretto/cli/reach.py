@@ -48,8 +48,9 @@ def what_gloo_chooses(hostname: str, interfaces: Sequence[Interface]) -> Choice:
     """As torch does it: the interface that is named, else the one that has the host name's address, else loopback."""
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     if named:
-        problem = _why_no_device(named.split(",")[0])
-        found = next((one for one in interfaces if one.name == named.split(",")[0]), None)
+        names = named.split(",")
+        problem = next(filter(None, map(_why_no_device, names)), "")
+        found = next((one for one in interfaces if one.name == names[0]), None)
         address = found.addresses[0] if found is not None and found.addresses else None
         return Choice("GLOO_SOCKET_IFNAME", named, address, problem)
     address = next((one for one in addresses_of(hostname) if _can_bind(one)), None)

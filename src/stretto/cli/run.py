@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from ..cores import threads_per_rank
 from .console import AsJson, CommandError, note, say_json
-from .cores import threads_per_rank
 
 
 def run(

@@ -1,18 +1,21 @@
-"""How fast each transport is between two ranks of this host."""
+"""How fast each transport is between ranks: two of this host, or those that torchrun has started."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import SetupError
 from ..plan import MIB
+from ..testing_network import SeparateHosts
 from ..transport import ProcessGroupTransport, Transport, choose
 from .ranks import work
 
@@ -22,6 +25,8 @@ _ROUNDS = {_SMALLEST: 300, MIB: 60, 25 * MIB: 12}
 _QUICK = {_SMALLEST: 40, MIB: 10, 25 * MIB: 3}
 _WARM = 2
 _TIMEOUT = 120.0
+_PAIR = 2
+"""Ranks that are measured. One more takes part in what follows, asleep until then."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Speed:
     """By transport."""
     no_shared_memory: str = ""
     """Why there is none; empty if there is."""
+    two_hosts: str | None = None
+    """Why ranks of two hosts, as which some pretended to be, could not sum; empty if they could, None if not tried."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; times in seconds, sizes in bytes."""
@@ -57,7 +64,8 @@ class Speed:
 
 
 def measure(*, quick: bool) -> Speed:
-    """Start two ranks and have them all-reduce tensors of 4 B, 1 MB and 25 MB, the transports in turns.
+    """Start ranks, have two all-reduce tensors of 4 B, 1 MB and 25 MB, the transports in turns; then see whether ranks
+    that act as if on two hosts sum right.
 
     Args:
         quick: a few rounds only.
@@ -67,17 +75,43 @@ def measure(*, quick: bool) -> Speed:
         TimeoutError: they did not end.
     """
     rounds = _QUICK if quick else _ROUNDS
-    return work("measuring two ranks", 1.0, _measure_on_rank, rounds, timeout=_TIMEOUT)[0]
+    found = work("measuring two ranks", 1.0, _measure_on_rank, rounds, timeout=_TIMEOUT, ranks=_PAIR + 1)[0]
+    assert found is not None, "rank 0 is one of the pair"
+    return found
 
 
-def _measure_on_rank(rank: int, rounds: Mapping[int, int], tell: Connection) -> Speed:
-    base = ProcessGroupTransport()
-    transports: dict[str, Transport] = {"process_group": base}
-    problem = ""
-    try:
-        transports["shared_memory"] = choose(base, "shared_memory")
-    except SetupError as error:
-        problem = str(error).partition("cannot be had: ")[2].partition(".\n")[0]
+def measure_here(*, quick: bool) -> Speed:
+    """The same on the ranks that there are, over the transport that they would take. Collective, rank 0's figures.
+
+    Args:
+        quick: a few rounds only.
+    """
+    return _measured(ProcessGroupTransport(), _QUICK if quick else _ROUNDS, lambda done: None)
+
+
+def _measure_on_rank(rank: int, rounds: Mapping[int, int], tell: Connection) -> Speed | None:
+    pair = dist.new_group([*range(_PAIR)])
+    speed = _measured(ProcessGroupTransport(pair), rounds, tell.send) if rank < _PAIR else None
+    dist.barrier()
+    problem = _why_not_over_hosts()
+    return speed and replace(speed, two_hosts=None if speed.no_shared_memory else problem)
+
+
+def _why_not_over_hosts() -> str:
+    """Why ranks that act as if on two hosts cannot sum; empty if they can. Collective."""
+    transport = choose(SeparateHosts(ProcessGroupTransport(), [_PAIR, 1]), "auto")
+    if not transport.name.startswith("hierarchical"):
+        return f"{transport.name} was chosen"
+    tensor = transport.allocate(MIB // 4, torch.float32, torch.device("cpu")).fill_(dist.get_rank() + 1)
+    transport.all_reduce(tensor).wait()
+    found, expected = float(tensor.sum() / tensor.numel()), sum(range(1, dist.get_world_size() + 1))
+    del tensor
+    transport.close()
+    return "" if math.isclose(found, expected) else f"their sum is {found:g} and should be {expected}"
+
+
+def _measured(base: ProcessGroupTransport, rounds: Mapping[int, int], tell: Callable[[float], object]) -> Speed:
+    transports, problem = _transports(base)
     tensors = {
         (name, size): one.allocate(size // 4, torch.float32, torch.device("cpu"))
         for name, one in transports.items()
@@ -93,9 +127,23 @@ def _measure_on_rank(rank: int, rounds: Mapping[int, int], tell: Connection) -> 
                 transports[name].all_reduce(tensor).wait()
                 seconds[name, size].append(time.perf_counter() - began)
                 tensor.zero_()
-        if rank == 0:
-            tell.send(_share_done(number, rounds))
-    return Speed({name: tuple(_timing(size, seconds[name, size]) for size in rounds) for name in transports}, problem)
+        if base.rank == 0:
+            tell(_share_done(number, rounds))
+    found = {name: tuple(_timing(size, seconds[name, size]) for size in rounds) for name in transports}
+    tensors.clear()
+    for one in transports.values():
+        one.close()
+    return Speed(found, problem)
+
+
+def _transports(base: ProcessGroupTransport) -> tuple[dict[str, Transport], str]:
+    """The process group and what would be taken instead, and why all cannot share memory. Collective."""
+    try:
+        return {"process_group": base, "shared_memory": choose(base, "shared_memory")}, ""
+    except SetupError as error:
+        problem = str(error).partition("cannot be had: ")[2].partition(".\n")[0]
+    taken = choose(base, "auto")
+    return {"process_group": base} | ({} if taken is base else {taken.name: taken}), problem
 
 
 def _share_done(number: int, rounds: Mapping[int, int]) -> float:

@@ -1,0 +1,148 @@
+"""A whole step with AdamW, and what the optimizer adds to it: its time, its time over a network, its memory.
+
+    python benchmarks/step.py host [--rounds 30] [--only gpt2 policy] [--json FILE]
+    python benchmarks/step.py network [--rounds 15] [--rate 1gbit] [--json FILE]
+    python benchmarks/step.py memory [--ranks 2] [--megabytes 64] [--json FILE]
+
+host:    two ranks of one thread on five models: a step over the same step without communication, where each rank steps
+         its own copy with plain AdamW; and the geometric mean over the models.
+network: ResNet18, batch 16 of 64 x 64, one rank on each of two hosts that are emulated (network namespaces): a step
+         over max(compute alone, communication alone), which no method that sends all gradients in a step can beat.
+         Communication alone is one all-reduce of all gradients with nothing to compute.
+memory:  what parameters and optimizer state take of a rank's proportional set size (/proc/self/smaps_rollup), that is,
+         memory that ranks share is divided among them.
+
+Contestants take turns within a round; figures are medians over rounds with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.bench import Comparison, Contestant, Effort, Spread, compare
+from stretto.bench.contestants import ALONE, MESSAGES, alone, steppers, stepping, torch_tuned
+from stretto.bench.models import title_of
+from stretto.bench.result import geometric_mean
+from stretto.bench.sharded import sharded
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import machine, show_table
+from memory import measure_memory
+from workloads import RESNET18X16
+
+WORKLOADS = ("policy", "layers", "mlp", "gpt2", "resnet18")
+TIMEOUT = 1800.0
+
+
+def effort(rounds: int) -> Effort:
+    """As many rounds as were asked for, whatever they take."""
+    return Effort(rounds, float("inf"), warm_up=2 if rounds > 2 else 1)
+
+
+# host
+
+
+def run_host(rounds: int, only: Sequence[str]) -> dict[str, Any]:
+    names = [one for one in WORKLOADS if not only or one in only]
+    who = (*steppers(), *sharded())
+    runs = [compare(one, contestants=who, effort=effort(rounds), progress=True, timeout=TIMEOUT) for one in names]
+    shown = [one.name for one in who if one.name != ALONE]
+    rows = [[ALONE, *(f"{run.spread(ALONE).median * 1e3:.2f} ms" for run in runs), ""]]
+    means = {name: geometric_mean(runs, name) for name in shown}
+    for name in shown:
+        cells = [run.ratio(name).show() if name in run.seconds else "-" for run in runs]
+        rows.append([name, *cells, f"{means[name]:.3f}" if means[name] else "-"])
+    heads = ["AdamW, two ranks", *(title_of(run.workload).split(",")[0] for run in runs), "geometric mean"]
+    show_table("Whole step over the same step without communication: median (and quartiles)", heads, rows)
+    say_remarks(runs)
+    return {"runs": [run.to_dict() for run in runs], "geometric mean": means}
+
+
+def say_remarks(runs: Sequence[Comparison]) -> None:
+    for run in runs:
+        for remark in run.remarks:
+            print(f"{title_of(run.workload).partition(':')[0]}: {remark}")
+    print(runs[0].machine)
+
+
+# network
+
+
+def bound(run: Comparison) -> list[float]:
+    """The longer of computing and sending, alone, round by round."""
+    return [max(pair) for pair in zip(run.seconds[ALONE], run.seconds[MESSAGES], strict=True)]
+
+
+def over_bound(run: Comparison, name: str) -> Spread:
+    return Spread.of([one / least for one, least in zip(run.seconds[name], bound(run), strict=True)])
+
+
+def run_network(rounds: int, rate: str, workload: str) -> dict[str, Any]:
+    plain = [alone(), Contestant(MESSAGES, "messages"), torch_tuned(), Contestant("stretto", "stretto")]
+    who = [*(stepping(one, "adamw") for one in plain), *sharded()]
+    run = compare(workload, contestants=who, effort=effort(rounds), network=rate, progress=True, timeout=TIMEOUT)
+    rows = [
+        [name, run.spread(name).show(1e-3, 1), over_bound(run, name).show() if name not in (ALONE, MESSAGES) else ""]
+        for name in run.seconds
+    ]
+    show_table(f"AdamW, {run.network}, one rank each", ["", "ms a step", "over the longer of both alone"], rows)
+    say_remarks([run])
+    ratios = {name: vars(over_bound(run, name)) for name in run.seconds}
+    return {"runs": [run.to_dict()], "over max(compute, communication)": ratios}
+
+
+# memory
+
+
+def run_memory(ranks: int, megabytes: int) -> dict[str, Any]:
+    found = measure_memory(ranks, megabytes)
+    rows = []
+    for name, by_rank in found.items():
+        parts = {part: statistics.mean(one[part] for one in by_rank) for part in by_rank[0]}
+        rows.append([name, *(f"{value / 2**20:.1f}" for value in parts.values()), f"{share(found, name):.3f}"])
+    heads = ["MB a rank", *next(iter(found.values()))[0], "over unsharded"]
+    title = f"{ranks} ranks, {megabytes} MB of parameters, AdamW: proportional set size, mean over ranks"
+    show_table(title, heads, rows)
+    print(f"1/{ranks} and 5 % more: {1 / ranks + 0.05:.3f}")
+    return {"bytes": found, "over unsharded": {name: share(found, name) for name in found}}
+
+
+def share(found: dict[str, list[dict[str, int]]], name: str) -> float:
+    """Parameters and state, of the rank that has most, over those of the first contestant."""
+    most = {who: max(one["parameters"] + one["state"] for one in ranks) for who, ranks in found.items()}
+    return most[name] / most[next(iter(most))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["host", "network", "memory"])
+    parser.add_argument("--rounds", type=int, help="default: 30 on a host, 15 over a network")
+    parser.add_argument("--only", nargs="*", default=[], choices=WORKLOADS, help="host: these workloads")
+    parser.add_argument("--rate", default="1gbit", help="network: of the link between the hosts (default: 1gbit)")
+    parser.add_argument("--workload", default=RESNET18X16, help="network: another, as stretto bench takes it")
+    parser.add_argument("--ranks", type=int, default=2, help="memory: how many (default: 2)")
+    parser.add_argument("--megabytes", type=int, default=64, help="memory: of parameters (default: 64)")
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    options = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine()}  # before it is kept busy
+    if options.mode == "host":
+        found |= run_host(options.rounds or 30, options.only)
+    elif options.mode == "network":
+        try:
+            found |= run_network(options.rounds or 15, options.rate, options.workload)
+        except OSError as error:
+            parser.exit(1, f"not measured: {error}\n")
+    else:
+        found |= run_memory(options.ranks, options.megabytes)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What ``script.py:factory`` or ``package.module:factory`` names and makes, for all commands that take one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..errors import SetupError
+
+
+class BrokenModelError(SetupError):
+    """The user's own code was found, and raised."""
+
+    exit_code = 1
+    """Of a command that ends by it."""
+
+
+def load(source: str) -> Any:
+    """What stands behind the colon, in what stands before it, which is imported.
+
+    A script is imported as if it was run from where it lies, under its own name instead of ``__main__``.
+
+    Args:
+        source: ``train.py:make_model`` or ``torchvision.models:resnet18``; dots go deeper, ``train:Nets.small``.
+
+    Raises:
+        SetupError: it has another form, or does not exist.
+        BrokenModelError: its module raises.
+    """
+    place, _, name = source.rpartition(":")
+    if not place or not name:
+        raise SetupError(f"{source!r}: say where the model is made, script.py:factory or package.module:factory")
+    with _printing_aside():
+        found: Any = _import(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise SetupError(f"{place} has no {part!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise SetupError(f"{source} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def call(factory: Any, source: str) -> Any:
+    """What the factory makes; a module that is there already stands for itself.
+
+    Args:
+        factory: as :func:`load` gives it.
+        source: its name.
+
+    Raises:
+        BrokenModelError: it raises.
+    """
+    if isinstance(factory, nn.Module):
+        return factory
+    try:
+        with _printing_aside():
+            return factory()
+    except (Exception, SystemExit) as error:
+        raise BrokenModelError(f"{source}() failed: {_told(error)}") from error
+
+
+@contextlib.contextmanager
+def _printing_aside() -> Iterator[None]:
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of ours
+        yield
+
+
+def _import(place: str) -> ModuleType:
+    try:
+        return _file(Path(place)) if place.endswith(".py") else _module(place)
+    except SetupError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BrokenModelError(f"importing {place} failed: {_told(error)}") from error
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise SetupError(f"{path}: no such file")
+    _look_in(str(path.resolve().parent))  # as python path/to/file.py would
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "a file .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    _look_in(os.getcwd())  # as python -m would
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise SetupError(f"there is no module {error.name!r}") from error
+        raise
+
+
+def _look_in(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _told(error: BaseException) -> str:
+    """Its class, its text, and the last line of the program that it came from."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    file = "" if frame is None else frame.tb_frame.f_code.co_filename
+    where = f" ({file}:{frame.tb_lineno})" if frame is not None and file != __file__ else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

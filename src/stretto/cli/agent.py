@@ -1,0 +1,123 @@
+"""torchrun's own agent on one host, which lets the rank that is the cause end by itself.
+
+torchrun ends all ranks as soon as it sees one that has failed. But who fails first seldom ends first: a rank that
+raises stays until the others have heard of it, and these raise and are gone before it. Ended then, it would have lost
+its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from .streams import Traceback
+
+PATIENCE = 10.0
+"""Seconds: a rank stays up to 5 until the others have heard why it fails, and takes its time to end."""
+HEARD = 0.5
+"""Seconds after its end in which what a rank has printed arrives."""
+LOOK_SECONDS = 0.01
+_LOOK_AGAIN = 0.05
+Told = Callable[[int], Traceback | None]
+
+
+@dataclass
+class Ends:
+    """Which processes have ended by themselves, and when, by ``time.monotonic``; looks without reaping them.
+
+    Args:
+        told: what a rank has printed last.
+    """
+
+    told: Told
+    failed: dict[int, float] = field(default_factory=dict)
+    """By rank, in the order in which they were seen."""
+    running: set[int] = field(default_factory=set)
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Now.
+
+        Args:
+            pids: children of this process, by rank.
+        """
+        self.running = {
+            rank for rank, pid in pids.items() if rank not in self.failed and not self._has_ended(rank, pid)
+        }
+
+    def _has_ended(self, rank: int, pid: int) -> bool:
+        try:
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # reaped already, as only those are that did not fail
+            return True
+        if end is None:
+            return False
+        if end.si_status:
+            self.failed[rank] = time.monotonic()
+        return True
+
+    @property
+    def cause_may_come(self) -> bool:
+        """Whether all that have failed speak of another rank, which is not among them."""
+        return bool(self.failed and self.running) and not any(map(self._speaks_of_itself, self.failed))
+
+    def _speaks_of_itself(self, rank: int) -> bool:
+        told = self.told(rank)
+        if told is None:
+            return time.monotonic() > self.failed[rank] + HEARD
+        return not told.is_consequence
+
+
+class Agent(LocalElasticAgent):
+    """Runs a command on every rank, and ends all when one has failed; see the file's first lines.
+
+    Args:
+        command: of a rank.
+        ranks: how many, all on this host.
+        logs: where what they print goes.
+        told: what a rank has printed last.
+    """
+
+    def __init__(self, command: Sequence[str], ranks: int, logs: LogsSpecs, told: Told) -> None:
+        meeting = RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1, local_addr="localhost")
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=ranks,
+            rdzv_handler=get_rendezvous_handler(meeting),
+            entrypoint=command[0],
+            args=tuple(command[1:]),
+            max_restarts=0,
+            monitor_interval=_LOOK_AGAIN,
+            local_addr="localhost",
+        )
+        super().__init__(spec, logs)
+        self.ends = Ends(told)
+        self._meeting = spec.rdzv_handler
+
+    def stop_meeting(self) -> None:
+        """End the store by which ranks meet."""
+        self._meeting.shutdown()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """torch calls this again and again, and its own ends all ranks when it sees one that has failed."""
+        pids = {worker.global_rank: worker.id for worker in worker_group.workers}
+        for _ in _until(time.monotonic() + PATIENCE):
+            self.ends.look(pids)
+            if not self.ends.cause_may_come:
+                break
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+
+def _until(deadline: float) -> Iterator[None]:
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(LOOK_SECONDS)

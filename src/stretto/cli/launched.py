@@ -1,0 +1,80 @@
+"""The doctor on ranks that torchrun has started, on one host or several."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from .speed import Speed, measure_here
+
+PATIENCE = datetime.timedelta(seconds=120)
+"""With ranks that do not come, or do not answer."""
+_TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where some of the ranks are."""
+
+    hostname: str
+    gloo: str
+    """What Gloo listens on there."""
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.ranks))}: {self.hostname}, Gloo listens on {self.gloo}"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What ranks have found out together."""
+
+    rank: int
+    """This one."""
+    world_size: int
+    places: tuple[Place, ...]
+    speed: Speed
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    return all(name in os.environ for name in _TOLD) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def look_together(hostname: str, gloo: str, *, quick: bool) -> Launched:
+    """Meet the other ranks and measure. Collective.
+
+    Args:
+        hostname: of this host.
+        gloo: what Gloo listens on here.
+        quick: a few rounds only.
+
+    Raises:
+        RuntimeError: they do not come together.
+    """
+    with _process_group():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        everyone: list[tuple[str, str]] = [("", "")] * world_size
+        dist.all_gather_object(everyone, (hostname, gloo))
+        by_place: dict[tuple[str, str], list[int]] = {}
+        for number, place in enumerate(everyone):
+            by_place.setdefault(place, []).append(number)
+        places = tuple(Place(*place, tuple(ranks)) for place, ranks in by_place.items())
+        return Launched(rank, world_size, places, measure_here(quick=quick))
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        gc.collect()  # nothing may hold the group when it ends
+        dist.destroy_process_group()

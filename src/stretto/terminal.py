@@ -1,0 +1,50 @@
+"""What commands and benchmarks show on a terminal: columns of text, progress bars."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+    """Columns of text, the first row their heads.
+
+    Args:
+        rows: of the same length.
+        left: columns that begin at the left; others end at the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+@contextlib.contextmanager
+def progress(title: str, total: float | None = None, *, wanted: bool = True) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr if that is a terminal; what is yielded is told how much has been done.
+
+    Args:
+        title: of the bar.
+        total: of all that there is to do; None if nobody knows.
+        wanted: False for none at all, as on all ranks but one.
+    """
+    if not wanted:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    shown = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def show_cursor() -> None:
+    """After a bar that could not end by itself."""
+    from rich.console import Console
+
+    Console(stderr=True).show_cursor()  # does nothing where there is no terminal

@@ -57,6 +57,7 @@ def on_hosts(worker: Callable[[Transport], Any], sizes: tuple[int, ...]) -> list
 
     before = gloo_threads()
     results = run_ranks(run, sum(sizes))
+    collect_until(before)
     assert gloo_threads() == before
     return results
 

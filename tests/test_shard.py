@@ -26,12 +26,19 @@ from stretto.testing import run_ranks
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
+handles: dict[int, list[stretto.Synchronizer]] = {}
+
+
 def _hosts(worker: Callable[[Any], Any], world: int) -> list[Any]:
+    handles.clear()
+
     def tidy(transport: Any) -> Any:
         try:
             return worker(transport)
         finally:
-            gc.collect()  # works under way hold Gloo's threads
+            for sync in handles.pop(transport.rank, ()):
+                sync.detach()  # what is awaited holds Gloo's threads
+            gc.collect()
 
     return on_hosts(tidy, (world - 1, 1) if world == 3 else (2, 2))
 
@@ -109,7 +116,13 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, s
 
 def attached(transport: Any, **options: Any) -> tuple[Net, stretto.Synchronizer]:
     model = Net()
-    return model, stretto.attach(model, transport=transport, **{"bucket_cap_mb": 0.008, **options})
+    return model, handle(model, transport, **options)
+
+
+def handle(model: torch.nn.Module, transport: Any, **options: Any) -> stretto.Synchronizer:
+    sync = stretto.attach(model, transport=transport, **{"bucket_cap_mb": 0.008, **options})
+    handles.setdefault(transport.rank, []).append(sync)
+    return sync
 
 
 def pair(
@@ -460,7 +473,7 @@ def test_sparse_gradients_are_stepped_by_every_rank(carrier: Any) -> None:
 
     def worker(transport: Any) -> None:
         model, plain = copy.deepcopy(start), copy.deepcopy(start)
-        sync, _ = (stretto.attach(net, transport=transport) for net in (model, plain))
+        sync, _ = (handle(net, transport) for net in (model, plain))
         sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         for step in range(4):
@@ -488,7 +501,7 @@ def test_mixed_dtypes(carrier: Any, keep_grads: bool) -> None:
 
     def worker(transport: Any) -> None:
         model, plain = mix(Mixed()), mix(Mixed())
-        sync, _ = (stretto.attach(net, transport=transport, bucket_cap_mb=0.008) for net in (model, plain))
+        sync, _ = (handle(net, transport) for net in (model, plain))
         make = OPTIMIZERS["AdamW"]
         sharded, optimizer = (
             stretto.shard(make(model.parameters()), sync, keep_grads=keep_grads),

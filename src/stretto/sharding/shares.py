@@ -135,6 +135,8 @@ class Shares:
         for parameter, state in states.items():
             if state:
                 self.inner.state[parameter] = state
+        step = type(self.inner).step  # torch's wrapper calls hooks for every optimizer, and has called them by now
+        self._step_inner = getattr(step, "__wrapped__", step)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -220,7 +222,7 @@ class Shares:
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             own.update(_options(group))
         self.stretches.take_gradients(self._replace)
-        self.inner.step()
+        self._step_inner(self.inner)
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             group.update(_options(own))  # some keep numbers there
         self.steps += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +19,9 @@ from test_shared_memory import shared
 
 import stretto
 from stretto.plan import plan_buckets
+from stretto.sharding import stretches
 from stretto.sharding.kinds import Kind, kind_of
-from stretto.sharding.ownership import pieces_of, whole_pieces_of
+from stretto.sharding.ownership import Piece, pieces_of, whole_pieces_of
 from stretto.specs import describe_parameters
 from stretto.testing import run_ranks
 
@@ -812,3 +814,30 @@ def test_kinds_that_are_refused() -> None:
         "Peculiar.__init__() missing 1 required positional argument: 'mood'.\n"
         "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
     )
+
+
+@given(numel=st.integers(1, 5000), start=st.integers(0, 300), first=st.integers(0, 300), most=st.integers(64, 900))
+def test_parts_of_a_piece(numel: int, start: int, first: int, most: int) -> None:
+    piece = Piece(3, 1, start, start + numel, first)
+    parts = piece.parts(most)
+    assert [parts[0].start, parts[-1].stop, parts[0].first, parts[-1].end] == [start, piece.stop, first, piece.end]
+    for one, other in itertools.pairwise(parts):
+        assert (one.stop, one.end) == (other.start, other.first)
+    assert max(part.numel for part in parts) <= most + 63
+    assert len(parts) <= numel // most + 1
+
+
+def test_long_shares_are_stepped_in_stretches_that_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 4 * 512)
+
+    def worker(transport: Any) -> int:
+        model, sharded, _, plain, optimizer = pair(transport)
+        train(model, sharded, transport.rank, range(5))
+        train(plain, optimizer, transport.rank, range(5))
+        assert_same(model, plain)
+        state = sharded.state_dict()
+        if transport.rank == 0:
+            assert_same_state(state, optimizer.state_dict())
+        return len(sharded.param_groups[0]["params"])
+
+    shared(worker, 2)

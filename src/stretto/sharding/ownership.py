@@ -23,6 +23,15 @@ class Piece:
     first: int
     """First element, in the parameter."""
 
+    def parts(self, most: int) -> list[Piece]:
+        """The same in parts of about the same size, none of more elements than ``most``, if that is 64 or more."""
+        count = -(-self.numel // most)
+        size = -(-self.numel // (64 * count)) * 64
+        return [
+            Piece(self.index, self.bucket, start, min(start + size, self.stop), self.first + start - self.start)
+            for start in range(self.start, self.stop, size)
+        ]
+
     @property
     def end(self) -> int:
         """Where it ends in the parameter."""

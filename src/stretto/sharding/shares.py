@@ -24,7 +24,7 @@ from .layout import Layout
 from .ownership import pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Held, flat_state, follow_dtype, laid_flat, shaped, whole_states
-from .stretches import State, Stretch, Stretches, by_element, part_of_state
+from .stretches import State, Stretch, Stretches, by_element, most_elements, part_of_state
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -88,6 +88,10 @@ class Shares:
         divide = pieces_of if self._kind is Kind.ELEMENTWISE else whole_pieces_of
         owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
         self.layout, self._pieces = layout, owned[transport.rank]
+        if self._kind is Kind.ELEMENTWISE:
+            self._pieces = [
+                part for one in self._pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))
+            ]
         self._spread = Spread(layout, owned, transport, self._peers.wait_for, overlap=self._overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._lengths = [len(group["params"]) for group in self._groups]

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hierarchical import on_hosts
-from test_shared_memory import shared
+from test_shared_memory import shared, values
 
 import stretto
 from stretto.plan import plan_buckets
@@ -23,7 +23,9 @@ from stretto.sharding import stretches
 from stretto.sharding.kinds import Kind, kind_of
 from stretto.sharding.ownership import Piece, pieces_of, whole_pieces_of
 from stretto.specs import describe_parameters
-from stretto.testing import run_ranks
+from stretto.testing import run_ranks, spawn_ranks
+from stretto.transport import ProcessGroupTransport, slice_of
+from stretto.transport.hierarchical import Counterparts
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -676,6 +678,67 @@ def test_a_norm_that_is_not_finite() -> None:
         "The norm of all gradients is nan, so they cannot be clipped.\n"
         "To scale them anyway, leave out error_if_nonfinite."
     ]
+
+
+SHARED_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+
+
+def receive_shares(transport: Any, dtype: torch.dtype) -> None:
+    world = transport.world_size
+    for number, shared_numel in enumerate([5, 64, 9_000, 30_001]):
+        behind = 3 + number
+        brought = [values(rank, shared_numel + behind, dtype, number) for rank in range(world)]
+        flat = transport.allocate(shared_numel + behind, dtype, torch.device("cpu"))
+        flat.copy_(brought[transport.rank])
+        transport.reduce_shares(flat, shared_numel).wait()
+        low, high = slice_of(shared_numel, transport.rank, world)
+        exact = torch.stack([one.to(torch.complex128) for one in brought]).sum(0)
+        mean = exact[low:high] / world
+        loose = {"rtol": 2e-2, "atol": 5e-2} if dtype.itemsize == 2 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(flat[low:high].to(torch.complex128), mean, **loose)
+        torch.testing.assert_close(flat[shared_numel:].to(torch.complex128), exact[shared_numel:], **loose)
+        everyone = transport.all_gather_object(bytes(flat[shared_numel:].view(torch.uint8).tolist()))
+        assert len({*everyone}) == 1, "all ranks have the same of what lies behind"
+
+
+@pytest.mark.parametrize("dtype", SHARED_DTYPES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_each_rank_of_a_host_receives_its_share(world: int, dtype: torch.dtype) -> None:
+    shared(lambda transport: receive_shares(transport, dtype), world)
+
+
+@pytest.mark.parametrize("dtype", SHARED_DTYPES)
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2), (2, 2, 2)])
+def test_each_rank_of_several_hosts_receives_its_share(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    on_hosts(lambda transport: receive_shares(transport, dtype), sizes)
+
+
+def _receive_over_gloo(rank: int) -> None:
+    for dtype in SHARED_DTYPES:
+        receive_shares(ProcessGroupTransport(), dtype)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_rank_of_a_process_group_receives_its_share(world: int) -> None:
+    spawn_ranks(_receive_over_gloo, world)
+
+
+def test_messages_between_hosts_are_half_as_long_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    before = Counterparts.exchange
+    monkeypatch.setattr(
+        Counterparts,
+        "exchange",
+        lambda self, received, message, numels: sent.append(message.nbytes) or before(self, received, message, numels),
+    )
+
+    def worker(transport: Any) -> None:
+        flat = transport.allocate(40_000, torch.float32, torch.device("cpu"))
+        transport.reduce_shares(flat, 39_936).wait()
+
+    on_hosts(worker, (2, 2))
+    assert sent == [4 * (39_936 // 2 + 2 * 64)] * 4, "half of it to the other host, in two shares, each with the rest"
 
 
 # Parameters that are awaited

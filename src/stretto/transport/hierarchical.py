@@ -30,7 +30,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..specs import dtype_name
 from .base import Transport, Work
 from .common import Offered
+from .exchange import all_to_all
 from .host import Host
+from .host_shares import HostShares
 from .shared_memory import CLOSE_SECONDS
 from .slices import slice_of
 from .staging import Staging
@@ -105,6 +107,13 @@ class HierarchicalTransport:
             [Sum(self._team, piece, numel - start, staged=True) for piece, start in zip(pieces, starts, strict=True)]
         )
 
+    def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
+        """The same of this rank's share of the first ``numel`` elements, and of what follows them; the rest is lost."""
+        alike = len({len(ranks) for ranks in self._team.hosts}) == 1 and tensor.is_cpu and not tensor.is_complex()
+        if not alike or tensor.nbytes <= SMALL_BYTES or self._team.host.page.arena.locate(tensor) is None:
+            return self.all_reduce_mean(tensor, numel)
+        return self._post([HostShares(self._team, tensor, numel)])
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Each slice leaves the root's host by its owner there."""
         if tensor.device.type != "cpu":
@@ -134,7 +143,7 @@ class HierarchicalTransport:
         self._team.counterparts.close()
         self._base.close()
 
-    def _post(self, messages: Sequence[Message]) -> Work:
+    def _post(self, messages: Sequence[Message | HostShares]) -> Work:
         _ = self.process_group  # raises on every rank if it was destroyed, and the connections with it
         return [self._team.host.post(message) for message in messages][-1]  # they end in order
 
@@ -207,6 +216,10 @@ class Counterparts:
         """Sum over hosts, in place."""
         work: Work = self._groups[0].allreduce([tensor], self._sum)
         return work
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, numels: Sequence[int]) -> Work:
+        """One part of ``sent`` to each of them, given their lengths, and equally long ones from all."""
+        return all_to_all(self._groups[0], received, sent, [len(received) // len(numels)] * len(numels), numels)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """From host number ``root``."""

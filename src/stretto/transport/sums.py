@@ -39,7 +39,7 @@ class SumForAll:
     by_all = False
 
     def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
-        self.action = _action("mean" if averaged else "sum", result.dtype)
+        self.action = action("mean" if averaged else "sum", result.dtype)
         self.numel = result.numel()
         self._averaged = averaged
         self.tensor: torch.Tensor = staging.take(result.nbytes)
@@ -77,7 +77,7 @@ class SumOfSlices:
     by_all = True
 
     def __init__(self, host: Host, tensor: torch.Tensor, averaged: int) -> None:
-        self.action = _action("mean" if averaged else "sum", tensor.dtype)
+        self.action = action("mean" if averaged else "sum", tensor.dtype)
         self.numel = tensor.numel()
         self.dtype = tensor.dtype
         self.tensor: torch.Tensor = tensor
@@ -120,7 +120,7 @@ class SumOfShare(SumOfSlices):
 
     def __init__(self, host: Host, tensor: torch.Tensor, shared: int) -> None:
         super().__init__(host, tensor, shared)
-        self.action = _action("share", tensor.dtype)
+        self.action = action("share", tensor.dtype)
         self._behind: torch.Tensor | None = None
 
     def begin(self, entries: Sequence[bytes]) -> None:
@@ -225,6 +225,13 @@ class Block:
             total.copy_(_added(self.parts, torch.empty_like(total)))
         return total if self.divisor == 1 else total.div_(self.divisor)
 
+    def add_up_into(self, total: torch.Tensor) -> None:
+        """The sum in rank order, undivided, into another tensor, or the first of them."""
+        if total.dtype in _WIDER:
+            total.copy_(_widened(self.parts))
+        else:
+            _added(self.parts, total)
+
 
 def _added(parts: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
     """The sum in rank order, written into ``total``, which may be one of the first two."""
@@ -244,5 +251,6 @@ def _widened(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @functools.cache
-def _action(what: str, dtype: torch.dtype) -> bytes:
+def action(what: str, dtype: torch.dtype) -> bytes:
+    """What a message publishes of itself."""
     return f"{what} {dtype_name(dtype)}".encode()

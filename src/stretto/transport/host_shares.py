@@ -1,0 +1,75 @@
+"""Shares over several hosts: each rank receives its share of the mean, and the sum of what lies behind all shares.
+
+    all ranks of a host publish ──> place p adds up, inside its host, the shares of place p of every host
+                                ──> an all-to-all with place p of the other hosts ──> adds up what all hosts have sent
+
+A host sends (H - 1) / H of the message with H hosts, half of what an all-reduce sends. Only between hosts of equally
+many ranks. Inside a host it is summed in rank order, then in the order of hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .slices import slice_of
+from .sums import BLOCK_BYTES, Block, action, views
+
+if TYPE_CHECKING:
+    from .hierarchical import Team
+
+
+class HostShares:
+    """One such message; see host.py for when its methods are called.
+
+    Args:
+        team: those who take part.
+        tensor: flat, in the arena; the result is in place.
+        shared: so many elements are divided into shares.
+    """
+
+    root = None
+    by_all = True
+
+    def __init__(self, team: Team, tensor: torch.Tensor, shared: int) -> None:
+        self.action = action("share", tensor.dtype)
+        self.numel = tensor.numel()
+        self.tensor: torch.Tensor = tensor
+        self._team = team
+        self._shared = shared
+        place = team.host.place
+        self._bounds = [slice_of(shared, ranks[place], team.world_size) for ranks in team.hosts]
+        self._own = self._bounds[team.home]
+        behind = self.numel - shared
+        self._sizes = [stop - start + behind for start, stop in self._bounds]
+        self._sent = tensor.new_empty(sum(self._sizes))
+        self._received = tensor.new_empty((len(team.hosts), self._sizes[team.home]))
+
+    def begin(self, entries: Sequence[bytes]) -> Any:
+        """What this host has of each counterpart's share, to the counterparts."""
+        for (start, stop), part in zip(self._bounds, torch.split(self._sent, self._sizes), strict=True):
+            self._add_up(entries, start, stop, part[: stop - start])
+            self._add_up(entries, self._shared, self.numel, part[stop - start :])
+        return self._team.counterparts.exchange(self._received.view(-1), self._sent, self._sizes)
+
+    def _add_up(self, entries: Sequence[bytes], low: int, high: int, total: torch.Tensor) -> None:
+        step = BLOCK_BYTES // total.itemsize
+        for start in range(low, high, step):
+            stop = min(start + step, high)
+            parts = views(self._team.host, entries, total.dtype, start, stop)
+            Block(parts, 1).add_up_into(total[start - low : stop - low])
+
+    def end(self) -> None:
+        """Add up what hosts have sent: nobody else reads this rank's share of its tensor."""
+        total = self._received[0]
+        wide = Block([*self._received], 1)
+        wide.add_up_into(total)
+        start, stop = self._own
+        torch.div(total[: stop - start], self._team.world_size, out=self.tensor[start:stop])
+
+    def release(self) -> None:
+        """Nobody reads any more what this rank brought."""
+        start, stop = self._own
+        self.tensor[self._shared :].copy_(self._received[0][stop - start :])

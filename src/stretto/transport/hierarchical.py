@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..specs import dtype_name
 from .base import Transport, Work
 from .host import Host
+from .ordinary import elements
 from .shared_memory import BLOCK_BYTES, CLOSE_SECONDS, MIB, PIECE_BYTES, SMALL_BYTES, Block, slice_of, views
 from .staging import Staging
 
@@ -72,7 +73,7 @@ class HierarchicalTransport:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
-        return self._team.host.allocate(numel * dtype.itemsize).view(dtype)
+        return elements(self._team.host.allocate(numel * dtype.itemsize), dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place: in rank order inside each host, then over hosts."""

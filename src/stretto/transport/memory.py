@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CommunicationError
+from .ordinary import all_bytes
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 4 * MIB
@@ -238,7 +239,7 @@ class Arena:
             mapping = self._new_segment(needed)
         start = self._used
         self._used += -(-needed // _ALIGNMENT) * _ALIGNMENT
-        return torch.frombuffer(mapping, dtype=torch.uint8)[start : start + nbytes]
+        return all_bytes(mapping)[start : start + nbytes]
 
     def locate(self, tensor: torch.Tensor) -> Location | None:
         """Where in this arena the tensor lies; None if elsewhere."""
@@ -330,7 +331,7 @@ class PeersMemory:
             number, fd, size = _LINE.unpack_from(self._table, location.line * _LINE.size)
             if number != location.segment:
                 raise OSError(errno.ESTALE, f"segment {location.segment} of process {self._pid} is gone")
-            segment = torch.frombuffer(open_peers(self._pid, fd, size), dtype=torch.uint8)
+            segment = all_bytes(open_peers(self._pid, fd, size))
             self._mapped[location.line] = (number, segment)
         return segment[location.offset : location.offset + nbytes]
 

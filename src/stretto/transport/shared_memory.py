@@ -23,6 +23,7 @@ import torch
 from ..specs import dtype_name
 from .base import Transport, Work
 from .host import Host
+from .ordinary import elements
 from .page import Entry
 from .staging import Staging
 
@@ -71,7 +72,7 @@ class SharedMemoryTransport:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
-        return self._host.allocate(numel * dtype.itemsize).view(dtype)
+        return elements(self._host.allocate(numel * dtype.itemsize), dtype)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place, in rank order."""
@@ -283,7 +284,7 @@ def views(host: Host, entries: Sequence[bytes], dtype: torch.dtype, low: int, hi
     """Elements ``low`` to ``high`` of every rank's tensor."""
     size = dtype.itemsize
     return [
-        peer.memory.bytes_at(Entry.unpack(entry).location.plus(low * size), (high - low) * size).view(dtype)
+        elements(peer.memory.bytes_at(Entry.unpack(entry).location.plus(low * size), (high - low) * size), dtype)
         for peer, entry in zip(host.peers, entries, strict=True)
     ]
 

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm_programs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -535,27 +535,8 @@ rank = dist.get_rank()
 
 def start(program, world=2, preamble=PREAMBLE):
     """Ranks as a user starts them by hand: what they print and the codes with which they end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    variables = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    variables["GLOO_SOCKET_IFNAME"] = "lo"
-    code = preamble + textwrap.dedent(program)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=variables | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        return [(*process.communicate(timeout=60), process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    ended = warm_programs.run_ranks(["-c", preamble + textwrap.dedent(program)], world)
+    return [(one.stdout, one.stderr, one.returncode) for one in ended]
 
 
 @pytest.mark.ranks

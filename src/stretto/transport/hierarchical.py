@@ -15,6 +15,7 @@ See host.py for how the ranks of a host meet; the all-reduce between hosts is th
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import datetime
 import os
@@ -227,7 +228,7 @@ class Share:
     """Cut to fit the processor's cache; the source's part comes first."""
 
 
-class Message:
+class Message(abc.ABC):
     """One message between all ranks; see host.py for when its methods are called.
 
     Args:
@@ -274,8 +275,9 @@ class Message:
                 blocks.append(Block((parts.pop(self._source), *parts), divisor))
         return Share(views(self._team.host, entries, dtype, low, high)[self._source], tuple(blocks))
 
+    @abc.abstractmethod
     def _leave(self, share: Share) -> Work:
-        raise NotImplementedError
+        """Begin what goes on between hosts with this rank's share."""
 
     def end(self) -> None:
         """The share is complete: write it into the memory of all ranks of the host."""

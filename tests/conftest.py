@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+import warm_programs
 from hypothesis import settings
 
 import stretto.testing
@@ -32,6 +33,7 @@ def one_thread():
         _forget_launcher(patch)  # also for fixtures that live longer than a test
         patch.setattr(stretto.testing, "mp", warm.Ranks())
         yield
+    warm_programs.stop()
     torch.set_num_threads(before)
 
 

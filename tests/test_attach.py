@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed as dist
+import warm_programs
 
 import stretto
 from stretto.reducer import reducer_of
@@ -279,5 +278,5 @@ def test_a_group_made_without_naming_a_backend_gets_the_buckets_that_suit_gloo()
         "print(t.ProcessGroupTransport().bucket_cap_bytes)\n"
         "dist.destroy_process_group()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = warm_programs.run(["-c", program])
     assert ended.stdout == f"{4 * 1024 * 1024}\n", ended.stderr

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm_programs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -535,27 +535,8 @@ rank = dist.get_rank()
 
 def start(program, world=2, preamble=PREAMBLE):
     """Ranks as a user starts them by hand: what they print and the codes with which they end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    variables = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    variables["GLOO_SOCKET_IFNAME"] = "lo"
-    code = preamble + textwrap.dedent(program)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=variables | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        return [(*process.communicate(timeout=60), process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    ended = warm_programs.run_ranks(["-c", preamble + textwrap.dedent(program)], world)
+    return [(one.stdout, one.stderr, one.returncode) for one in ended]
 
 
 @pytest.mark.ranks
@@ -582,6 +563,47 @@ def test_what_the_documentation_shows_runs():
     page = (Path(__file__).parent.parent / "docs" / "transports.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert start(code, preamble="") == [("", "", 0)] * 2
+
+
+class Refusing:
+    """In the place of Gloo."""
+
+    def __init__(self, used):
+        self.used = used
+
+    def __getattr__(self, name):
+        self.used.append(name)
+        raise AssertionError(f"{name} went through Gloo")
+
+
+def only_one(rank):
+    group = backend()
+    found, used = [], []
+    group._gloo = Refusing(used)
+    for operation in OPERATIONS[:5]:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            if operation == "AVG" and dtype is torch.int64:
+                continue  # left to Gloo, which refuses it
+            tensor, op = torch.arange(1, 7).to(dtype).view(2, 3).T, getattr(dist.ReduceOp, operation)
+            mine, flat, one = tensor.clone(), tensor.flatten(), torch.zeros(6, dtype=dtype)
+            dist.all_reduce(mine, op, group=group)
+            dist.reduce_scatter(one, [flat], op, group=group)
+            dist.reduce_scatter_tensor(other := torch.zeros(6, dtype=dtype), flat, op, group=group)
+            found += [torch.equal(mine, tensor), torch.equal(one, flat), torch.equal(other, flat)]
+    given, objects = torch.arange(6.0).view(2, 3).T, [None]
+    dist.all_gather(results := [torch.zeros(3, 2)], given, group=group)
+    dist.all_gather_into_tensor(one := torch.zeros(3, 2), given, group=group)
+    dist.broadcast(copied := given.clone(), rank, group=group)
+    dist.barrier(group)
+    dist.all_gather_object(objects, "mine", group=group)
+    found += [torch.equal(tensor, given) for tensor in (*results, one, copied)]
+    return [*found, objects == ["mine"]], used, group.in_shared_memory
+
+
+@pytest.mark.ranks
+def test_in_a_world_of_one_nothing_goes_through_gloo():
+    ((found, used, shared),) = spawn_ranks(only_one, 1)
+    assert found and all(found) and not used and shared is False
 
 
 @pytest.mark.ranks

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import warm_programs
 from comparisons import MACHINE, made_up
 
 from stretto import SetupError
@@ -352,9 +353,9 @@ def test_text_of_a_yardstick_that_fails() -> None:
 @pytest.mark.ranks
 def test_command_compares_a_model_of_ones_own(tmp_path: Path) -> None:
     picture = tmp_path / "bars.svg"
-    command = [sys.executable, "-m", "stretto", "bench", "examples/own_model.py:reader", "--only", "stretto"]
+    command = ["-m", "stretto", "bench", "examples/own_model.py:reader", "--only", "stretto"]
     command += ["--rounds", "2", "--seconds", "1", "--json", "--plot", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    done = warm_programs.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert Comparison.from_dict(json.loads(done.stdout)).ratio("stretto").median > 0
     assert "<svg" in picture.read_text() and [*tmp_path.iterdir()] == [picture]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_programs
 
 import stretto
 from stretto.analysis import breakdown_of
@@ -43,8 +44,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "stretto", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=110, **options)
+    return warm_programs.run(["-m", "stretto", *arguments], **options)
 
 
 def script(folder: Path, text: str) -> Path:

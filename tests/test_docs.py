@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import warm_programs
 from traces import recorded
 
 import stretto
@@ -94,8 +95,7 @@ def with_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("line, code, shown", COMMANDS, ids=[line for line, _, _ in COMMANDS])
 def test_commands_of_the_docs_run(line: str, code: str, shown: str, with_scripts: Path) -> None:
     """What they print begins line by line with the words that are shown; figures differ."""
-    command = [sys.executable, "-m", *line.split()]
-    done = subprocess.run(command, cwd=with_scripts, capture_output=True, text=True, timeout=100)
+    done = warm_programs.run(["-m", *line.split()], cwd=with_scripts, timeout=100)
     assert done.returncode == int(code or 0), done.stderr
     printed = {beginning_of(one) for one in (done.stdout + done.stderr).splitlines()}
     missing = {beginning_of(one) for one in shown.splitlines()} - printed - {"...", ""}
@@ -107,7 +107,7 @@ def beginning_of(line: str) -> str:
 
 
 def test_every_command_is_in_the_docs() -> None:
-    helped = subprocess.run([sys.executable, "-m", "stretto", "--help"], capture_output=True, text=True, check=True)
+    helped = warm_programs.run(["-m", "stretto", "--help"])
     names = re.findall(r"^  ([a-z]+) ", helped.stdout.partition("Commands:")[2], re.MULTILINE)
     assert names and sorted(names) == sorted({line.split()[1] for line, _, _ in COMMANDS})
 

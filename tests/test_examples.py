@@ -9,20 +9,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_programs
 
 from stretto.bench.contestants import ALONE, MESSAGES, TUNED, steppers
 from stretto.bench.sharded import SHARDED, sharded
 
 ROOT = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 pytestmark = pytest.mark.ranks
 
 
 def run(*command: object, expect: int = 0, timeout: float = 110) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    done = warm_programs.run(command, cwd=ROOT, timeout=timeout)
     assert done.returncode == expect, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_on_two_ranks(*command: object) -> None:
+    """As under torchrun, which imports torch three times."""
+    for done in warm_programs.run_ranks(command, 2, cwd=ROOT):
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("name", ["digits", "text"])
@@ -36,9 +43,9 @@ def test_digits_gives_torch_ddps_losses_and_resumes_on_all_ranks(tmp_path: Path)
     script = ROOT / "examples" / "digits.py"
     whole, first, second, ddp = (tmp_path / f"{name}.json" for name in ("whole", "first", "second", "ddp"))
     run(*TORCHRUN, script, "--epochs", 2, "--json", whole)
-    run(*TORCHRUN, script, "--epochs", 2, "--json", ddp, "--reducer", "ddp")
-    run(*TORCHRUN, script, "--epochs", 1, "--json", first, "--checkpoint", tmp_path / "c.pt")
-    run(*TORCHRUN, script, "--epochs", 2, "--json", second, "--checkpoint", tmp_path / "c.pt")
+    run_on_two_ranks(script, "--epochs", 2, "--json", ddp, "--reducer", "ddp")
+    run_on_two_ranks(script, "--epochs", 1, "--json", first, "--checkpoint", tmp_path / "c.pt")
+    run_on_two_ranks(script, "--epochs", 2, "--json", second, "--checkpoint", tmp_path / "c.pt")
     losses = {path.stem: json.loads(path.read_text())["losses"] for path in (whole, first, second, ddp)}
     assert losses["whole"] == losses["ddp"]
     assert losses["first"] + losses["second"] == losses["whole"]
@@ -46,27 +53,27 @@ def test_digits_gives_torch_ddps_losses_and_resumes_on_all_ranks(tmp_path: Path)
 
 def test_digits_runs_alone_and_a_missed_target_is_an_exit_status() -> None:
     script = ROOT / "examples" / "digits.py"
-    assert "test accuracy" in run(sys.executable, script, "--epochs", 1, "--target-accuracy", 0.5)
-    run(sys.executable, script, "--epochs", 1, "--reducer", "none", "--target-accuracy", 1.01, expect=1)
+    assert "test accuracy" in run(script, "--epochs", 1, "--target-accuracy", 0.5)
+    run(script, "--epochs", 1, "--reducer", "none", "--target-accuracy", 1.01, expect=1)
 
 
 def test_text_runs_on_two_ranks_and_resumes(tmp_path: Path) -> None:
-    command = [*TORCHRUN, ROOT / "examples" / "text.py", "--bytes", 30_000, "--checkpoint", tmp_path / "c.pt"]
-    for epochs in (1, 2):
-        run(*command, "--epochs", epochs, "--json", tmp_path / f"{epochs}.json")
+    command = [ROOT / "examples" / "text.py", "--bytes", 30_000, "--checkpoint", tmp_path / "c.pt"]
+    run_on_two_ranks(*command, "--epochs", 1, "--json", tmp_path / "1.json")
+    run(*TORCHRUN, *command, "--epochs", 2, "--json", tmp_path / "2.json")
     first, second = (json.loads((tmp_path / f"{epochs}.json").read_text())["losses"] for epochs in (1, 2))
     assert len(first) == len(second) and second[-1] < first[0], "the second epoch alone, from where the first ended"
 
 
 def test_overlap_draws_a_picture() -> None:
-    picture = run(sys.executable, ROOT / "examples" / "overlap.py")
+    picture = run(ROOT / "examples" / "overlap.py")
     assert picture.startswith("backward ") and "\nbucket 0 " in picture and "\nexposed " in picture
     assert " % of communication hidden behind backward; " in picture
 
 
 @pytest.mark.slow
 def test_overlap_makes_the_pictures_of_the_docs_and_compares_sizes(tmp_path: Path) -> None:
-    told = run(sys.executable, ROOT / "examples" / "overlap.py", "--pictures", tmp_path, "--sizes", 1)
+    told = run(ROOT / "examples" / "overlap.py", "--pictures", tmp_path, "--sizes", 1)
     lines = told.splitlines()
     assert lines[0].startswith("bucket_cap_mb=1       2 buckets: ") and lines[1].startswith("naive ")
     assert "0 % of communication hidden" in lines[1] and "0 % of communication hidden" not in lines[4]
@@ -79,7 +86,7 @@ def test_overlap_makes_the_pictures_of_the_docs_and_compares_sizes(tmp_path: Pat
 @pytest.mark.timeout(300)
 def test_demo_keeps_what_it_promises() -> None:
     """The body of `make demo`: the losses of torch DDP to the bit, 97 % of unseen digits, the plan that was learnt."""
-    told = run(sys.executable, ROOT / "examples" / "demo.py", timeout=280)
+    told = run(ROOT / "examples" / "demo.py", timeout=280)
     plan = r"^The plan stretto learnt:\nplan [0-9a-f]{16}: 11 parameters, 258 KB, in 2 buckets "  # at first it is one
     assert re.search(plan, told, re.MULTILINE)
     assert "The losses are the same numbers as those of torch DDP, at " in told
@@ -93,7 +100,7 @@ def test_demo_keeps_what_it_promises() -> None:
 @pytest.mark.slow
 def test_step_benchmark_compares_steps(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
-    run(sys.executable, ROOT / "benchmarks" / "step.py", "host", "--rounds", 1, "--only", "policy", "--json", file)
+    run(ROOT / "benchmarks" / "step.py", "host", "--rounds", 1, "--only", "policy", "--json", file)
     found = json.loads(file.read_text())
     (one,) = found["runs"]
     names = [who.name for who in (*steppers(), *sharded())]
@@ -121,7 +128,7 @@ def test_step_benchmark_compares_with_what_cannot_be_beaten(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_step_benchmark_weighs_parameters_and_state(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
-    run(sys.executable, ROOT / "benchmarks" / "step.py", "memory", "--megabytes", 32, "--json", file)
+    run(ROOT / "benchmarks" / "step.py", "memory", "--megabytes", 32, "--json", file)
     found = json.loads(file.read_text())["bytes"]
     size = 32 * 2**20
     plain, zero = found["stretto"], found["torch DDP with ZeroRedundancyOptimizer"]
@@ -136,9 +143,9 @@ def test_step_benchmark_weighs_parameters_and_state(tmp_path: Path) -> None:
 
 def test_benchmarks_run_small(tmp_path: Path) -> None:
     folder = ROOT / "benchmarks"
-    run(sys.executable, folder / "overhead.py", "--parameters", 20, "--rounds", 3, "--json", tmp_path / "o.json")
-    run(sys.executable, folder / "broadcast.py", "--megabytes", 1, "--rounds", 3, "--json", tmp_path / "b.json")
+    run(folder / "overhead.py", "--parameters", 20, "--rounds", 3, "--json", tmp_path / "o.json")
+    run(folder / "broadcast.py", "--megabytes", 1, "--rounds", 3, "--json", tmp_path / "b.json")
     small = ("--rounds", 3, "--largest", 4096, "--only", "policy")
-    run(sys.executable, folder / "host.py", "sizes", "steps", *small, "--json", tmp_path / "h.json")
+    run(folder / "host.py", "sizes", "steps", *small, "--json", tmp_path / "h.json")
     for name in ("o", "b", "h"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["machine"]["torch"]

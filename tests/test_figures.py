@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_programs
 from comparisons import made_up
 
 from stretto.bench import Contestant, everybody
@@ -117,7 +117,7 @@ def test_driver_measures_writes_and_draws_again(
     page, folder = tmp_path / "benchmarks.md", tmp_path / "benchmarks"
     page.write_text("before\n<!-- figure: round_robin -->\nold\n<!-- end of round_robin -->\nafter\n")
     command = [str(ROOT / "benchmarks" / "figures.py"), "round_robin", "--output", str(folder)]
-    done = subprocess.run([sys.executable, *command, "--quick"], capture_output=True, text=True, timeout=110)
+    done = warm_programs.run([*command, "--quick"])
     assert done.returncode == 0, done.stderr
     assert sorted(one.name for one in folder.iterdir()) == ["round_robin.json", "round_robin.svg"]
     text = page.read_text()

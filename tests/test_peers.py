@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_programs
 
 import stretto
 from stretto.engine import when_raised
@@ -85,14 +85,21 @@ def told(do=None, **how):
         do() if do else step(**how)
     except Exception as error:
         print(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}", flush=True)
-    open(f"{folder}/told{rank}", "w").close()
+    with open(f"{folder}/pid{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(file.name, f"{folder}/told{rank}")
 
 
 def hang(*_, **__):
-    "Until all the others have told what they have to tell, and have ended: Gloo can abort who is left."
-    while not all(os.path.exists(f"{folder}/told{other}") for other in range(world) if other != rank):
-        time.sleep(0.1)
-    time.sleep(1.5)
+    # Until all the others have told what they have to tell, and have ended: Gloo can abort who is left. At most
+    # 1.5 s more, since one with Gloo's work under way cannot end before this rank does.
+    for other in set(range(world)) - {rank}:
+        while not os.path.exists(f"{folder}/told{other}"):
+            time.sleep(0.02)
+        pid = open(f"{folder}/told{other}").read()
+        until = time.monotonic() + 1.5
+        while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+            time.sleep(0.02)
 
 
 def right():
@@ -118,12 +125,8 @@ def ranks(
     ending = "\ndist.destroy_process_group()\n" if end else ""
     script.write_text(PRELUDE + textwrap.dedent(body) + ending)
     programs = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(rank), str(world), meeting, str(patience), transport],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+        warm_programs.start(
+            [script, folder, rank, world, meeting, patience, transport], env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
         )
         for rank in range(world)
     ]

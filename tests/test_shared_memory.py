@@ -465,6 +465,35 @@ def test_processes(tmp_path: Path, world: int) -> None:
     assert found == [(True, 0, "")] * world
 
 
+def wait_for_a_late_one(rank: int, tell: Any) -> tuple[float, float]:
+    """Seconds of waiting, and of the processor meanwhile: for large messages and small ones."""
+    transport = choose(ProcessGroupTransport(), "shared_memory")
+    tensors = [torch.ones(10), torch.ones(50_000)]
+    for tensor in tensors:
+        transport.all_reduce(tensor).wait()  # what is made at the first time
+    if rank == 0:
+        time.sleep(1.5)
+    began, busy = time.monotonic(), time.process_time()
+    for work in [transport.all_reduce(tensor) for tensor in tensors]:
+        work.wait()
+    return time.monotonic() - began, time.process_time() - busy
+
+
+def wait_in_processes(folder: str, world: int) -> list[Any]:
+    ranks = fork_ranks(wait_for_a_late_one, world, folder)
+    return [(rank.hear(60), rank.end(), rank.complaints.read_text()) for rank in ranks]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 12])
+def test_who_waits_sleeps(tmp_path: Path, world: int) -> None:
+    """More ranks than cores, of which all but one have nothing to do: nobody takes the core from the one that has."""
+    found = in_warm_process(wait_in_processes, str(tmp_path), world)
+    for (waited, busy), code, complaint in found[1:]:
+        assert (code, complaint) == (0, "")
+        assert waited > 1 and busy < 0.1 * waited, found
+
+
 # Never a wait but in wait
 
 

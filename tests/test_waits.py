@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm_programs
 from test_peers import DIED, LEFT, ranks, within
 
 import stretto
@@ -449,8 +449,7 @@ if __name__ == "__main__":
 def test_what_ends_a_child_of_multiprocessing_is_quoted(tmp_path: Path, how: str) -> None:
     (tmp_path / "launch.py").write_text(LAUNCHED)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(tmp_path / "launch.py"), how, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = warm_programs.run([tmp_path / "launch.py", how, tmp_path], timeout=60, env=environment)
     assert "ValueError: bad label" in done.stderr
     if how == "mp.spawn" and not (tmp_path / "said").exists():
         return  # it terminates the others as soon as it sees one end

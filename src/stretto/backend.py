@@ -6,9 +6,10 @@
 Importing this module registers the name with torch, which is what it is for; ``import stretto`` alone does not.
 
 On CPU tensors all_reduce, broadcast, all_gather, reduce_scatter and barrier, in all their variants, go through memory
-that the ranks share. Everything else goes through a Gloo group that the backend makes for itself: gather, scatter,
-reduce, all_to_all, send and recv, sparse tensors. So does everything in a group whose ranks do not all share memory
-(several hosts, containers, users): rank 0 logs the reason once, to ``stretto.transport``.
+that the ranks share; in a world of one there is nothing to do. Everything else goes through a Gloo group that the
+backend makes for itself: gather, scatter, reduce, all_to_all, send and recv, sparse tensors. So does everything in a
+group whose ranks do not all share memory (several hosts, containers, users): rank 0 logs the reason once, to
+``stretto.transport``.
 
 [Note: synchronous]  A collective in shared memory is complete when the call returns, also with ``async_op=True``, whose
 work is done already: torch's C++ waits for futures without calling into Python, and there is no thread that could
@@ -43,7 +44,7 @@ from torch._C._distributed_c10d import (
 
 from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
-from .transport.collectives import Collectives, can_reduce
+from .transport.collectives import Alone, Collectives, can_reduce
 
 _OPERATIONS = {
     ReduceOp.SUM: "sum",
@@ -114,7 +115,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         self._ranks = options.global_ranks_in_group
         self._turn = threading.RLock()  # several threads may use one group, as they may with Gloo
         self._asked = size == 1
-        self._collectives: Collectives | None = None
+        self._collectives: Collectives | Alone | None = Alone() if size == 1 else None
 
     def getBackendName(self) -> str:
         """As torch's C++ asks for it."""
@@ -122,8 +123,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
 
     @property
     def in_shared_memory(self) -> bool | None:
-        """Whether the ranks share memory; None before the first collective, at which they find out."""
-        return self._collectives is not None if self._asked else None
+        """Whether the ranks share memory; None before the first collective, at which they find out. One shares none."""
+        return isinstance(self._collectives, Collectives) if self._asked else None
 
     def allreduce(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
         """``dist.all_reduce``."""
@@ -232,7 +233,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         same = (one.dtype, one.numel())
         return len(tensors) == self.size() and all((tensor.dtype, tensor.numel()) == same for tensor in tensors)
 
-    def _shared(self, tensors: Sequence[torch.Tensor]) -> Collectives | None:
+    def _shared(self, tensors: Sequence[torch.Tensor]) -> Collectives | Alone | None:
         """What does it in shared memory; None if these tensors, or all of this group, must go through Gloo."""
         if not all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors):
             return None

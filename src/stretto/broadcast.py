@@ -53,7 +53,7 @@ class CoalescedMessages:
         for message in self.messages:
             wait(message.work, what)
             if message.replaces:
-                tensors = tuple(message.tensors)
+                tensors = tuple(tensor for tensor in message.tensors if not tensor.is_inference())  # those have none
                 with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors):
                     torch._foreach_copy_(message.tensors, _unpack(message.flat, message.tensors))
         self.messages.clear()

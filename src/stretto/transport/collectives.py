@@ -47,6 +47,35 @@ _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
+class Alone:
+    """The same calls in a world of one, where every sum is there already."""
+
+    def all_reduce(self, tensor: torch.Tensor, operation: str, timeout: timedelta | None = None) -> None:
+        """The tensor stays as it is."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
+        """The tensor stays as it is."""
+
+    def all_gather(
+        self, results: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta | None = None
+    ) -> None:
+        """Copy the tensor."""
+        results[0].copy_(tensor)
+
+    def reduce_scatter(
+        self,
+        result: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        operation: str,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Copy the tensor."""
+        result.copy_(tensors[0])
+
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        """There is nobody to meet."""
+
+
 def can_reduce(operation: str, dtype: torch.dtype) -> bool:
     """Whether the operation is known here, and means something for the dtype."""
     if operation not in _OPERATIONS:

@@ -33,7 +33,8 @@ class CommonMemory:
         """So many elements from byte ``start`` on, flat, as a tensor with a storage of its own."""
         if not numel:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=start)
+        with torch.inference_mode(False):  # see ordinary.py
+            return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=start)
 
 
 def own_memory(nbytes: int) -> CommonMemory:

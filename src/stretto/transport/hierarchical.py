@@ -15,6 +15,7 @@ See host.py for how the ranks of a host meet; the all-reduce between hosts is th
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import datetime
 import os
@@ -33,6 +34,7 @@ from .common import Offered
 from .exchange import all_to_all
 from .host import Host
 from .host_shares import HostShares
+from .ordinary import elements
 from .shared_memory import CLOSE_SECONDS
 from .slices import slice_of
 from .staging import Staging
@@ -77,7 +79,7 @@ class HierarchicalTransport:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
-        return self._team.host.allocate(numel * dtype.itemsize).view(dtype)
+        return elements(self._team.host.allocate(numel * dtype.itemsize), dtype)
 
     @property
     def homes(self) -> Hosts:
@@ -85,7 +87,7 @@ class HierarchicalTransport:
         return self._team.hosts
 
     def common(self, nbytes: int) -> Offered:
-        """Memory that lies once for all ranks of a home. Collective; it is there when the work is done."""
+        """As of shared memory, once for each host."""
         return Offered.by(self._team.host, nbytes)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
@@ -101,7 +103,7 @@ class HierarchicalTransport:
             tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
         if tensor.numel() and self._team.host.page.arena.locate(tensor) is not None:
             return self._post([Sum(self._team, tensor, numel)])
-        pieces, step = _pieces(tensor), PIECE_BYTES // tensor.itemsize
+        pieces, step = torch.split(tensor, PIECE_BYTES // tensor.itemsize), PIECE_BYTES // tensor.itemsize
         starts = range(0, len(pieces) * step, step)
         return self._post(
             [Sum(self._team, piece, numel - start, staged=True) for piece, start in zip(pieces, starts, strict=True)]
@@ -109,7 +111,7 @@ class HierarchicalTransport:
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """The same of this rank's share of the first ``numel`` elements, and of what follows them; the rest is lost."""
-        alike = len({len(ranks) for ranks in self._team.hosts}) == 1 and tensor.is_cpu and not tensor.is_complex()
+        alike = len(set(map(len, self._team.hosts))) == 1 and tensor.is_cpu and not tensor.is_complex()
         if not alike or tensor.nbytes <= SMALL_BYTES or self._team.host.page.arena.locate(tensor) is None:
             return self.all_reduce_mean(tensor, numel)
         return self._post([HostShares(self._team, tensor, numel)])
@@ -118,7 +120,7 @@ class HierarchicalTransport:
         """Each slice leaves the root's host by its owner there."""
         if tensor.device.type != "cpu":
             return self._base.broadcast(tensor, root)
-        return self._post([Copy(self._team, part, root) for part in _pieces(tensor.view(torch.uint8))])
+        return self._post([Copy(self._team, part, root) for part in torch.split(tensor.view(torch.uint8), PIECE_BYTES)])
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Over ``base``."""
@@ -251,7 +253,7 @@ class Share:
     """Cut to fit the processor's cache; the source's part comes first."""
 
 
-class Message:
+class Message(abc.ABC):
     """One message between all ranks; see host.py for when its methods are called.
 
     Args:
@@ -298,8 +300,9 @@ class Message:
                 blocks.append(Block((parts.pop(self._source), *parts), divisor))
         return Share(views(self._team.host, entries, dtype, low, high)[self._source], tuple(blocks))
 
+    @abc.abstractmethod
     def _leave(self, share: Share) -> Work:
-        raise NotImplementedError
+        """Begin what goes on between hosts with this rank's share."""
 
     def end(self) -> None:
         """The share is complete: write it into the memory of all ranks of the host."""
@@ -343,7 +346,3 @@ class Copy(Message):
 
     def _leave(self, share: Share) -> Work:
         return self._team.counterparts.broadcast(share.source, self._from)
-
-
-def _pieces(flat: torch.Tensor) -> Sequence[torch.Tensor]:
-    return torch.split(flat, PIECE_BYTES // flat.itemsize)

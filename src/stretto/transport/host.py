@@ -32,9 +32,9 @@ import torch
 
 from ..errors import CommunicationError, PeerError
 from . import memory
-from .futex import Futex
 from .memory import Location
 from .message import Message
+from .ordinary import Routes
 from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, Entry, Missing, Page, Peer, behind, first_dead
 
 _SPINS = 12
@@ -90,7 +90,7 @@ class Host:
         self.peers = list(peers)
         self.place = place
         self.patience = patience
-        self._futex = Futex()
+        self._futex = page.futex
         self._others = [peer for peer in peers if peer is not peers[place]]
         self._me = peers[place]
         self._number = 0
@@ -101,8 +101,8 @@ class Host:
         """Why nothing will ever be done again: see [Note: broken]."""
         self._cause: BaseException | None = None
         self._by_peer = False
-        self.routes: dict[Any, Any] = {}
-        """What kinds of messages keep from one time to the next, as long as memory stays where it is."""
+        self.routes = Routes()
+        """What messages keep from one time to the next, as long as memory stays where it is."""
         first = self.peers[0].address
         with contextlib.suppress(OSError):  # that rank has left already
             self.page.arena.take_turns_at(memory.open_file(first.pid, first.fd))
@@ -178,9 +178,10 @@ class Host:
                 raise
 
     def _forget_retired(self) -> None:
-        for peer in self.peers:
-            if peer.has_moved():
-                self.routes.clear()
+        if moved := [peer for peer in self.peers if peer.has_moved()]:
+            self._futex.fence()  # the word, then the table
+            self.routes.clear()
+            for peer in moved:
                 peer.memory.forget_retired()
 
     def _end_what_is_ready(self) -> None:
@@ -267,13 +268,13 @@ class Host:
     def _sleep(self, posted: Posted, seconds: float) -> bool:
         """Until a word has changed without which nothing goes on. False if time went by instead."""
         if self._outside and (work := self._outside[0].outside) is not None:
-            limit = max(min(seconds, _OUTSIDE_SECONDS) if self._waiting else seconds, _SHORTEST_SECONDS)
+            also_peers = self._waiting or posted.number < self._outside[0].number
+            limit = max(min(seconds, _OUTSIDE_SECONDS) if also_peers else seconds, _SHORTEST_SECONDS)
             with contextlib.suppress(RuntimeError):  # raised again where its end is looked for
                 work.wait(timedelta(seconds=limit))
             return bool(work.is_completed())
-        first = self._waiting[0] if self._waiting else None
-        if first is not None and first.number <= posted.number:
-            missing = self._unpublished(first)
+        if self._waiting and self._waiting[0].number <= posted.number:
+            missing = self._unpublished(self._waiting[0])
         else:
             missing = self._unfinished(posted)
         if missing is None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .memory import LINE, Location, open_file, open_peers, private_mapper
+from .ordinary import all_bytes
 
 
 class Segment(NamedTuple):
@@ -55,7 +56,7 @@ class PeersMemory:
             if number != location.segment:
                 raise OSError(errno.ESTALE, f"segment {location.segment} of process {self._pid} is gone")
             mapping = open_peers(self._pid, fd, size)
-            segment = Segment(number, mapping, torch.frombuffer(mapping, dtype=torch.uint8))
+            segment = Segment(number, mapping, all_bytes(mapping))
             self._mapped[location.line] = segment
         return segment
 

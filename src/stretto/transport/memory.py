@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CommunicationError
+from .ordinary import all_bytes
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 4 * MIB
@@ -238,7 +239,7 @@ class Arena:
             mapping = self._new_segment(needed)
         start = self._used
         self._used += -(-needed // _ALIGNMENT) * _ALIGNMENT
-        return torch.frombuffer(mapping, dtype=torch.uint8)[start : start + nbytes]
+        return all_bytes(mapping)[start : start + nbytes]
 
     def locate(self, tensor: torch.Tensor) -> Location | None:
         """Where in this arena the tensor lies; None if elsewhere."""

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from . import memory
+from .futex import Futex
 from .mapped import PeersMemory
 from .memory import Arena, Location
 
@@ -35,6 +36,8 @@ SEQUENCE = 2**32
 """Counters begin again at 0 when they have come here."""
 ENTRIES = 1024
 _REASON_BYTES = 8 * _LINE_BYTES
+_END = b"\x03"
+"""Behind the reason. It may be seen first, and holes of zeros in the text: cache lines come in any order."""
 _TABLE = _BROKEN + _REASON_BYTES
 _RING = -(-(_TABLE + memory.TABLE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 DYING_SECONDS = 0.5
@@ -98,11 +101,13 @@ class Page:
         token = secrets.token_bytes(TOKEN_BYTES)
         self.mapping[:TOKEN_BYTES] = token
         self.address = Address(os.getpid(), fd, token)
+        self.futex = Futex()
         self._words = memoryview(self.mapping).cast("I")
         table = memoryview(self.mapping)[_TABLE : _TABLE + memory.TABLE_BYTES]
         self.arena = Arena(table, weakref.WeakMethod(self._segment_retired), rank)
 
     def _segment_retired(self) -> None:
+        self.futex.fence()
         self.set(RETIRED, self._words[RETIRED // 4] + 1)
 
     def set(self, word: int, value: int) -> None:
@@ -125,9 +130,8 @@ class Page:
     def say_broken(self, reason: str) -> None:
         """Say why this rank will never go on. Only the first reason is kept."""
         if not self.mapping[_BROKEN]:
-            text = reason.encode()[: _REASON_BYTES - 2]  # a zero behind it, a flag before it
-            self.mapping[_BROKEN + 1 : _BROKEN + 1 + len(text)] = text
-            self.mapping[_BROKEN] = 1
+            text = reason.encode().replace(bytes(1), b" ")[: _REASON_BYTES - 1] + _END
+            self.mapping[_BROKEN : _BROKEN + len(text)] = text
 
 
 class Peer:
@@ -166,11 +170,9 @@ class Peer:
         return True
 
     def reason(self) -> str:
-        """Why it will never go on; empty if it has not said so."""
-        if not self._mapping[_BROKEN]:
-            return ""
-        text = self._mapping[_BROKEN + 1 : _TABLE]
-        return text[: text.index(0)].decode(errors="ignore")
+        """Why it will never go on; empty if it has not said so, or not all of it can be seen yet."""
+        text, end, _ = self._mapping[_BROKEN:_TABLE].partition(_END)
+        return text.decode(errors="ignore") if end and 0 not in text else ""
 
     def is_dead(self) -> bool:
         """Whether the process has ended, reaped or not."""

@@ -15,6 +15,7 @@ import torch
 from .base import Transport, Work
 from .common import Offered
 from .host import Host
+from .ordinary import elements
 from .staging import Staging
 from .sums import MIB, PIECE_BYTES, SMALL_BYTES, Copy, StagedSum, SumForAll, SumOfShare, SumOfSlices
 
@@ -55,7 +56,7 @@ class SharedMemoryTransport:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
             return self._base.allocate(numel, dtype, device)
-        return self._host.allocate(numel * dtype.itemsize).view(dtype)
+        return elements(self._host.allocate(numel * dtype.itemsize), dtype)
 
     @property
     def homes(self) -> tuple[tuple[int, ...], ...]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from .host import Host
+from .ordinary import elements
 
 KEPT_BYTES = 16 * 1024 * 1024
 """So much is kept for the next messages."""
+
+_Views = dict[tuple[torch.dtype, int], torch.Tensor]
 
 
 class Staging:
@@ -22,7 +25,7 @@ class Staging:
         """Bytes."""
         self._host = host
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._views: dict[int, dict[tuple[torch.dtype, int], torch.Tensor]] = {}  # by the memory's id
+        self._views: dict[int, tuple[torch.Tensor, _Views]] = {}  # by the id of the memory, which lives as long
         self._kept = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -45,8 +48,8 @@ class Staging:
 
     def view(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The beginning of memory that was taken, as elements like these. Remembered: to cut it anew costs 2 us."""
-        known = self._views.setdefault(id(memory), {})
+        _, known = self._views.setdefault(id(memory), (memory, {}))
         key = like.dtype, like.numel()
         if key not in known:
-            known[key] = memory[: like.nbytes].view(like.dtype)
+            known[key] = elements(memory[: like.nbytes], like.dtype)
         return known[key]

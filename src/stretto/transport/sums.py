@@ -18,6 +18,7 @@ import torch
 
 from ..specs import dtype_name
 from .host import Host
+from .ordinary import elements
 from .page import Entry
 from .slices import slice_of
 from .staging import Staging
@@ -200,7 +201,7 @@ def views(host: Host, entries: Sequence[bytes], dtype: torch.dtype, low: int, hi
     """Elements ``low`` to ``high`` of every rank's tensor."""
     size = dtype.itemsize
     return [
-        peer.memory.bytes_at(Entry.unpack(entry).location.plus(low * size), (high - low) * size).view(dtype)
+        elements(peer.memory.bytes_at(Entry.unpack(entry).location.plus(low * size), (high - low) * size), dtype)
         for peer, entry in zip(host.peers, entries, strict=True)
     ]
 

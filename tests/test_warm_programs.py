@@ -1,0 +1,57 @@
+"""A program of the warm interpreter is to its tests what a program of its own is to its user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import warm_programs
+
+PROGRAMS = {
+    "runs": "import sys; print(__name__, sys.argv, sys.path[0]); print('aside', file=sys.stderr)",
+    "exit code": "import sys; sys.exit(3)",
+    "a word at the end": "import sys; sys.exit('no')",
+    "exit handlers": "import atexit; atexit.register(print, 'over')",
+    "threads are waited for": "import threading; threading.Timer(0.05, print, ['late']).start()",
+    "what is global is freed last": "class A:\n    def __del__(self): print('freed')\na = A()\nprint('end')",
+    "ctrl-c": "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(5)",
+    "killed": "import os, signal; print('unsaid'); os.kill(os.getpid(), signal.SIGKILL)",
+    "aborted": "import os; os.abort()",
+    "hook": "import sys; sys.excepthook = lambda *e: print(e[0].__name__)\nraise KeyError('mine')",
+    "children": "import multiprocessing as mp\nif __name__ == '__main__':\n    c = mp.get_context('fork')\n"
+    "    p = c.Process(target=print, args=(1,)); p.start(); p.join(); print(p.exitcode)",
+}
+
+
+@pytest.mark.parametrize("how", ["-c", "script", "-m"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_ends_as_one_of_its_own(tmp_path: Path, name: str, how: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[name])
+    start = {"-c": ["-c", PROGRAMS[name]], "script": [str(tmp_path / "program.py")], "-m": ["-m", "program"]}[how]
+    command = [*start, "one", "--two"]
+    alone = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path)
+    warm = warm_programs.run(command, cwd=tmp_path)
+    assert (warm.returncode, warm.stdout) == (alone.returncode, alone.stdout)
+    assert warm.stderr.splitlines()[-1:] == alone.stderr.splitlines()[-1:]
+    assert warm.stderr.count("Traceback") == alone.stderr.count("Traceback")
+
+
+def test_an_exception_is_told_with_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("def work():\n    raise ValueError('bad')\n\nwork()\n")
+    told = warm_programs.run([script]).stderr
+    assert f'File "{script}", line 2, in work\n    raise ValueError' in told and told.endswith("ValueError: bad\n")
+
+
+def test_environment_and_time_limit() -> None:
+    running = warm_programs.start(["-c", "import time; time.sleep(60)"])
+    began = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.communicate(timeout=0.05)
+    running.kill()
+    assert running.wait() == -9 and time.monotonic() - began < 20
+    told = warm_programs.run(["-c", "import os; print(dict(os.environ))"], env={"ONLY": "this"})
+    assert told.stdout == "{'ONLY': 'this'}\n"

@@ -26,7 +26,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._shares = shares
         self._where = where
-        self._broken: BaseException | None = None
         self._ended = False
         self.param_groups = optimizer.param_groups
 
@@ -49,23 +48,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         shares = self._usable()
-        try:
-            with torch.no_grad():
-                shares.step()
-        except BaseException as error:
-            self._broken = error
-            raise
+        with torch.no_grad():
+            shares.step()
         self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         return loss
 
     def _usable(self) -> Shares:
         if self._shares is None:
             raise SetupError(f"{self._where}: this sharded optimizer has ended with detach() or unshard().")
-        if self._broken is not None:
+        self._shares.refuse_fork()
+        if self._shares.meetings.broken is not None:
             raise CommunicationError(
                 f"{self._where}: a step of this optimizer has failed, so the model may be stepped in part.\n"
                 "Start again from the last checkpoint."
-            ) from self._broken
+            ) from self._shares.meetings.broken
         return self._shares
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import describe_ranks
 from ..errors import CommunicationError, PeerError
 from ..peers import Peers
 from ..transport import Transport, Work
@@ -72,7 +73,7 @@ class Meetings:
             raise
         if (count := int(self._refused)) and not refused:
             told = self._peers.failures("step", count)
-            ranks = " and ".join(f"rank {note.rank}" for note in told) or f"{count} of the other ranks"
+            ranks = describe_ranks([note.rank for note in told]) if told else f"{count} of the other ranks"
             quoted = "".join(f"  {note}\n" for note in told)
             raise PeerError(
                 f"{self._peers.where}: the step of an optimizer was refused on {ranks}, before any rank had stepped.\n"

@@ -26,7 +26,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._shares = shares
         self._where = where
-        self._ended = False
+        self.ended = False
+        """By ``unshard()``, or with the handle."""
         self.param_groups = optimizer.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -41,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             CommunicationError: a rank does not come, or has failed; the model may be stepped in part then.
         """
-        if self._shares is None and not self._ended:
+        if self._shares is None and not self.ended:
             return self.original.step(closure)
         loss = None
         if closure is not None:
@@ -109,14 +110,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._shares is not None:
             for parameter, state in self._usable().states():
                 self.original.state[parameter] = state
-            self.end()
+        self.end()
         return self.original
 
     def end(self) -> None:
         """Parameters get memory of their own. Not collective; the state of this rank's share is lost."""
         if self._shares is not None:
             self._shares.release()
-            self._shares, self._ended = None, True
+        self._shares, self.ended = None, True
 
     def __reduce__(self) -> Any:
         raise StrettoError(

@@ -72,9 +72,7 @@ def begin(
     return ShardedOptimizer(optimizer, shares, where)
 
 
-def _shares(
-    optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked
-) -> Shares:
+def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
     """If a rank cannot build its own, the others are told, rather than left to wait for its step."""
     try:
         return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)

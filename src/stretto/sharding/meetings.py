@@ -32,7 +32,7 @@ class Meetings:
     """
 
     def __init__(self, transport: Transport, peers: Peers) -> None:
-        self._transport = transport
+        self._transport: Any = transport
         self._peers = peers
         self._refused = torch.zeros(1, dtype=torch.int32)
         self.broken: BaseException | None = None
@@ -50,7 +50,10 @@ class Meetings:
 
     def _come(self, refused: int) -> Work:
         self._refused.fill_(refused)
-        return self._transport.all_reduce(self._refused)
+        carrier = self._transport
+        named = hasattr(carrier, "meet")
+        work: Work = carrier.meet(self._refused, b"optimizer.step") if named else carrier.all_reduce(self._refused)
+        return work
 
     def meet_before(self, parameters: Iterable[torch.nn.Parameter], *, refused: bool = False) -> None:
         """The first meeting. Collective.

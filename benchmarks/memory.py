@@ -16,7 +16,8 @@ import stretto
 from stretto.testing import spawn_ranks
 
 WIDTH = 1024
-Prepared = tuple[nn.Module, torch.optim.Optimizer]
+Prepared = tuple[nn.Module, Callable[[], torch.optim.Optimizer]]
+"""What is called, and what makes the optimizer when gradients have their memory."""
 Stages = Callable[[str], None]
 """Called at the end of each stage with its name: what the rank's memory has grown by is its."""
 
@@ -31,27 +32,24 @@ def proportional_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def plain(model: nn.Module, stage: Stages) -> Prepared:
+def plain(model: nn.Module) -> Prepared:
     """Every rank steps all of its own parameters."""
     stretto.attach(model)
-    stage("gradients")
-    return model, torch.optim.AdamW(model.parameters())
+    return model, lambda: torch.optim.AdamW(model.parameters())
 
 
-def zero(model: nn.Module, stage: Stages) -> Prepared:
+def zero(model: nn.Module) -> Prepared:
     """torch DDP and its ZeroRedundancyOptimizer: the state is divided, parameters are not."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped = TorchDDP(model, gradient_as_bucket_view=True)
-    stage("gradients")
-    return wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    return wrapped, lambda: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
 
 
-def sharded(model: nn.Module, stage: Stages) -> Prepared:
+def sharded(model: nn.Module) -> Prepared:
     """Parameters in memory that all ranks map, state for this rank's part of them."""
     sync = stretto.attach(model)
-    stage("gradients")
-    return model, stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+    return model, lambda: stretto.shard(torch.optim.AdamW(model.parameters()), sync)
 
 
 CONTESTANTS = {"stretto": plain, "stretto, sharded step": sharded, "torch DDP with ZeroRedundancyOptimizer": zero}
@@ -59,7 +57,7 @@ CONTESTANTS = {"stretto": plain, "stretto, sharded step": sharded, "torch DDP wi
 
 def stages_of(rank: int, name: str, megabytes: int) -> dict[str, int]:
     """Bytes by stage. ``parameters`` is what the model takes and what preparing the step adds to that; ``gradients``
-    come with attaching and with the first backward; ``state`` with the first steps."""
+    come with attaching and with backward; ``state`` with the first steps."""
     _train(name, 8, 1, lambda part: None)  # what is imported and set up once is nobody's
     found = dict.fromkeys(("parameters", "gradients", "state"), 0)
     before = proportional_bytes()
@@ -78,7 +76,11 @@ def _train(name: str, width: int, layers: int, stage: Stages) -> None:
     inputs = torch.randn(1, width)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     stage("parameters")
-    called, optimizer = CONTESTANTS[name](model, stage)
+    called, make = CONTESTANTS[name](model)
+    called(inputs).square().mean().backward()  # so that what sets up attaching is over, and counted
+    model.zero_grad()
+    stage("gradients")
+    optimizer = make()
     stage("parameters")
     for _ in range(3):
         called(inputs).square().mean().backward()

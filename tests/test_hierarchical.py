@@ -55,10 +55,9 @@ def on_hosts(worker: Callable[[Transport], Any], sizes: tuple[int, ...]) -> list
             transport.close()
             transport.close()
 
-    before = gloo_threads()
+    before = collect_until(there_are=0)
     results = run_ranks(run, sum(sizes))
-    collect_until(before)
-    assert gloo_threads() == before
+    assert collect_until(there_are=before) == before
     return results
 
 

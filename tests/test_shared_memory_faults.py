@@ -24,7 +24,7 @@ import stretto
 from stretto.beside import Beside
 from stretto.consensus import Consensus
 from stretto.launch import LaunchQueue
-from stretto.transport import memory, shared_memory
+from stretto.transport import memory, shared_memory, sums
 from stretto.transport.host import Host
 
 attach = sys.modules["stretto.attach"]  # the package has a function of that name
@@ -143,7 +143,7 @@ def test_a_rank_is_killed_at_a_hundred_random_points_of_training(tmp_path: Path)
 
 PLACES = {
     "before it says that it has published, or finished": (Host, "_say", [*range(1, 24), 60, 61, 62, 63]),
-    "while it sums": (shared_memory.Block, "add_up", [1, 2, 7]),
+    "while it sums": (sums.Block, "add_up", [1, 2, 7]),
     "between two blocks of a sum": (shared_memory.SumOfSlices, "begin", [1, 2]),
     "before it reads a small message": (shared_memory.SumForAll, "begin", [1, 2, 9]),
     "while it takes memory": (memory, "create", [2]),

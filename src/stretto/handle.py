@@ -309,6 +309,7 @@ class Synchronizer:
     ) -> ShardedOptimizer:
         """See :func:`stretto.shard`. Collective."""
         asked = Asked(keep_grads, overlap)
+        self._sharded = [one for one in self._sharded if not one.ended]
         self._sharded.append(begin(optimizer, self.module, self._reducer, self._peers, self._sharded, asked))
         return self._sharded[-1]
 

@@ -39,7 +39,7 @@ class Arrival:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None]) -> None:
         self._arrive: Callable[[], None] | None = arrive
-        self._before = [(parameter, type(parameter)) for parameter in parameters]
+        self._before = [(parameter, _plain(parameter)) for parameter in parameters]
         for parameter, kind in self._before:
             parameter.__class__ = _awaited(kind)
             parameter.__dict__[_KEY] = self
@@ -57,6 +57,12 @@ class Arrival:
 
 
 _KEY = "_stretto_arrival"
+
+
+def _plain(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
+    """Its class, also where another arrival is taken over by a new one."""
+    kind = type(parameter)
+    return kind.__base__ if _KEY in parameter.__dict__ else kind  # type: ignore[return-value]
 
 
 @functools.cache

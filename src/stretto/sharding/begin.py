@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelMismatchError, SetupError, StrettoError, name_list
+from ..errors import CommunicationError, ModelMismatchError, SetupError, StrettoError, name_list
 from ..peers import Peers
 from ..reducer import Reducer
 from .kinds import Kind, kind_of
@@ -45,15 +45,19 @@ def begin(
     Raises:
         SetupError: see :func:`stretto.shard`.
     """
+    taken = [parameter for one in others for group in one.param_groups for parameter in group["params"]]
     if reducer is None or peers is None:
-        kind_of(_refused(optimizer, module, (), "shard"), "shard")
+        if peers is not None:
+            raise SetupError("shard: this handle has been detached.\nShard the optimizer before detach().")
+        kind_of(_refused(optimizer, module, taken, "shard"), "shard")
+        reduced = [one for one in module.parameters() if one.requires_grad]
+        _refuse_others(optimizer, module, reduced, "shard")
         return ShardedOptimizer(optimizer, None, "shard")
     kind, problem = Kind.ELEMENTWISE, None
-    taken = [parameter for one in others for group in one.param_groups for parameter in group["params"]]
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, taken, where), where)
-        _refuse_others(optimizer, module, reducer, where)
+        _refuse_others(optimizer, module, reducer.parameters, where)
     except StrettoError as error:
         problem = error
     told = peers.gather((problem and str(problem), [] if problem else [asked, *_facts(optimizer, module)]))
@@ -64,8 +68,18 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if facts != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
-    shares = Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
+    shares = _shares(optimizer, kind, reducer, peers, asked)
     return ShardedOptimizer(optimizer, shares, where)
+
+
+def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
+    """If a rank cannot build its own, the others are told, rather than left to wait for its step."""
+    try:
+        return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
+    except BaseException as error:
+        if not isinstance(error, CommunicationError):
+            peers.tell_failed("shard", error, error.__traceback__, leaves=True)
+        raise
 
 
 def _refused(
@@ -96,9 +110,11 @@ def _has_stepped(state: dict[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) != 0
 
 
-def _refuse_others(optimizer: torch.optim.Optimizer, module: torch.nn.Module, reducer: Reducer, where: str) -> None:
+def _refuse_others(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Iterable[torch.Tensor], where: str
+) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    reduced = {id(parameter) for parameter in reducer.parameters}
+    reduced = {id(parameter) for parameter in parameters}
     for number, group in enumerate(optimizer.param_groups):
         for place, one in enumerate(group["params"]):
             if id(one) not in names or (one.requires_grad and id(one) not in reduced):
@@ -112,7 +128,9 @@ def _refuse_others(optimizer: torch.optim.Optimizer, module: torch.nn.Module, re
 def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[Any]:
     """What must be equal on all ranks."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [type(optimizer).__qualname__, *[[names[id(one)] for one in g["params"]] for g in optimizer.param_groups]]
+    groups = optimizer.param_groups
+    options = [{key: str(value) for key, value in group.items() if key != "params"} for group in groups]
+    return [type(optimizer).__qualname__, options, *[[names[id(one)] for one in group["params"]] for group in groups]]
 
 
 def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
@@ -121,11 +139,17 @@ def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
     theirs, first = theirs[1:], first[1:]
     if theirs[0] != first[0]:
         return f"rank {rank} has {theirs[0]}, rank 0 {first[0]}."
+    theirs, first = theirs[1:], first[1:]
     if len(theirs) != len(first):
         return f"rank {rank} has {len(theirs) - 1} parameter groups, rank 0 {len(first) - 1}."
-    number = next(i for i, (one, other) in enumerate(zip(theirs[1:], first[1:], strict=True)) if one != other)
-    here = sorted({*theirs[number + 1]} ^ {*first[number + 1]}) or theirs[number + 1]
-    return f"parameter group {number} differs between rank 0 and rank {rank}: {name_list(here)}."
+    for number, (names, other_names) in enumerate(zip(theirs[1:], first[1:], strict=True)):
+        if names != other_names:
+            here = sorted({*names} ^ {*other_names}) or names
+            return f"parameter group {number} differs between rank 0 and rank {rank}: {name_list(here)}."
+    number = next(i for i, (one, other) in enumerate(zip(theirs[0], first[0], strict=True)) if one != other)
+    one, other = theirs[0][number], first[0][number]
+    key = next(key for key in one | other if one.get(key) != other.get(key))
+    return f"parameter group {number} has {key}={one.get(key)} on rank {rank}, {key}={other.get(key)} on rank 0."
 
 
 def _shown(asked: Asked) -> str:

@@ -26,8 +26,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._shares = shares
         self._where = where
-        self._broken: BaseException | None = None
-        self._ended = False
+        self.ended = False
+        """By ``unshard()``, or with the handle."""
         self.param_groups = optimizer.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -42,30 +42,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             CommunicationError: a rank does not come, or has failed; the model may be stepped in part then.
         """
-        if self._shares is None and not self._ended:
+        if self._shares is None and not self.ended:
             return self.original.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         shares = self._usable()
-        try:
-            with torch.no_grad():
-                shares.step()
-        except BaseException as error:
-            self._broken = error
-            raise
+        with torch.no_grad():
+            shares.step()
         self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         return loss
 
     def _usable(self) -> Shares:
         if self._shares is None:
             raise SetupError(f"{self._where}: this sharded optimizer has ended with detach() or unshard().")
-        if self._broken is not None:
+        self._shares.refuse_fork()
+        if self._shares.meetings.broken is not None:
             raise CommunicationError(
                 f"{self._where}: a step of this optimizer has failed, so the model may be stepped in part.\n"
                 "Start again from the last checkpoint."
-            ) from self._broken
+            ) from self._shares.meetings.broken
         return self._shares
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,14 +110,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._shares is not None:
             for parameter, state in self._usable().states():
                 self.original.state[parameter] = state
-            self.end()
+        self.end()
         return self.original
 
     def end(self) -> None:
         """Parameters get memory of their own. Not collective; the state of this rank's share is lost."""
         if self._shares is not None:
             self._shares.release()
-            self._shares, self._ended = None, True
+        self._shares, self.ended = None, True
 
     def __reduce__(self) -> Any:
         raise StrettoError(

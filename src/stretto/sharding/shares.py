@@ -3,12 +3,12 @@
     step    ranks meet ──> plan, groups or memory changed? lay out anew, state goes along
             ──> gradients of this rank's stretches ──> the user's kind of optimizer ──> ranks meet, or spread
 
-[Note: two meetings]  Where ranks share the memory of parameters, none may write before all have done with reading: one
-that lags may still look at them between backward and step. And none may read before all have written.
+See meetings.py for [Note: two meetings] and [Note: half a step].
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +18,9 @@ from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..withheld import Withheld
-from .awaited import Arrival
 from .kinds import Kind, build_like
 from .layout import Layout
+from .meetings import Meetings
 from .ownership import pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Held, flat_state, follow_dtype, laid_flat, shaped, whole_states
@@ -57,12 +57,20 @@ class Shares:
         self._overlap = overlap
         self._reducer = reducer
         self._peers = peers
-        self._meeting = torch.zeros(1, dtype=torch.int32)
+        self.meetings = Meetings(reducer.transport, peers)
         self.steps = 0
         if not keep_grads and kind is Kind.ELEMENTWISE:
             reducer.queue.withhold({*reducer.queue.in_shares, *self._ids()})
-        self._lay_out()
-        self._divide(self._optimizer.state)
+        try:
+            self._lay_out()
+        except BaseException:
+            self._withhold_no_more()
+            raise
+        try:
+            self._divide(self._optimizer.state)
+        except BaseException:
+            self.release()
+            raise
 
     @property
     def rank(self) -> int:
@@ -83,7 +91,7 @@ class Shares:
         }
         layout = Layout(plan, mine, transport, self._peers.wait_for)
         layout.fill()
-        self._meet()
+        self.meetings.meet("memory for parameters")
         layout.adopt()
         divide = pieces_of if self._kind is Kind.ELEMENTWISE else whole_pieces_of
         owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
@@ -92,13 +100,17 @@ class Shares:
             self._pieces = [
                 part for one in self._pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))
             ]
-        self._spread = Spread(layout, owned, transport, self._peers.wait_for, overlap=self._overlap)
+        self._spread = Spread(layout, owned, transport, self._peers.wait_for, self._spoil, overlap=self._overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._lengths = [len(group["params"]) for group in self._groups]
         self._dtypes = {id(one): one.dtype for group in self._groups for one in group["params"]}
         inside = {id(parameter) for parameter in mine.values()}
         self._apart = [one for group in self._groups for one in group["params"] if id(one) not in inside]
         """Frozen ones, empty ones, and those with sparse gradients: every rank steps them, in memory of its own."""
+
+    def _withhold_no_more(self) -> None:
+        if not self.keep_grads:
+            self._reducer.queue.withhold({*self._reducer.queue.in_shares} - self._ids())
 
     def _divide(self, states: Mapping[torch.Tensor, State]) -> None:
         """Make the stretches of this rank's share, and the optimizer that steps them.
@@ -150,20 +162,29 @@ class Shares:
     def _ids(self) -> set[int]:
         return {id(parameter) for group in self._groups for parameter in group["params"]}
 
+    def _refuse_other_sizes(self) -> None:
+        """Of parameters that have been changed by hand; another dtype is followed in the next backward."""
+        layout, is_planned = self.layout, self._reducer.plan is self.layout.plan
+        for index in layout.strayed() if is_planned else layout.parameters:
+            parameter, spec = layout.parameters[index], layout.plan.parameters[index]
+            if parameter.shape != spec.shape or (is_planned and parameter.dtype is not spec.dtype):
+                raise SetupError(
+                    f"{self._peers.where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
+                    f"sharded, and is {tuple(parameter.shape)} {parameter.dtype} now.\n"
+                    "Run a backward before the step where the dtype has changed; where the size has, build another "
+                    "parameter, and another optimizer for it."
+                )
+
     def _follow(self) -> None:
-        """What has changed since the last step: the plan, the groups, or where parameters lie."""
+        """The plan, or the groups, if they have changed since the last step."""
         if (
             self._reducer.plan is not self.layout.plan
             or [len(group["params"]) for group in self._groups] != self._lengths
         ):
             self.lay_out_again()
-        strayed = self.layout.strayed()
-        if strayed:
-            self._bring_back(strayed)
 
     def lay_out_again(self) -> None:
         """Along the plan in use now; state goes with its elements. Collective."""
-        self._spread.finish()
         before, dtypes = self.layout, self._dtypes
         states: dict[torch.Tensor, State] = dict(self.states())
         self.stretches.forget()
@@ -177,15 +198,6 @@ class Shares:
     def _bring_back(self, strayed: Sequence[int]) -> None:
         """Values that were put somewhere else: each rank writes what it owns of them."""
         layout = self.layout
-        for index in strayed:
-            parameter, spec = layout.parameters[index], layout.plan.parameters[index]
-            if parameter.shape != spec.shape or parameter.dtype is not spec.dtype:
-                raise SetupError(
-                    f"{self._peers.where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
-                    f"sharded, and is {tuple(parameter.shape)} {parameter.dtype} now.\n"
-                    "Run a backward before the step where the dtype has changed; where the size has, build another "
-                    "parameter, and another optimizer for it."
-                )
         for piece in self._pieces:
             if piece.index in strayed:
                 flat = laid_flat(layout.parameters[piece.index], layout.plan.parameters[piece.index])
@@ -198,31 +210,39 @@ class Shares:
     def step(self) -> None:
         """Step this rank's share; all of the model is stepped when this returns. Collective."""
         self._spread.finish()
-        if self.layout.is_shared:
-            self._meet()
+        meetings, is_shared = self.meetings, self.layout.is_shared
+        try:
+            self._refuse_other_sizes()
+        except SetupError as problem:
+            meetings.refuse(problem, meets=is_shared)
+            if is_shared:
+                meetings.meet_before(self._everything(), refused=True)
+            raise
+        try:
+            self._follow()
+        except BaseException as error:
+            meetings.fail(error)
+            raise
+        if is_shared:
+            meetings.meet_before(self._everything())
         try:
             self._step()
+            self._spread.send()
         except BaseException as error:
-            if not isinstance(error, CommunicationError):
-                self._peers.tell_failed("step", error, error.__traceback__, leaves=True)
+            meetings.fail(error)
             self._spoil(error)
             raise
-        self._spread.send()
+
+    def _everything(self) -> list[torch.nn.Parameter]:
+        return [*self.layout.parameters.values()]
 
     def _spoil(self, error: BaseException) -> None:
-        """Some ranks have stepped, others never will: nobody shall go on with such a model."""
-        text = (
-            f"{self._peers.where}: a step of the optimizer has failed, so the model may be stepped in part.\n"
-            "Start again from the last checkpoint, on all ranks."
-        )
-
-        def refuse() -> None:
-            raise CommunicationError(text) from error
-
-        Arrival([*self.layout.parameters.values()], refuse)
+        self.meetings.spoil(error, self._everything())
 
     def _step(self) -> None:
-        self._follow()
+        strayed = self.layout.strayed()
+        if strayed:
+            self._bring_back(strayed)
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             own.update(_options(group))
         self.stretches.take_gradients(self._replace)
@@ -231,16 +251,12 @@ class Shares:
             group.update(_options(own))  # some keep numbers there
         self.steps += 1
         if self.layout.is_shared:
-            self._meet()
-        parameters = [*self.layout.parameters.values()]
+            self.meetings.meet("the optimizer's step")
+        parameters = self._everything()
         torch.autograd.graph.increment_version(parameters)
         for parameter in () if self.keep_grads else parameters:
             if isinstance(parameter.grad, Withheld):
                 parameter.grad = None
-
-    def _meet(self) -> None:
-        self._meeting.zero_()
-        self._peers.wait_for(self._reducer.transport.all_reduce(self._meeting), "the optimizer's step")
 
     def _replace(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         state = self.inner.state.pop(stretch.parameter, {})
@@ -293,13 +309,18 @@ class Shares:
         self._spread.finish()
         self._divide(states)
 
+    def refuse_fork(self) -> None:
+        """Raise in a forked child."""
+        self._peers.refuse_fork()
+
     def release(self) -> None:
-        """Parameters get memory of their own."""
-        self._spread.finish()
+        """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
+        self._withhold_no_more()
+        with contextlib.suppress(CommunicationError):  # told to whoever looks at a parameter
+            self._spread.finish()
         self.stretches.forget()
-        self.layout.release()
-        if not self.keep_grads:
-            self._reducer.queue.withhold({*self._reducer.queue.in_shares} - self._ids())
+        if not self.meetings.is_spoiled:
+            self.layout.release()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

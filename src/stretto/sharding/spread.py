@@ -7,6 +7,7 @@ Gradients arrive from the last layer to the first, so forward needs the plan's l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from ..transport import Transport, Work
 from .awaited import Arrival
+from .compiled import CompilerWatch
 from .layout import Layout
 from .ownership import Piece
 
@@ -41,6 +43,7 @@ class Spread:
         owned: the pieces of each rank, in rank order.
         transport: carries them.
         wait_for: waits for a collective, named by a noun.
+        failed: told why a share will never come.
         overlap: False to wait for all of them at once.
     """
 
@@ -50,13 +53,16 @@ class Spread:
         owned: Sequence[Sequence[Piece]],
         transport: Transport,
         wait_for: Callable[[Work, str], None],
+        failed: Callable[[BaseException], None],
         *,
         overlap: bool,
     ) -> None:
         self._transport: Any = transport
         self._wait_for = wait_for
+        self._failed = failed
         self._overlap = overlap
         self._under_way: list[Arrival] = []
+        self._compiler = CompilerWatch(self.finish)
         self.is_needed = len(layout.homes) > 1
         numbers = reversed(range(len(layout.plan.buckets))) if self.is_needed else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
@@ -64,16 +70,24 @@ class Spread:
     def send(self) -> None:
         """Put all shares under way. Collective."""
         for shares in self._buckets:
-            arrive = self._exchange(shares) if hasattr(self._transport, "spread_share") else self._broadcast(shares)
-            self._under_way.append(Arrival(shares.parameters, arrive))
-        if not self._overlap:
+            receive = self._exchange(shares) if hasattr(self._transport, "spread_share") else self._broadcast(shares)
+            self._under_way.append(Arrival(shares.parameters, functools.partial(self._arrive, receive)))
+        if not self._overlap or self._compiler.is_at_work:
             self.finish()
 
     def finish(self) -> None:
         """Wait until all parameters can be read."""
-        for arrival in self._under_way:
+        for arrival in [*self._under_way]:
             arrival.finish()
         self._under_way.clear()
+
+    def _arrive(self, receive: Callable[[], None]) -> None:
+        try:
+            receive()
+        except Exception as error:  # after Ctrl-C whoever reads next waits again
+            self._under_way.clear()
+            self._failed(error)
+            raise
 
     def _exchange(self, shares: Shares) -> Callable[[], None]:
         numels, rank = shares.numels, self._transport.rank

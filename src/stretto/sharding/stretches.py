@@ -70,8 +70,8 @@ def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -
 
 
 def _join(states: Sequence[State], numels: Sequence[int]) -> State:
-    if len(states) == 1:
-        return states[0]
+    if len(states) == 1:  # a view would keep the memory of what other ranks have of the parameter
+        return {key: value.clone() if torch.is_tensor(value) else value for key, value in states[0].items()}
     return {
         key: torch.cat([state[key] for state in states]) if by_element(value, numels[0]) else value
         for key, value in states[0].items()

@@ -74,6 +74,10 @@ class Posted:
         """
         self._host.wait(self, timeout)
 
+    def will_never_begin(self) -> bool:
+        """Whether a rank without which no rank can begin has ended, or will never go on, before it came to this."""
+        return self._host.will_never_begin(self)
+
 
 class Host:
     """The ranks of one host, seen from one of them.
@@ -222,6 +226,11 @@ class Host:
 
     def _unfinished(self, posted: Posted) -> Missing | None:
         return behind(self._others, FINISHED, posted.number)
+
+    def will_never_begin(self, posted: Posted) -> bool:
+        """See :class:`Posted`."""
+        gone = [peer for peer in self._others if peer.is_dead() or peer.reason()]  # first: it may come, and go then
+        return behind(gone, PUBLISHED, posted.number) is not None
 
     # Waiting
 

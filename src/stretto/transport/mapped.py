@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import errno
 import mmap
 import os
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,10 @@ class PeersMemory:
         self._pid = pid
         self._table = table
         self._mapped: dict[int, Segment] = {}  # by line of the table
+        self._alive: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+        """Each mapping by its address, as long as anybody uses it."""
         self._map_privately = private_mapper()
+        self._private = False
 
     def bytes_at(self, location: Location, nbytes: int) -> torch.Tensor:
         """That part of the rank's memory, as uint8.
@@ -58,6 +62,7 @@ class PeersMemory:
             mapping = open_peers(self._pid, fd, size)
             segment = Segment(number, mapping, all_bytes(mapping))
             self._mapped[location.line] = segment
+            self._alive[segment.everything.data_ptr()] = mapping
         return segment
 
     def forget_retired(self) -> None:
@@ -67,11 +72,29 @@ class PeersMemory:
                 del self._mapped[line]
 
     def make_private(self) -> None:
-        """In a forked child: see memory.py, [Note: forked]. What a rank that has ended left is not to be had again."""
-        for line, segment in self._mapped.items():
-            found, fd, nbytes = LINE.unpack_from(self._table, line * LINE.size)
-            with contextlib.suppress(OSError):
-                if found == segment.number:
-                    own = open_file(self._pid, fd)
-                    self._map_privately(segment.everything.data_ptr(), nbytes, own)
-                    os.close(own)
+        """In a forked child: see memory.py, [Note: forked]. In a child of the child they are so already.
+
+        Pages of a segment that its owner still has are copied as they are written. Of others, whose parameters may
+        live on here, all are copied now.
+        """
+        if self._private:
+            return
+        self._private = True
+        lines = {segment.everything.data_ptr(): line for line, segment in self._mapped.items()}
+        for address, mapping in [*self._alive.items()]:
+            if not (address in lines and self._opened_privately(address, lines[address])):
+                values = bytes(mapping)
+                self._map_privately(address, len(values), None)
+                ctypes.memmove(address, values, len(values))
+
+    def _opened_privately(self, address: int, line: int) -> bool:
+        found, fd, nbytes = LINE.unpack_from(self._table, line * LINE.size)
+        if found != self._mapped[line].number:
+            return False
+        try:
+            own = open_file(self._pid, fd)
+        except OSError:  # the rank has ended
+            return False
+        self._map_privately(address, nbytes, own)
+        os.close(own)
+        return True

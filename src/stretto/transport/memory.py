@@ -38,7 +38,7 @@ from .ordinary import all_bytes
 
 MIB = 1024 * 1024
 CHUNK_BYTES = 4 * MIB
-"""Segments are at least so large; later ones as large as all that are in use, up to the following."""
+"""Segments for several tensors are at least so large; later ones a quarter of all in use, up to the following."""
 LARGEST_CHUNK_BYTES = 64 * MIB
 _ALIGNMENT = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
@@ -234,9 +234,13 @@ class Arena:
             CommunicationError: there is no memory, or there are too many segments.
         """
         needed = max(nbytes, 1)
+        chunk = min(max(CHUNK_BYTES, self._in_use // 4), LARGEST_CHUNK_BYTES)
         mapping = self._space() if self._space is not None else None
         if mapping is None or self._used + needed > self._size:
-            mapping = self._new_segment(needed)
+            if needed >= chunk:  # as large as it is: what is left of the last segment serves others
+                return all_bytes(self._new_segment(needed))[:nbytes]
+            mapping = self._new_segment(chunk)
+            self._space, self._used, self._size = weakref.ref(mapping), 0, len(mapping)
         start = self._used
         self._used += -(-needed // _ALIGNMENT) * _ALIGNMENT
         return all_bytes(mapping)[start : start + nbytes]
@@ -252,8 +256,7 @@ class Arena:
         return Location(line, number, address - base) if address < end else None
 
     def _new_segment(self, needed: int) -> mmap.mmap:
-        chunk = min(max(CHUNK_BYTES, self._in_use), LARGEST_CHUNK_BYTES)
-        nbytes = -(-max(needed, chunk) // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
         if not self._free_lines:
             raise CommunicationError(
                 f"rank {self._rank}: more than {SEGMENTS} pieces of shared memory are in use.\n"
@@ -274,7 +277,6 @@ class Arena:
         self._in_use += nbytes
         LINE.pack_into(self._table, line * LINE.size, self._made, fd, nbytes)
         weakref.finalize(mapping, _retire, weakref.ref(self), os.getpid(), base, line, fd).atexit = False
-        self._space, self._used, self._size = weakref.ref(mapping), 0, nbytes
         return mapping
 
     def retire(self, base: int, line: int) -> None:
@@ -305,8 +307,8 @@ def _retire(arena: weakref.ref[Arena], pid: int, base: int, line: int, fd: int) 
         alive.retire(base, line)
 
 
-def private_mapper() -> Callable[[int, int, int], None]:
-    """What lets a mapping (address, bytes, descriptor) be a private copy: see [Note: forked].
+def private_mapper() -> Callable[[int, int, int | None], None]:
+    """What lets a mapping (address, bytes, descriptor) be a private copy: see [Note: forked]; without one, zeros.
 
     Bound before the fork: in the child, another thread may have held the loader's lock for ever.
     """
@@ -314,7 +316,8 @@ def private_mapper() -> Callable[[int, int, int], None]:
     call.restype = ctypes.c_void_p
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
-    def map_privately(base: int, nbytes: int, fd: int) -> None:
-        call(base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, fd, 0)
+    def map_privately(base: int, nbytes: int, fd: int | None) -> None:
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if fd is None else 0)
+        call(base, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1 if fd is None else fd, 0)
 
     return map_privately

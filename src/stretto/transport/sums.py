@@ -39,8 +39,10 @@ class SumForAll:
     root = None
     by_all = False
 
-    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
-        self.action = action("mean" if averaged else "sum", result.dtype)
+    def __init__(
+        self, host: Host, result: torch.Tensor, staging: Staging, averaged: int, named: bytes | None = None
+    ) -> None:
+        self.action = named or action("mean" if averaged else "sum", result.dtype)
         self.numel = result.numel()
         self._averaged = averaged
         self.tensor: torch.Tensor = staging.take(result.nbytes)

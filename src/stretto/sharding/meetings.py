@@ -1,0 +1,112 @@
+"""Where ranks meet around a step, and what becomes of the model when one of them fails.
+
+[Note: two meetings]  Where ranks share the memory of parameters, none may write before all have done with reading: one
+that lags may still look at them between backward and step. And none may read before all have written.
+
+[Note: half a step]  A rank that fails behind the first meeting leaves a model of which some ranks have stepped their
+share and others never will: on every rank that knows of it, all parameters refuse to be looked at from then on. What
+can be refused is looked for before that meeting, which tells all ranks; then nothing is written, and all can go on. A
+first meeting that fails leaves the model readable only if it is certain that no rank has passed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..agreement import describe_ranks
+from ..errors import CommunicationError, PeerError
+from ..peers import Peers
+from ..transport import Transport, Work
+from .awaited import Arrival
+
+
+class Meetings:
+    """Those of one optimizer.
+
+    Args:
+        transport: carries a number.
+        peers: the other ranks.
+    """
+
+    def __init__(self, transport: Transport, peers: Peers) -> None:
+        self._transport: Any = transport
+        self._peers = peers
+        self._refused = torch.zeros(1, dtype=torch.int32)
+        self.broken: BaseException | None = None
+        """Why no step can follow."""
+        self.is_spoiled = False
+        """Whether parameters refuse to be looked at."""
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have come here. Collective.
+
+        Args:
+            what: a noun, for messages.
+        """
+        self._peers.wait_for(self._come(0), what)
+
+    def _come(self, refused: int) -> Work:
+        self._refused.fill_(refused)
+        carrier = self._transport
+        named = hasattr(carrier, "meet")
+        work: Work = carrier.meet(self._refused, b"optimizer.step") if named else carrier.all_reduce(self._refused)
+        return work
+
+    def meet_before(self, parameters: Iterable[torch.nn.Parameter], *, refused: bool = False) -> None:
+        """The first meeting. Collective.
+
+        Args:
+            parameters: what is to be stepped.
+            refused: this rank will not step.
+
+        Raises:
+            PeerError: another rank will not.
+        """
+        work: Any = None
+        try:
+            work = self._come(int(refused))
+            self._peers.wait_for(work, "the optimizer's step")
+        except BaseException as error:
+            self.fail(error)
+            if work is None or not work.will_never_begin():
+                self.spoil(error, parameters)
+            raise
+        if (count := int(self._refused)) and not refused:
+            told = self._peers.failures("step", count)
+            ranks = describe_ranks([note.rank for note in told]) if told else f"{count} of the other ranks"
+            quoted = "".join(f"  {note}\n" for note in told)
+            raise PeerError(
+                f"{self._peers.where}: the step of an optimizer was refused on {ranks}, before any rank had stepped.\n"
+                f"{quoted}Remove the cause; then all ranks can go on."
+            )
+
+    def refuse(self, problem: Exception, *, meets: bool) -> None:
+        """Tell the others why this rank will not step.
+
+        Args:
+            problem: why.
+            meets: they learn of it in the first meeting, and go on; else this rank has left them.
+        """
+        self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets)
+
+    def fail(self, error: BaseException) -> None:
+        """No step can follow. The others are told, unless it was another's failure."""
+        self.broken = error
+        if not isinstance(error, CommunicationError):
+            self._peers.tell_failed("step", error, error.__traceback__, leaves=True)
+
+    def spoil(self, error: BaseException, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """See [Note: half a step]."""
+        text = (
+            f"{self._peers.where}: a step of the optimizer has failed, so the model may be stepped in part.\n"
+            "Start again from the last checkpoint, on all ranks."
+        )
+
+        def refuse() -> None:
+            raise CommunicationError(text) from error
+
+        self.broken, self.is_spoiled = error, True
+        Arrival([*parameters], refuse)

@@ -1,0 +1,472 @@
+"""Ranks that die, fail, are stopped, fork or disagree around the step of a sharded optimizer. Each is a process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_shared_memory_faults import SOON, Deadly, own_mappings, shmem
+from warm import Rank, fork_ranks, in_warm_process
+
+import stretto
+from stretto.sharding.layout import Layout
+from stretto.sharding.meetings import Meetings
+from stretto.sharding.shares import Shares
+from stretto.sharding.spread import Spread
+from stretto.sharding.stretches import Stretches
+from stretto.transport import memory
+from stretto.transport.host import Host
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+Tell = Callable[[Any], None]
+SPOILED = re.compile(
+    r"rank \d, (pass \d+|attach): a step of the optimizer has failed, so the model may be stepped in part\.\n"
+    r"Start again from the last checkpoint, on all ranks\."
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the model is trained."""
+
+    transport: str
+    keep_grads: bool
+
+
+WAYS = [Way(transport, keep) for transport in ("shared_memory", "process_group") for keep in (True, False)]
+ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.transport}-{way.keep_grads}")
+
+
+class Scrambled(torch.nn.Module):
+    """Registered in another order than gradients suggest, so that the plan changes after the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first, self.middle = (torch.nn.Linear(*sizes) for sizes in ((90, 64), (64, 90), (90, 90)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def build(way: Way) -> tuple[torch.nn.Module, stretto.Synchronizer, Any]:
+    model = Scrambled()
+    sync = stretto.attach(model, transport=way.transport, bucket_cap_mb=0.02, last_bucket_cap_mb=0.01)
+    return model, sync, stretto.shard(torch.optim.AdamW(model.parameters()), sync, keep_grads=way.keep_grads)
+
+
+def step(model: torch.nn.Module, optimizer: Any, rank: int) -> None:
+    optimizer.zero_grad()
+    model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+    optimizer.step()
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    values = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(values).hexdigest()
+
+
+def train_and_look(rank: int, tell: Tell, way: Way, steps: int) -> list[str]:
+    """The model after so many steps."""
+    model, _, optimizer = build(way)
+    found = [fingerprint(model)]
+    for _ in range(steps):
+        step(model, optimizer, rank)
+        found.append(fingerprint(model))
+    return found
+
+
+def tried(look: Callable[[], object]) -> str:
+    """What it raises, if that is stretto's."""
+    try:
+        look()
+    except stretto.CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def looks_at(model: torch.nn.Module) -> list[str]:
+    looks: list[Callable[[], object]] = [
+        lambda: model(torch.zeros(1, 64)),
+        model.state_dict,
+        lambda: copy.deepcopy(model),
+        *[lambda one=one: one.sum() for one in model.parameters()],
+        *[lambda one=one: one.detach() for one in model.parameters()],
+        *[lambda one=one: one.data for one in model.parameters()],
+    ]
+    return [tried(look) for look in looks]
+
+
+# kill -9
+
+
+def train_until_it_fails(rank: int, tell: Tell, way: Way, deadly: Deadly | None = None) -> Any:
+    """When and what was raised after how many steps, what can be seen of the model then, and what stays mapped."""
+    if deadly is not None and rank == deadly.rank:
+        deadly.set_up()
+    model = sync = optimizer = None
+    steps = 0
+    try:
+        model, sync, optimizer = build(way)
+        tell("attached")
+        while True:
+            step(model, optimizer, rank)
+            steps += 1
+    except stretto.PeerError as error:
+        told = time.monotonic(), str(error)
+    looks = looks_at(model) if model is not None and optimizer is not None else []
+    seen = fingerprint(model) if looks and not any(looks) else ""
+    again = "never sharded"
+    if optimizer is not None:  # where shares travel while forward goes on, it is there that their loss is known
+        again = tried(optimizer.step) or tried(lambda: model(torch.zeros(1, 64)))
+    if sync is not None:
+        sync.detach()
+        assert all(looks_at(model)) or not any(looks), "detaching does not mend it"
+    del model, sync, optimizer
+    for _ in range(2):
+        gc.collect()
+    return (*told, steps, looks, seen, again, own_mappings())
+
+
+def check_survivors(ranks: list[Rank], victim: int, killed: float, reference: list[str]) -> list[bool]:
+    """They know who died, soon, and see a whole model or none. Whether each of them sees one."""
+    dead = f"rank {victim} (pid {ranks[victim].pid}) died without a word"
+    whole = []
+    for number, rank in enumerate(ranks):
+        if number == victim:
+            assert rank.end() == -signal.SIGKILL
+            continue
+        found = rank.hear()
+        raised, text, steps, looks, seen, again, mapped = rank.hear() if found == "attached" else found
+        assert dead in text, text
+        assert raised - killed < SOON, text
+        assert again, "it steps on"
+        if seen:
+            assert not any(looks) and seen == reference[steps], (number, steps)
+        else:
+            assert all(SPOILED.fullmatch(look) or dead in look for look in looks), looks
+        whole.append(bool(seen))
+        assert mapped == 0, (number, mapped)
+        assert rank.end() == 0
+        assert rank.complaints.read_text() == ""
+    return whole
+
+
+def references(folder: str, way: Way, steps: int) -> list[str]:
+    ranks = fork_ranks(train_and_look, 3, folder, way, steps)
+    found = [rank.hear(60) for rank in ranks]
+    assert [rank.end() for rank in ranks] == [0, 0, 0]
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+def kill_at_random_points(folder: str, way: Way, rounds: int) -> list[bool]:
+    chance = random.Random(WAYS.index(way))
+    reference = references(folder, way, 400)
+    before = shmem()
+    seen = []
+    for _ in range(rounds):
+        ranks = fork_ranks(train_until_it_fails, 3, folder, way)
+        for rank in ranks:
+            assert rank.hear() == "attached"
+        victim = chance.randrange(3)
+        time.sleep(chance.random() * 0.06)
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        seen += check_survivors(ranks, victim, time.monotonic(), reference)
+    assert shmem() - before < rounds * memory.CHUNK_BYTES, "some of the memory has stayed"
+    return seen
+
+
+@ways
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rank_is_killed_at_random_points_of_training(tmp_path: Path, way: Way) -> None:
+    seen = in_warm_process(kill_at_random_points, str(tmp_path), way, 40, timeout=380)
+    assert any(seen)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank kills itself, and who sees a model then: everybody, nobody, or it depends."""
+
+    owner: type
+    function: str
+    numbers: tuple[int, ...]
+    whole: bool | None
+
+
+SHARED = {
+    "before it comes to the first meeting": Place(Meetings, "meet_before", (1, 2, 5), True),
+    "in its step": Place(Stretches, "take_gradients", (1, 2, 5), False),
+    "before it comes to the second meeting": Place(Meetings, "meet", (3, 4, 5), False),
+    "behind the second meeting": Place(Spread, "send", (1, 2, 6), None),
+    "while parameters are laid out": Place(Layout, "fill", (1,), None),
+    "while parameters are laid out again": Place(Layout, "fill", (2,), True),
+    "before they lie there": Place(Layout, "adopt", (2,), True),
+    "before it looks for a new plan": Place(Shares, "lay_out_again", (1,), True),
+    "before it says that it has come somewhere": Place(Host, "_say", tuple(range(30, 70, 2)), None),
+}
+APART = {
+    "before its step": Place(Stretches, "take_gradients", (1, 2, 5), None),
+    "before it sends what it has stepped": Place(Spread, "send", (1, 2, 5), None),
+    "before it sends some of what it has stepped": Place(Spread, "_exchange", (1, 2, 3, 9, 10), None),
+    "with some of what others have stepped": Place(Spread, "_arrive", (1, 2, 3, 9), None),
+    "while parameters are laid out again": Place(Layout, "fill", (2,), True),
+}
+
+
+def kill_at(folder: str, way: Way, place: Place) -> None:
+    reference = references(folder, way, 20)
+    assert callable(getattr(place.owner, place.function))
+    for number in place.numbers:
+        victim = number % 3
+        deadly = Deadly(victim, place.owner, place.function, number)
+        ranks = fork_ranks(train_until_it_fails, 3, folder, way, deadly)
+        until = time.monotonic() + 20
+        while os.waitid(os.P_PID, ranks[victim].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            assert time.monotonic() < until, f"rank {victim} has not come to {place.function} number {number}"
+            time.sleep(0.001)
+        seen = check_survivors(ranks, victim, time.monotonic(), reference)
+        assert place.whole is None or seen == [place.whole] * 2, (number, seen)
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("place", SHARED)
+def test_a_rank_is_killed_at_a_chosen_point(tmp_path: Path, place: str, keep_grads: bool) -> None:
+    in_warm_process(kill_at, str(tmp_path), Way("shared_memory", keep_grads), SHARED[place])
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("place", APART)
+def test_a_rank_without_shared_memory_is_killed(tmp_path: Path, place: str, keep_grads: bool) -> None:
+    in_warm_process(kill_at, str(tmp_path), Way("process_group", keep_grads), APART[place])
+
+
+# One rank fails, or is stopped, or does something else
+
+
+class Failing(torch.optim.AdamW):
+    """Raises on one rank, in one step; the probe of ``shard`` steps copies of it."""
+
+    when: tuple[int, int] = (-1, -1)
+    rank = calls = -1
+
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].numel() > 200:
+            Failing.calls += 1
+            if (Failing.rank, Failing.calls) == Failing.when:
+                raise Failing.error
+        return super().step(closure)
+
+    error: BaseException = ValueError("no more numbers")
+
+
+def fail_in_step(rank: int, tell: Tell, way: Way, error: BaseException) -> Any:
+    model, sync, optimizer = build(way)
+    optimizer.unshard()
+    Failing.rank, Failing.when, Failing.error = rank, (1, 12), error
+    optimizer = stretto.shard(Failing(model.parameters()), sync, keep_grads=way.keep_grads)
+    Failing.calls = 0
+    began = time.monotonic()
+    try:
+        for _ in range(20):
+            began = time.monotonic()
+            step(model, optimizer, rank)
+        model.state_dict()
+    except BaseException as raised:
+        text = f"{type(raised).__name__}: {raised}"
+    time.sleep(2 * rank)  # nobody is to be saved by another's end
+    return (
+        time.monotonic() - began - 2 * rank,
+        text,
+        looks_at(model),
+        tried(optimizer.step),
+        tried(optimizer.state_dict),
+    )
+
+
+def ranks_of_which_one_fails(folder: str, way: Way, error: BaseException) -> list[Any]:
+    ranks = fork_ranks(fail_in_step, 3, folder, way, error)
+    return [(*rank.hear(), rank.end()) for rank in ranks]
+
+
+@ways
+@pytest.mark.parametrize("error", [ValueError("no more numbers"), KeyboardInterrupt()], ids=["fails", "ctrl-c"])
+def test_a_step_that_fails_on_one_rank_is_told_to_all(tmp_path: Path, way: Way, error: BaseException) -> None:
+    found = in_warm_process(ranks_of_which_one_fails, str(tmp_path), way, error)
+    own = f"{type(error).__name__}: {error}"
+    for rank, (took, text, looks, again, state, code) in enumerate(found):
+        assert took < 3.5 and code == 0, (rank, took)
+        assert all(SPOILED.fullmatch(look) for look in looks), (rank, looks)
+        failed = f"rank {rank}, shard: a step of this optimizer has failed, so the model may be stepped in part.\n"
+        assert again == state == failed + "Start again from the last checkpoint."
+        if rank == 1:
+            assert text == own
+        else:
+            assert re.sub(r"pass \d+: rank", "pass N: rank", re.sub(r"\.py:\d+", ".py:LINE", text)) == (
+                f"PeerError: rank {rank}, pass N: rank 1 failed and left, so nobody can complete this pass.\n"
+                f"  rank 1, pass 12, step: {own} (test_shard_faults.py:LINE in step)\n"
+                "Remove the cause and start again, on all ranks."
+            )
+
+
+def step_on_some(rank: int, tell: Tell, way: Way) -> Any:
+    model, _, optimizer = build(way)
+    for _ in range(5):
+        step(model, optimizer, rank)
+    began = time.monotonic()
+    try:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+            if rank != 1 or number:
+                optimizer.step()
+        model.state_dict()
+    except stretto.CommunicationError as error:
+        text = str(error)
+    took = time.monotonic() - began
+    time.sleep(5)
+    return took, text
+
+
+def ranks_of_which_one_does_not_step(folder: str, way: Way) -> list[Any]:
+    ranks = fork_ranks(step_on_some, 2, folder, way)
+    return [(*rank.hear(30), rank.end()) for rank in ranks]
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) -> None:
+    way = Way("shared_memory", keep_grads)
+    for rank, (took, text, code) in enumerate(in_warm_process(ranks_of_which_one_does_not_step, str(tmp_path), way)):
+        called = "optimizer.step of 1 elements", "mean float32 of 72 elements"
+        assert text == f"rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}"
+        assert took < 5 and code == 0
+
+
+# Children, and ends of all kinds
+
+
+def private_parameters(rank: int, tell: Tell, way: Way, ended: bool) -> Any:
+    """What a child writes, and what its parent has then. Of an earlier layout some parameters are still there."""
+    model, sync, optimizer = build(way)
+    held = [parameter.data for parameter in model.parameters()]
+    for _ in range(3):
+        step(model, optimizer, rank)
+    values = [one.clone() for one in (*held, *model.state_dict().values())]
+    sync.check()
+    if ended and rank == 0:
+        tell("ready")
+        time.sleep(60)
+    if ended:
+        tell("ready")
+        until = time.monotonic() + 20
+        while sync._transport.dead() == [] and time.monotonic() < until:
+            time.sleep(0.01)
+    here, there = os.pipe()
+    if not (pid := os.fork()):
+        told = "nothing was raised"
+        try:
+            with torch.no_grad():
+                for one in (*held, *model.parameters()):
+                    one.fill_(17.0)
+            grandchild = os.fork()
+            if not grandchild:
+                os._exit(int(not all(bool((one == 17.0).all()) for one in (*held, *model.parameters()))))
+            assert os.waitpid(grandchild, 0)[1] == 0
+            optimizer.step()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(there, told.encode())
+        os._exit(0)
+    os.close(there)
+    told = os.read(here, 10_000).decode()
+    os.waitpid(pid, 0)
+    now = [*held, *model.state_dict().values()]
+    same = all(torch.equal(one, other) for one, other in zip(values, now, strict=True))
+    if not ended:
+        step(model, optimizer, rank)
+        sync.check()
+        sync.detach()
+        sync.detach()
+    return told.replace(str(os.getpid()), "PID"), same
+
+
+def ranks_that_fork(folder: str, way: Way, ended: bool) -> list[Any]:
+    ranks = fork_ranks(private_parameters, 3, folder, way, ended)
+    if not ended:
+        return [(*rank.hear(), rank.end()) for rank in ranks]
+    for rank in ranks:
+        assert rank.hear() == "ready"
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    assert ranks[0].end() == -signal.SIGKILL
+    return [(*rank.hear(), rank.end()) for rank in ranks[1:]]
+
+
+@pytest.mark.parametrize(("way", "ended"), [*((way, False) for way in WAYS), (WAYS[0], True)])
+def test_a_child_writes_into_parameters_of_its_own(tmp_path: Path, way: Way, ended: bool) -> None:
+    for rank, (told, same, code) in enumerate(in_warm_process(ranks_that_fork, str(tmp_path), way, ended), ended):
+        assert same and code == 0, (rank, told)
+        assert told == (
+            f"CommunicationError: rank {rank}: this process was forked from process PID, which alone can reduce.\n"
+            "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
+        )
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist, stretto
+sys.path.insert(0, {folder!r})
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore({store!r}, 2), rank=rank, world_size=2)
+model = torch.nn.Sequential(torch.nn.Linear(30, 300), torch.nn.Linear(300, 30))
+sync = stretto.attach(model, transport={transport!r})
+optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync, keep_grads={keep_grads!r})
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+{last}
+"""
+ENDS = {
+    "just so": "",
+    "with an exception": "raise SystemExit(3)",
+    "detached twice": "sync.detach(); sync.detach()",
+    "without its model": "del model, sync, optimizer",
+    "with a tidy end": "sync.detach(); dist.barrier(); dist.destroy_process_group()",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2]], ids=lambda way: way.transport)
+@pytest.mark.parametrize("end", ENDS)
+def test_programs_end(tmp_path: Path, way: Way, end: str) -> None:
+    """With shares under way, or not; with a process group, or not."""
+    text = PROGRAM.format(
+        folder=str(tmp_path),
+        store=str(tmp_path / "store"),
+        transport=way.transport,
+        keep_grads=way.keep_grads,
+        last=ENDS[end],
+    )
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    programs = [
+        subprocess.Popen([sys.executable, "-c", text, str(rank)], stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    for program in programs:
+        complaints = program.communicate(timeout=60)[1]
+        assert "terminate called" not in complaints and "Traceback" not in complaints, complaints
+        assert program.returncode == (3 if "exception" in end else 0), complaints

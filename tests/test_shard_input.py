@@ -1,0 +1,334 @@
+"""What ``shard`` and the step of a sharded optimizer refuse, in which words; and that all is as it was then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_shared_memory import shared
+
+import stretto
+from stretto.testing import run_ranks
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(30, 50), torch.nn.Linear(50, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+START = Two()
+
+
+class Moody(torch.optim.SGD):
+    def __init__(self, params: Any, mood: str) -> None:
+        super().__init__(params, lr=0.1)
+
+
+class Lean(torch.optim.SGD):
+    """Cannot be built for flat parameters, but for the probe's, which are small."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        if any(one.dim() == 1 and one.numel() > 200 for group in self.param_groups for one in group["params"]):
+            raise ValueError("too much")
+
+
+def train(model: torch.nn.Module, optimizer: Any, rank: int, steps: int = 3) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def stepped(model: Two, sync: Any, rank: int) -> None:
+    optimizer = adam(model)
+    model.first.weight.grad = torch.zeros_like(model.first.weight)
+    optimizer.step()
+    model.zero_grad()
+    stretto.shard(optimizer, sync)
+
+
+def strangers(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(adam(torch.nn.Linear(3, 2)), sync)
+
+
+def ignored(model: Two, sync: Any, rank: int) -> None:
+    model.late = torch.nn.Linear(2, 2)
+    stretto.shard(adam(model), sync)
+
+
+def nothing(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard("adam", sync)  # type: ignore[arg-type]
+
+
+def closest(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(torch.optim.LBFGS(model.parameters()), sync)
+
+
+def peculiar(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(Moody(model.parameters(), "good"), sync)
+
+
+def on_one_rank(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(adam(model if rank == 0 else torch.nn.Linear(3, 2)), sync)
+
+
+def other_classes(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(adam(model) if rank == 0 else torch.optim.SGD(model.parameters(), lr=0.1), sync)
+
+
+def other_groups(model: Two, sync: Any, rank: int) -> None:
+    groups = [[*model.first.parameters()], [*model.second.parameters()]]
+    several = [{"params": one} for one in groups] if rank else [{"params": groups[0] + groups[1]}]
+    stretto.shard(torch.optim.AdamW(several), sync)
+
+
+def other_parameters(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(adam(model.first if rank else model), sync)
+
+
+def other_order(model: Two, sync: Any, rank: int) -> None:
+    parameters = [*model.first.parameters()]
+    stretto.shard(torch.optim.AdamW(parameters[::-1] if rank else parameters), sync)
+
+
+def other_rates(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(torch.optim.AdamW(model.parameters(), lr=0.25 + rank), sync)
+
+
+def other_options(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(adam(model), sync, keep_grads=rank == 0)
+
+
+def fails_to_build(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(Lean(model.parameters()), sync, keep_grads=False)
+
+
+ONE = "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
+DIFFERS = "Build the same on all ranks."
+REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
+    stepped: (
+        "SetupError: rank {0}, shard: the optimizer has stepped already.\n"
+        "Shard it before its first step. To go on with its state: state = optimizer.state_dict(), build it anew, "
+        "shard that, load_state_dict(state).",
+    ),
+    strangers: (
+        "SetupError: rank {0}, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
+        f"this handle.\n{ONE}",
+    ),
+    ignored: (
+        "SetupError: rank {0}, shard: late.weight is stepped by the optimizer, and not reduced by "
+        f"this handle.\n{ONE}",
+    ),
+    nothing: ("SetupError: rank {0}, shard: str is no torch.optim.Optimizer.",),
+    closest: (
+        "UnsupportedError: rank {0}, shard: LBFGS cannot be divided over ranks: a step with gradients alone raised "
+        "TypeError: LBFGS.step() missing 1 required positional argument: 'closure'\n"
+        "Use it as it is, without stretto.shard().",
+    ),
+    peculiar: (
+        "UnsupportedError: rank {0}, shard: Moody cannot be built again for a part of its parameters: "
+        "Moody.__init__() missing 1 required positional argument: 'mood'.\n"
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do.",
+    ),
+    on_one_rank: (
+        "SetupError: rank 0, shard: the optimizer cannot be sharded on rank 1.\n"
+        "  rank 1, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
+        f"this handle.\n{ONE}",
+        "SetupError: rank 1, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
+        f"this handle.\n{ONE}",
+    ),
+    other_classes: (f"ModelMismatchError: rank {{0}}, shard: rank 1 has SGD, rank 0 AdamW.\n{DIFFERS}",),
+    other_groups: (f"ModelMismatchError: rank {{0}}, shard: rank 1 has 2 parameter groups, rank 0 1.\n{DIFFERS}",),
+    other_parameters: (
+        "ModelMismatchError: rank {0}, shard: parameter group 0 differs between rank 0 and rank 1: "
+        f"second.bias, second.weight.\n{DIFFERS}",
+    ),
+    other_order: (
+        "ModelMismatchError: rank {0}, shard: parameter group 0 differs between rank 0 and rank 1: "
+        f"first.bias, first.weight.\n{DIFFERS}",
+    ),
+    other_rates: (
+        f"ModelMismatchError: rank {{0}}, shard: parameter group 0 has lr=1.25 on rank 1, lr=0.25 on rank 0.\n{DIFFERS}",
+    ),
+    other_options: (
+        "ModelMismatchError: rank {0}, shard: rank 1 was given keep_grads=False, overlap=True, rank 0 "
+        f"keep_grads=True, overlap=True.\n{DIFFERS}",
+    ),
+    fails_to_build: (
+        "UnsupportedError: shard: Lean cannot be built again for a part of its parameters: too much.\n"
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do.",
+    ),
+}
+
+
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+@pytest.mark.parametrize("ask", REFUSED, ids=lambda ask: ask.__name__)
+def test_what_is_refused_leaves_all_as_it_was(ask: Callable[..., None], run: Callable[..., Any]) -> None:
+    def worker(transport: Any) -> str:
+        rank = transport.rank
+        model, plain = copy.deepcopy(START), copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        stretto.attach(plain, transport=transport)
+        with pytest.raises(stretto.StrettoError) as caught:
+            ask(model, sync, rank)
+        if ask is fails_to_build:  # it has left the others, who must not wait for it
+            return f"{type(caught.value).__name__}: {caught.value}"
+        model.__dict__["_modules"].pop("late", None)
+        for net in (model, plain):
+            net.load_state_dict(START.state_dict())
+            train(net, adam(net), rank)
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
+        assert all(torch.is_tensor(one.grad) and float(one.grad.norm()) for one in model.parameters())
+        sharded = stretto.shard(adam(model), sync)  # and can be sharded all the same
+        train(model, sharded, rank)
+        train(plain, adam(plain), rank)
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = REFUSED[ask]
+    assert run(worker, 2) == [texts[min(rank, len(texts) - 1)].format(rank) for rank in range(2)]
+
+
+def test_parameters_have_one_optimizer() -> None:
+    def worker(transport: Any) -> list[str]:
+        model = Two()
+        sync = stretto.attach(model, transport=transport)
+        original = adam(model)
+        sharded = stretto.shard(original, sync)
+        said = []
+        for again in (sharded, original, adam(model.second)):
+            with pytest.raises(stretto.SetupError) as caught:
+                stretto.shard(again, sync)
+            said.append(str(caught.value))
+        train(model, sharded, transport.rank)
+        plain = sharded.unshard()
+        train(model, plain, transport.rank)
+        anew = stretto.shard(adam(model), sync)
+        anew.load_state_dict(plain.state_dict())
+        train(model, anew, transport.rank)
+        sync.detach()
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.shard(adam(model), sync)
+        said.append(str(caught.value))
+        return said
+
+    for rank, said in enumerate(shared(worker, 2)):
+        where = f"rank {rank}, shard: "
+        give = "\nGive each parameter to one optimizer."
+        all_four = "first.weight, first.bias, second.weight, second.bias"
+        assert said == [
+            f"{where}the optimizer is sharded already.\nUse what the first call returned.",
+            f"{where}{all_four} belong to another sharded optimizer.{give}",
+            f"{where}second.weight, second.bias belong to another sharded optimizer.{give}",
+            "shard: this handle has been detached.\nShard the optimizer before detach().",
+        ]
+
+
+def test_alone_the_same_is_refused() -> None:
+    model = Two()
+    sync = stretto.attach(model)
+    with pytest.raises(stretto.SetupError) as caught:
+        stretto.shard(adam(torch.nn.Linear(3, 2)), sync)
+    assert str(caught.value).startswith("shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer")
+    sharded = stretto.shard(adam(model), sync)
+    with pytest.raises(stretto.SetupError) as caught:
+        stretto.shard(adam(model), sync)
+    assert "belong to another sharded optimizer" in str(caught.value)
+    train(model, sharded, 0)
+    train(model, stretto.shard(torch.optim.SGD(sharded.unshard().param_groups[0]["params"]), sync), 0)
+
+
+RESIZED = (
+    "rank {0}, pass {1}: second.bias was (20,) torch.float32 when its optimizer was sharded, and is (1,) {2} now.\n"
+    "Run a backward before the step where the dtype has changed; where the size has, build another parameter, and "
+    "another optimizer for it."
+)
+
+
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_parameter_has_another_size(backward: bool, run: Callable[..., Any]) -> None:
+    def worker(transport: Any) -> str:
+        rank = transport.rank
+        model = Two()
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(adam(model), sync)
+        train(model, sharded, rank)
+        model.second.bias.data = torch.zeros(1)
+        before = [one.clone() for one in model.parameters()]
+        if backward:
+            sharded.zero_grad()
+            model(torch.ones(2, 30)).sum().backward()
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.step()
+        assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+        if run is shared:  # mended, it goes on
+            model.second.bias.data = torch.zeros(20)
+            train(model, sharded, rank)
+        sync.detach()
+        sync = stretto.attach(model, transport=transport)
+        train(model, torch.optim.SGD(model.parameters()), rank)
+        sync.detach()
+        return str(caught.value)
+
+    number = 4 if backward else 3
+    assert run(worker, 2) == [RESIZED.format(rank, number, "torch.float32") for rank in range(2)]
+
+
+def test_a_parameter_has_another_size_on_one_rank() -> None:
+    def worker(transport: Any) -> str:
+        model = Two()
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(adam(model), sync)
+        train(model, sharded, transport.rank)
+        kept = model.second.bias.data
+        before = [one.clone() for one in model.parameters()]
+        if transport.rank == 1:
+            model.second.bias.data = torch.zeros(1)
+        with pytest.raises(stretto.StrettoError) as caught:
+            sharded.step()
+        model.second.bias.data = kept
+        assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+        train(model, sharded, transport.rank)
+        sync.check()
+        return str(caught.value)
+
+    first, second = shared(worker, 2)
+    assert second == RESIZED.format(1, 3, "torch.float32")
+    lines = first.splitlines()
+    assert lines[0] == ("rank 0, pass 3: the step of an optimizer was refused on rank 1, before any rank had stepped.")
+    assert lines[1] == "  rank 1, pass 3, step: SetupError: " + second.splitlines()[0]
+    assert lines[-1] == "Remove the cause; then all ranks can go on."
+
+
+def test_state_takes_no_more_memory_than_it_has_elements() -> None:
+    def worker(transport: Any) -> None:
+        model = Two()
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(adam(model), sync)
+        train(model, sharded, transport.rank)
+        whole = transport.all_gather_object(sharded.state_dict())[0]
+        for _ in range(2):
+            state = [
+                one
+                for kept in sharded._shares.inner.state.values()
+                for one in kept.values()
+                if torch.is_tensor(one) and one.dim()
+            ]
+            assert sum(one.untyped_storage().nbytes() for one in state) == 4 * sharded.state_elements()
+            sharded.load_state_dict(whole)
+
+    shared(worker, 2)

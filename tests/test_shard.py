@@ -904,3 +904,22 @@ def test_long_shares_are_stepped_in_stretches_that_fit_the_cache(monkeypatch: py
         return len(sharded.param_groups[0]["params"])
 
     shared(worker, 2)
+
+
+def _train_compiled(rank: int) -> int:
+    transport = ProcessGroupTransport()
+    model, sharded, _, plain, optimizer = pair(transport)
+    runs = {net: torch.compile(net, backend="eager") for net in (model, plain)}
+    for step in range(5):
+        for net, one in ((model, sharded), (plain, optimizer)):
+            one.zero_grad()
+            runs[net](batch(rank, step)).square().mean().backward()
+            one.step()
+    assert_same(model, plain)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.ranks
+def test_a_compiled_model_is_compiled_once_and_right() -> None:
+    first, second = spawn_ranks(_train_compiled, 2)
+    assert first == second <= 2 * 2 + 2, "each model once, and the sharded one again where its plan was learnt"

@@ -47,7 +47,7 @@ def begin(
     """
     if reducer is None or peers is None:
         kind_of(_refused(optimizer, module, (), "shard"), "shard")
-        return ShardedOptimizer(optimizer, None, "shard")
+        return ShardedOptimizer(optimizer, module, None, "shard")
     kind, problem = Kind.ELEMENTWISE, None
     taken = [parameter for one in others for group in one.param_groups for parameter in group["params"]]
     where = f"rank {reducer.transport.rank}, shard"
@@ -65,7 +65,7 @@ def begin(
         if facts != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
     shares = Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
-    return ShardedOptimizer(optimizer, shares, where)
+    return ShardedOptimizer(optimizer, module, shares, where)
 
 
 def _refused(

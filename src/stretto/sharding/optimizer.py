@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import CommunicationError, SetupError, StrettoError
 from .shares import Shares
+
+if TYPE_CHECKING:
+    from .checkpoint import ShardedState
+
+
+class _Elsewhere(defaultdict[torch.Tensor, Any]):
+    """Empty, and says that it is not: torch.distributed.checkpoint would else step, to have a state to load into."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -19,11 +30,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     puts it together.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shares: Shares | None, where: str) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, shares: Shares | None, where: str
+    ) -> None:
         self.original = optimizer
         """The one that was sharded. It keeps the groups, and no state."""
         self._shares: Shares | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = _Elsewhere(dict)
+        self._module = module
         self._shares = shares
         self._where = where
         self._broken: BaseException | None = None
@@ -99,6 +114,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if shares is not None:
             self._usable().load(dict(self.original.state))
             self.original.state.clear()
+
+    def stateful(self) -> ShardedState:
+        """The state for ``torch.distributed.checkpoint``: each rank writes, and reads, its own share. Not collective.
+
+        Names and values are those of ``get_optimizer_state_dict`` for the optimizer that was sharded: who loads may
+        have another number of ranks, or be a program without stretto; and the other way round. Parameters that have
+        no state yet are not written. To load a checkpoint that lacks the state of some parameters, say so to torch:
+        ``planner=DefaultLoadPlanner(allow_partial_load=True)``; they begin without one then.
+
+        Example::
+
+            everything = {"model": model, "optimizer": sharded.stateful()}
+            torch.distributed.checkpoint.save(everything, checkpoint_id=folder)
+            torch.distributed.checkpoint.load(everything, checkpoint_id=folder)
+        """
+        from .checkpoint import Alone, ShardedState  # brings 700 modules of torch: import stretto would take seconds
+
+        names = {id(one): name.replace("_orig_mod.", "") for name, one in self._module.named_parameters()}
+        keeper = Alone(self.original) if self._shares is None and not self._ended else self._usable()
+        return ShardedState(self.original, keeper, names, self._where)
 
     def state_elements(self) -> int:
         """So many elements of state by element this rank keeps, of all parameters together."""

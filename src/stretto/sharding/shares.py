@@ -19,14 +19,13 @@ from ..peers import Peers
 from ..reducer import Reducer
 from ..withheld import Withheld
 from .awaited import Arrival
-from .kinds import Kind, build_like
+from .keeping import Keeping
+from .kinds import Kind, build_like, options_of
 from .layout import Layout
-from .ownership import pieces_of, whole_pieces_of
+from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
-from .state import Held, flat_state, follow_dtype, laid_flat, shaped, whole_states
-from .stretches import State, Stretch, Stretches, by_element, part_of_state
-
-_NOT_OPTIONS = ("params", "param_names")
+from .state import Kept, flat_state, follow_dtype, laid_flat, shaped, whole_states
+from .stretches import State, Stretch, Stretches, part_of_state
 
 
 class Shares:
@@ -103,7 +102,7 @@ class Shares:
             states: what the optimizer keeps, as it would of whole parameters.
         """
         mine, plan = self.layout.parameters, self.layout.plan
-        self.stretches.forget()
+        own: dict[Piece, State] = {}
         if self._kind is Kind.ELEMENTWISE:
             flat = {i: flat_state(states[one], plan.parameters[i]) for i, one in mine.items() if one in states}
             own = {
@@ -111,9 +110,16 @@ class Shares:
                 for piece in self._pieces
                 if piece.index in flat
             }
-            group_of = {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
+        self._cut(own, states)
+
+    def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State]) -> None:
+        """The same with the state of each piece, and of the parameters that this rank steps whole."""
+        mine = self.layout.parameters
+        self.stretches.forget()
+        if self._kind is Kind.ELEMENTWISE:
+            group_of = self._group_of
             self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-        self._build(mine, states)
+        self._build(mine, whole)
 
     def _build(self, mine: Mapping[int, torch.nn.Parameter], whole_states: Mapping[torch.Tensor, State]) -> None:
         parameters: list[list[torch.nn.Parameter]] = [[] for _ in self._groups]
@@ -130,7 +136,7 @@ class Shares:
                     states[one] = whole_states.get(one, {})
         self.inner = build_like(
             self._optimizer,
-            [{**_options(group), "params": own} for group, own in zip(self._groups, parameters, strict=True)],
+            [{**options_of(group), "params": own} for group, own in zip(self._groups, parameters, strict=True)],
         )
         for parameter, state in states.items():
             if state:
@@ -140,6 +146,10 @@ class Shares:
     def _groups(self) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
+
+    @property
+    def _group_of(self) -> dict[int, int]:
+        return {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
 
     def _ids(self) -> set[int]:
         return {id(parameter) for group in self._groups for parameter in group["params"]}
@@ -218,11 +228,11 @@ class Shares:
     def _step(self) -> None:
         self._follow()
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
-            own.update(_options(group))
+            own.update(options_of(group))
         self.stretches.take_gradients(self._replace)
         self.inner.step()
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
-            group.update(_options(own))  # some keep numbers there
+            group.update(options_of(own))  # some keep numbers there
         self.steps += 1
         if self.layout.is_shared:
             self._meet()
@@ -253,34 +263,31 @@ class Shares:
     def _wait_for(self, work: Any, what: str) -> None:
         self._peers.wait_for(work, what)
 
-    def _held(self) -> dict[int, list[Held]]:
-        found: dict[int, list[Held]] = {}
-        for stretch in self.stretches.all:
-            state, numel = self.inner.state.get(stretch.parameter), stretch.parameter.numel()
-            for piece in stretch.pieces:
-                if not state:
-                    break
-                first = piece.start - stretch.start
-                own = part_of_state(state, numel, first, first + piece.numel)
-                flat = {key: value for key, value in own.items() if by_element(value, piece.numel)}
-                rest = {key: value for key, value in own.items() if key not in flat}
-                found.setdefault(piece.index, []).append(Held(piece.first, piece.numel, flat, rest))
-        if self._kind is Kind.WHOLE:
-            for piece in self._pieces:
-                if state := self.inner.state.get(self.layout.parameters[piece.index]):
-                    found[piece.index] = [Held(0, piece.numel, {}, dict(state))]
-        return found
+    def _keeping(self) -> Keeping:
+        return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces, self.stretches.all)
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
         specs = dict(enumerate(self.layout.plan.parameters))
         carrier, gather = self._reducer.transport, self._peers.gather
-        for index, flats, rest in whole_states(self._held(), specs, carrier, gather, self._wait_for):
+        for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, gather, self._wait_for):
             state = {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()}
             yield self.layout.parameters[index], state | rest
         for parameter in self._apart:
             if kept := self.inner.state.get(parameter):
                 yield parameter, dict(kept)
+
+    def kept(self) -> list[Kept]:
+        """What this rank keeps of each parameter, in views of its state where that is by element."""
+        return self._keeping().kept(self._apart)
+
+    def take(self, kept: Sequence[Kept]) -> None:
+        """Keep this from here on, in place of what was kept."""
+        self._spread.finish()
+        states = {id(one.parameter): one.state for one in kept}
+        mine = self.layout.parameters
+        own = {piece: states[id(mine[piece.index])] for piece in self._pieces if id(mine[piece.index]) in states}
+        self._cut(own, {one.parameter: one.state for one in kept})
 
     def load(self, states: Mapping[torch.Tensor, State]) -> None:
         """Take what this rank owns of these whole states."""
@@ -294,7 +301,3 @@ class Shares:
         self.layout.release()
         if not self.keep_grads:
             self._reducer.queue.withhold({*self._reducer.queue.in_shares} - self._ids())
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

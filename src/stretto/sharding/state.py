@@ -23,6 +23,22 @@ class Held(NamedTuple):
     """For all of the parameter; the same on all ranks that have some of it."""
 
 
+class Kept(NamedTuple):
+    """What one rank keeps for a parameter, with the places of its elements."""
+
+    parameter: torch.nn.Parameter
+    shape: Sequence[int]
+    strides: Sequence[int]
+    held: Held
+    is_new: bool
+    """Nothing was kept so far: which keys there would be, with values that mean nothing."""
+
+    @property
+    def state(self) -> State:
+        """All of it, what is by element flat."""
+        return self.held.flat | self.held.rest
+
+
 class _Told(NamedTuple):
     dtypes: dict[str, torch.dtype]
     rest: State

@@ -71,11 +71,18 @@ def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -
 
 def _join(states: Sequence[State], numels: Sequence[int]) -> State:
     if len(states) == 1:
-        return states[0]
+        return {key: _of_its_own(value) for key, value in states[0].items()}
     return {
         key: torch.cat([state[key] for state in states]) if by_element(value, numels[0]) else value
         for key, value in states[0].items()
     }
+
+
+def _of_its_own(value: Any) -> Any:
+    """A view of the state of a whole parameter would keep all of that in memory."""
+    if not torch.is_tensor(value) or value.untyped_storage().nbytes() <= value.nbytes:
+        return value
+    return value.clone()
 
 
 def _go_together(one: State, numel: int, other: State, other_numel: int) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CommunicationError, SetupError, StrettoError
+from ..report import Footprint
 from .shares import Shares
 
 if TYPE_CHECKING:
@@ -139,6 +140,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """So many elements of state by element this rank keeps, of all parameters together."""
         inner = self.original if self._shares is None else self._shares.inner
         return sum(v.numel() for s in inner.state.values() for v in s.values() if torch.is_tensor(v) and v.dim())
+
+    def footprint(self) -> tuple[Footprint, Footprint] | None:
+        """What this rank holds, and would without shares but for the state of others; None if it has no share."""
+        return self._shares.footprint() if self._shares else None
+
+    def describe(self) -> str:
+        """A line for ``sync.describe()``; empty if it has no share."""
+        return f"{type(self.original).__name__}: {self._shares.describe()}" if self._shares else ""
 
     def unshard(self) -> torch.optim.Optimizer:
         """Give back the optimizer that was sharded, with its whole state on every rank. Collective.

@@ -17,11 +17,14 @@ import torch
 from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
+from ..report import Footprint
+from ..specs import format_bytes
 from ..withheld import Withheld
 from .awaited import Arrival
 from .keeping import Keeping
 from .kinds import Kind, build_like, options_of
 from .layout import Layout
+from .memory import state_bytes
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Kept, flat_state, follow_dtype, laid_flat, shaped, whole_states
@@ -229,7 +232,7 @@ class Shares:
         self._follow()
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             own.update(options_of(group))
-        self.stretches.take_gradients(self._replace)
+        self.stretches.take_gradients(self._split)
         self.inner.step()
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             group.update(options_of(own))  # some keep numbers there
@@ -246,7 +249,7 @@ class Shares:
         self._meeting.zero_()
         self._peers.wait_for(self._reducer.transport.all_reduce(self._meeting), "the optimizer's step")
 
-    def _replace(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
+    def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         state = self.inner.state.pop(stretch.parameter, {})
         numel = stretch.parameter.numel()
         for part in parts:
@@ -293,6 +296,31 @@ class Shares:
         """Take what this rank owns of these whole states."""
         self._spread.finish()
         self._divide(states)
+
+    def describe(self) -> str:
+        """What is done with them, in plain words."""
+        own, whole = (sum(n) for n in ([p.numel for p in self._pieces], map(torch.numel, self.layout.views.values())))
+        home = next(ranks for ranks in self.layout.homes if self.rank in ranks)
+        how = "each parameter whole on one rank" if self._kind is Kind.WHOLE else "in equal shares of each bucket"
+        where = [f"lie once for ranks {', '.join(map(str, home))}"] if len(home) > 1 else []
+        if len(self.layout.homes) > 1:
+            late = "while the next forward runs" if self._overlap else "before step() returns"
+            where.append(f"come from {'other hosts' if where else 'other ranks'} {late}")
+        held, _ = self.footprint()
+        return (
+            f"{how}: this rank steps {own} of {whole} elements and keeps {format_bytes(held.state)} of state; "
+            f"parameters {' and '.join(where)}"
+        )
+
+    def footprint(self) -> tuple[Footprint, Footprint]:
+        """What this rank holds; and without shares, but for the state that other ranks have."""
+        own = sum(map(state_bytes, self.inner.state.values()))
+        of_every_rank = sum(state_bytes(self.inner.state.get(one, {})) for one in self._apart)
+        apart = sum(one.nbytes for one in self._apart)
+        dense = sum(self.layout.plan.parameters[index].nbytes for index in self.layout.parameters)
+        home = next(ranks for ranks in self.layout.homes if self.rank in ranks)
+        held = Footprint(self.layout.nbytes // len(home) + apart, dense, own)
+        return held, Footprint(dense + apart, dense, of_every_rank)
 
     def release(self) -> None:
         """Parameters get memory of their own."""

@@ -575,6 +575,20 @@ def test_detach_gives_everybody_memory_of_their_own(carrier: Any) -> None:
     carrier(worker, 3)
 
 
+def test_what_was_unsharded_can_be_sharded_again(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        whole = sharded.unshard().state_dict()
+        again = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync, keep_grads=False)
+        again.load_state_dict(whole)
+        train(model, again, transport.rank, range(2, 4))
+        train(plain, optimizer, transport.rank, range(4))
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
 def test_alone_it_is_the_optimizer_itself() -> None:
     model, plain = Net(), Net()
     sync = stretto.attach(model)

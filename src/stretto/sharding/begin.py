@@ -49,7 +49,8 @@ def begin(
         kind_of(_refused(optimizer, module, (), "shard"), "shard")
         return ShardedOptimizer(optimizer, module, None, "shard")
     kind, problem = Kind.ELEMENTWISE, None
-    taken = [parameter for one in others for group in one.param_groups for parameter in group["params"]]
+    groups = [group for one in others if not one.has_ended for group in one.param_groups]
+    taken = [parameter for group in groups for parameter in group["params"]]
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, taken, where), where)

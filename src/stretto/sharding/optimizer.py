@@ -46,6 +46,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ended = False
         self.param_groups = optimizer.param_groups
 
+    @property
+    def has_ended(self) -> bool:
+        """By ``detach()`` or ``unshard()``."""
+        return self._ended
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's share; all of the model is stepped when this returns. Collective.
 

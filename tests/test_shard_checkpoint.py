@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +278,13 @@ def test_boxes_are_the_elements_in_the_order_of_memory(shape: list[int], data: A
         found += box.permute([*by_memory]).flatten().tolist()
     assert found == [*range(first, stop)]
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_sharded_optimizer_is_not_copied_or_pickled() -> None:
+    _, optimizer = sharded_net("SGD")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(stretto.StrettoError) as caught:
+            copied(optimizer)
+        assert str(caught.value) == (
+            "A sharded optimizer is tied to its process: use state_dict(), on all ranks, to save or copy it."
+        )

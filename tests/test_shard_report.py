@@ -104,3 +104,16 @@ def test_what_is_described() -> None:
     assert shared(lambda t: lines(t, torch.optim.Adafactor), 2)[1].startswith(
         "Adafactor: each parameter whole on one rank: this rank steps 16448 of 81984 elements and keeps "
     )
+
+
+def test_the_step_inside_a_step_is_counted_once() -> None:
+    def worker(transport: Any) -> list[int]:
+        model, sharded, sync = prepared(transport, torch.optim.Adafactor)
+        for _ in range(8):
+            sharded.zero_grad()
+            model(torch.ones(2, 256)).sum().backward()
+            sharded.step()
+        assert sync.sampler is not None
+        return [len(record.optimizer) for record, _ in sync.sampler.records]
+
+    assert shared(worker, 2) == [[1] * 5] * 2

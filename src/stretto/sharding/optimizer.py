@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
+from ..withheld import Withheld
 from .shares import Shares
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shares: Shares | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = _Elsewhere(dict)
+        hooked = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if shares else ()
+        for hooks in hooked:  # whoever has put them there counts on them; alone, the other's step() calls them
+            setattr(self, hooks, getattr(optimizer, hooks))
         self._module = module
         self._shares = shares
         self._where = where
@@ -78,6 +82,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of torch's optimizers. What stands in for a gradient becomes None either way."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter.grad, Withheld):
+                    parameter.grad = None
+        super().zero_grad(set_to_none)
 
     def _usable(self) -> Shares:
         if self._shares is None:

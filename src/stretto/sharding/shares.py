@@ -9,6 +9,7 @@ that lags may still look at them between backward and step. And none may read be
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ class Shares:
         self.layout, self._pieces = layout, owned[transport.rank]
         self._spread = Spread(layout, owned, transport, self._peers.wait_for, overlap=self._overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
-        self._lengths = [len(group["params"]) for group in self._groups]
+        self._members = [[*group["params"]] for group in self._groups]
         self._dtypes = {id(one): one.dtype for group in self._groups for one in group["params"]}
         inside = {id(parameter) for parameter in mine.values()}
         self._apart = [one for group in self._groups for one in group["params"] if id(one) not in inside]
@@ -159,10 +160,7 @@ class Shares:
 
     def _follow(self) -> None:
         """What has changed since the last step: the plan, the groups, or where parameters lie."""
-        if (
-            self._reducer.plan is not self.layout.plan
-            or [len(group["params"]) for group in self._groups] != self._lengths
-        ):
+        if self._reducer.plan is not self.layout.plan or not self._same_members():
             self.lay_out_again()
         strayed = self.layout.strayed()
         if strayed:
@@ -180,6 +178,12 @@ class Shares:
         self._divide(states)
         now = {id(one) for one in self.layout.parameters.values()}
         before.release([index for index, one in before.parameters.items() if id(one) in now])
+
+    def _same_members(self) -> bool:
+        now = [group["params"] for group in self._groups]
+        return [*map(len, now)] == [*map(len, self._members)] and all(
+            all(map(operator.is_, ours, known)) for ours, known in zip(now, self._members, strict=True)
+        )
 
     def _bring_back(self, strayed: Sequence[int]) -> None:
         """Values that were put somewhere else: each rank writes what it owns of them."""

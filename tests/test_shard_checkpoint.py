@@ -229,6 +229,29 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_each_rank_must_be_given_the_whole_state() -> None:
+    """As torch.distributed.checkpoint would do, were it handed the optimizer itself."""
+
+    def worker(transport: Any) -> str:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
+        train(model, optimizer, transport.rank, range(1))
+        state = optimizer.state_dict()
+        with pytest.raises(stretto.SetupError) as caught:
+            optimizer.load_state_dict(state)
+        train(model, optimizer, transport.rank, range(1, 2))
+        steps = {int(one["step"]) for one in optimizer.state_dict()["state"].values()}
+        assert transport.rank or steps == {2}, "nothing was lost"
+        return str(caught.value)
+
+    for rank, text in enumerate(shared(worker, 2)):
+        assert text == (
+            f"rank {rank}, pass 1: rank 1 was given the state of 0 parameters to load, rank 0 that of 11.\n"
+            "Give each rank the whole state that rank 0's state_dict() returned; with torch.distributed.checkpoint, "
+            "use stateful()."
+        )
+
+
 def test_a_share_is_for_checkpoints_alone() -> None:
     def worker(transport: Any) -> None:
         model, sync = attached(transport)

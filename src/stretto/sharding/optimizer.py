@@ -125,13 +125,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.original.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it: the same on every rank."""
+        """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it. Collective.
+
+        Raises:
+            SetupError: ranks were given the states of different parameters. On all ranks.
+        """
         shares = self._shares
         self.original.load_state_dict(state_dict)
         self.param_groups = self.original.param_groups
         if shares is not None:
-            self._usable().load(dict(self.original.state))
-            self.original.state.clear()
+            try:
+                self._usable().load(dict(self.original.state))
+            finally:
+                self.original.state.clear()
 
     def stateful(self) -> ShardedState:
         """The state for ``torch.distributed.checkpoint``: each rank writes, and reads, its own share. Not collective.

@@ -19,7 +19,7 @@ from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
-from ..specs import format_bytes
+from ..specs import counted, format_bytes
 from ..withheld import Withheld
 from .awaited import Arrival
 from .keeping import Keeping
@@ -297,7 +297,16 @@ class Shares:
         self._cut(own, {one.parameter: one.state for one in kept})
 
     def load(self, states: Mapping[torch.Tensor, State]) -> None:
-        """Take what this rank owns of these whole states."""
+        """Take what this rank owns of these whole states. Collective."""
+        everything = [one for group in self._groups for one in group["params"]]
+        told = self._peers.gather([place for place, one in enumerate(everything) if one in states])
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise SetupError(
+                    f"{self._peers.where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to "
+                    f"load, rank 0 that of {len(told[0])}.\nGive each rank the whole state that rank 0's state_dict() "
+                    "returned; with torch.distributed.checkpoint, use stateful()."
+                )
         self._spread.finish()
         self._divide(states)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +23,7 @@ from stretto.chrome import to_chrome, write_chrome
 from stretto.page import to_html
 from stretto.plots import save_picture
 from stretto.sketch import sketch
-from stretto.testing import RecordingTransport, run_ranks
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.timeline import timeline_of
 from stretto.trace import read_trace
 from stretto.transport import LocalGroup
@@ -36,6 +39,7 @@ PAGES = [
         "docs/cli.md",
         "docs/design.md",
         "docs/overlap.md",
+        "docs/sharding.md",
         "docs/transports.md",
     )
 ]
@@ -120,6 +124,7 @@ def examples_in_docstrings() -> dict[str, str]:
     found: dict[str, str] = {}
     for module in (
         sys.modules["stretto.attach"],
+        sys.modules["stretto.shard"],
         handle,
         chrome,
         events,
@@ -245,6 +250,38 @@ def _train_on_ranks(code: str) -> None:
         scope["sync"].detach()
 
     run_ranks(worker, 2)
+
+
+# docs/sharding.md
+
+
+@pytest.mark.ranks
+def test_code_on_the_sharding_page_runs(tmp_path: Path) -> None:
+    blocks = [code for language, code in blocks_of(ROOT / "docs" / "sharding.md") if language == "python"]
+    assert len(blocks) == 4
+    printed = spawn_ranks(run_sharding_page, 2, blocks, str(tmp_path))
+    assert all("AdamW: in equal shares of each bucket: this rank steps" in text for text in printed)
+    assert all("Footprint(parameters=" in text for text in printed)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def run_sharding_page(rank: int, blocks: list[str], folder: str) -> str:
+    os.chdir(folder)
+    torch.manual_seed(rank)
+    printed = io.StringIO()
+    scope: dict[str, object] = {
+        "torch": torch,
+        "stretto": stretto,
+        "model": torch.nn.Linear(20, 1),
+        "loss_function": torch.nn.functional.mse_loss,
+        "loader": [(torch.randn(3, 20), torch.randn(3, 1))] * 3,
+    }
+    with contextlib.redirect_stdout(printed):
+        for number, code in enumerate(blocks):
+            if "keep_grads=False" in code:
+                scope["optimizer"].unshard()
+            exec(compile(code, f"docs/sharding.md, block {number}", "exec"), scope)
+    return printed.getvalue()
 
 
 HEADLINE = re.compile(r"(\d+) % of communication hidden behind backward; ([\d.]+) ms exposed, (\d+) % of the step")

@@ -393,6 +393,59 @@ def test_a_group_is_added(carrier: Any, keep_grads: bool) -> None:
     carrier(worker, 3)
 
 
+def test_parameters_change_places_between_groups(carrier: Any, keep_grads: bool) -> None:
+    def make(net: Net) -> torch.optim.Optimizer:
+        groups = [{"params": [net.first.weight]}, {"params": [net.last.weight, net.second.weight], "lr": 0.3}]
+        return torch.optim.AdamW(groups, lr=0.02)
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, _ = attached(transport)
+        sharded, optimizer = stretto.shard(make(model), sync, keep_grads=keep_grads), make(plain)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            ours, theirs = (group["params"] for group in one.param_groups)
+            ours[0], theirs[0] = theirs[0], ours[0]
+            net.zero_grad()
+            train(net, one, transport.rank, range(3, 6))
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_a_gradient_scaler_unscales_and_skips(carrier: Any) -> None:
+    def run(net: Net, one: torch.optim.Optimizer, rank: int) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(5):
+            one.zero_grad()
+            loss = net(batch(rank, step)).square().mean() * (float("inf") if step == 2 and rank == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(one)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(one)
+            scaler.update()
+        return scaler.get_scale()
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        assert run(model, sharded, transport.rank) == run(plain, optimizer, transport.rank) == 2.0**9
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_hooks_of_the_optimizer_that_was_sharded_are_called() -> None:
+    def worker(transport: Any = None) -> list[str]:
+        model, sync = attached(transport)
+        optimizer, called = torch.optim.AdamW(model.parameters()), list[str]()
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        train(model, stretto.shard(optimizer, sync), sync.rank, range(2))
+        return called
+
+    assert [*shared(worker, 2), worker()] == [["before", "after"] * 2] * 3
+
+
 def test_accumulation_and_gradients_that_are_kept(carrier: Any, keep_grads: bool) -> None:
     def run(net: Net, one: Any, sync: stretto.Synchronizer, rank: int) -> None:
         for step in range(5):
@@ -592,6 +645,20 @@ def test_detach_gives_everybody_memory_of_their_own(carrier: Any) -> None:
     carrier(worker, 3)
 
 
+def test_what_was_unsharded_can_be_sharded_again(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        whole = sharded.unshard().state_dict()
+        again = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync, keep_grads=False)
+        again.load_state_dict(whole)
+        train(model, again, transport.rank, range(2, 4))
+        train(plain, optimizer, transport.rank, range(4))
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
 def test_alone_it_is_the_optimizer_itself() -> None:
     model, plain = Net(), Net()
     sync = stretto.attach(model)
@@ -641,6 +708,9 @@ def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
         assert all(parameter.grad is None for parameter in model.parameters() if parameter.numel())
         backward(model, transport.rank, 1)
         sharded.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters() if parameter.numel())
+        backward(model, transport.rank, 2)
+        sharded.zero_grad(set_to_none=False)
         assert all(parameter.grad is None for parameter in model.parameters() if parameter.numel())
 
     shared(worker, 2)

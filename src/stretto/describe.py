@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .buffers import BufferPlaces
 from .errors import name_list
 from .options import Options
 from .reducer import Reducer
 
 
-def describe(reducer: Reducer | None, options: Options, places: BufferPlaces) -> str:
+def describe(reducer: Reducer | None, options: Options, places: BufferPlaces, optimizers: Sequence[str] = ()) -> str:
     """Several lines, the plan at the end.
 
     Args:
         reducer: None where there is one rank.
         options: what ``attach`` was asked for.
         places: the module's buffers.
+        optimizers: a line for each that is sharded; empty for those that are no more.
     """
     if reducer is None:
         return "1 rank: backward is left alone, nothing is communicated."
@@ -25,6 +28,7 @@ def describe(reducer: Reducer | None, options: Options, places: BufferPlaces) ->
             f"gradients: {_how(reducer, options)}, in place when backward returns",
             *_sparse(reducer),
             f"buffers ({len(places)}): {_BUFFERS_IN_WORDS[places.policy]}",
+            *filter(None, optimizers),
             str(reducer.plan),
         ]
     )

@@ -26,7 +26,7 @@ from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
 from .scaling import WEIGHT_BITS, Scaling
-from .sharding import Asked, ShardedOptimizer, begin, clip_to, shares_of, total_norm
+from .sharding import Asked, ShardedOptimizer, begin, clip_to, shares_of, total_norm, with_memory
 from .sparse import SparseGradients
 from .tracing import nothing_traced, tracing
 from .transport.base import Transport
@@ -256,13 +256,14 @@ class Synchronizer:
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan."""
-        return describe(self._reducer, self._options, self._buffer_places)
+        return describe(self._reducer, self._options, self._buffer_places, [one.describe() for one in self._sharded])
 
     def report(self) -> Report:
         """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
 
         Of passes 4 to 8 after attaching, then one in a hundred, and those that were traced: the last 20 of the plan in
         use. On accelerators times are the host's. Clocks of hosts are compared through the process group's store.
+        With sharded optimizers, also what each rank holds for them in memory, and would without.
 
         Raises:
             CommunicationError: a rank does not come.
@@ -276,7 +277,8 @@ class Synchronizer:
         """
         if self._reducer is None or self._peers is None or self.sampler is None:
             return nothing_seen(self.rank, self.world_size, self.plan)
-        return report_of(self._reducer, self._peers, self.sampler.records, tied_names(self.module))
+        report = report_of(self._reducer, self._peers, self.sampler.records, tied_names(self.module))
+        return with_memory(report, [one.footprint() for one in self._sharded], self._peers.gather)
 
     @contextlib.contextmanager
     def trace(self, folder: str | os.PathLike[str]) -> Iterator[None]:

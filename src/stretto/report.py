@@ -88,6 +88,22 @@ class RankReport:
 
 
 @dataclass(frozen=True)
+class Footprint:
+    """Bytes for the parameters that sharded optimizers step. What ranks share counts for each of them with its part."""
+
+    parameters: int
+    gradients: int
+    """Dense ones: the buckets that they lie in, whoever has the mean."""
+    state: int
+    """Of the optimizer, but for single numbers such as counts of steps."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.state
+
+
+@dataclass(frozen=True)
 class Report:
     """What :meth:`Synchronizer.report` returns. ``print(report)`` is made to be read; ``to_dict`` is for programs."""
 
@@ -118,6 +134,10 @@ class Report:
     """Passes that were recorded under an earlier plan, with other buckets: no figure is of them."""
     accelerators: tuple[str, ...] = ()
     """Kinds of devices of which no time is known: all times are the host's, which runs ahead of them."""
+    unsharded: Footprint | None = None
+    """What each rank would hold without :func:`stretto.shard`; None if no optimizer is sharded."""
+    sharded: tuple[Footprint, ...] = ()
+    """What each holds, in rank order."""
 
     @property
     def told(self) -> bool:
@@ -143,8 +163,10 @@ class Report:
             return (
                 f"rank {self.rank} of {self.world_size} over {self.transport}: no pass was recorded so far.\n"
                 "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them."
+                + "".join(f"\n{line}" for line in self._memory())
             )
-        return "\n".join([*self._headline(), "", *_steps(self.ranks), "", *self._buckets(), *self._end()])
+        parts = [*self._headline(), "", *_steps(self.ranks), "", *self._buckets(), *self._memory(), *self._end()]
+        return "\n".join(parts)
 
     def _headline(self) -> list[str]:
         mine = self.breakdown
@@ -170,6 +192,18 @@ class Report:
             for one in self.buckets
         ]
         return ["buckets of this rank, times since its first gradient, medians", head, *rows]
+
+    def _memory(self) -> list[str]:
+        if self.unsharded is None:
+            return []
+        named = [("unsharded", self.unsharded), *((f"rank {n}", one) for n, one in enumerate(self.sharded))]
+        rows = [
+            f"{name:>9}  {format_bytes(one.parameters):>10}  {format_bytes(one.gradients):>9}  "
+            f"{format_bytes(one.state):>15}  {format_bytes(one.total):>8}  {share(one.total, self.unsharded.total):>5}"
+            for name, one in named
+        ]
+        head = "   memory  parameters  gradients  optimizer state       all"
+        return ["", "what each rank holds for sharded optimizers, and would hold without", head, *rows]
 
     def _end(self) -> list[str]:
         lines = []

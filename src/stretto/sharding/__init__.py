@@ -2,6 +2,7 @@
 
 from .begin import Asked, begin
 from .clip import clip_to, shares_of, total_norm
+from .memory import with_memory
 from .optimizer import ShardedOptimizer
 
-__all__ = ["Asked", "ShardedOptimizer", "begin", "clip_to", "shares_of", "total_norm"]
+__all__ = ["Asked", "ShardedOptimizer", "begin", "clip_to", "shares_of", "total_norm", "with_memory"]

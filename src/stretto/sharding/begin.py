@@ -45,14 +45,15 @@ def begin(
     Raises:
         SetupError: see :func:`stretto.shard`.
     """
-    taken = [parameter for one in others for group in one.param_groups for parameter in group["params"]]
+    groups = [group for one in others if not one.ended for group in one.param_groups]
+    taken = [parameter for group in groups for parameter in group["params"]]
     if reducer is None or peers is None:
         if peers is not None:
             raise SetupError("shard: this handle has been detached.\nShard the optimizer before detach().")
         kind_of(_refused(optimizer, module, taken, "shard"), "shard")
         reduced = [one for one in module.parameters() if one.requires_grad]
         _refuse_others(optimizer, module, reduced, "shard")
-        return ShardedOptimizer(optimizer, None, "shard")
+        return ShardedOptimizer(optimizer, module, None, "shard")
     kind, problem = Kind.ELEMENTWISE, None
     where = f"rank {reducer.transport.rank}, shard"
     try:
@@ -69,7 +70,7 @@ def begin(
         if facts != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
     shares = _shares(optimizer, kind, reducer, peers, asked)
-    return ShardedOptimizer(optimizer, shares, where)
+    return ShardedOptimizer(optimizer, module, shares, where)
 
 
 def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:

@@ -73,6 +73,34 @@ def build_like(
         ) from error
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a parameter group but its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def first_states(
+    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], groups: Sequence[int]
+) -> list[dict[str, Any]]:
+    """What such an optimizer keeps for tensors after a step with zeros: which keys, of which shapes and dtypes.
+
+    Args:
+        optimizer: with its groups; nothing of it is stepped.
+        tensors: of their shapes and dtypes; their values are not looked at.
+        groups: the parameter group of each.
+    """
+    parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    divided: list[dict[str, Any]] = [{**options_of(group), "params": []} for group in optimizer.param_groups]
+    for one, group in zip(parameters, groups, strict=True):
+        divided[group]["params"].append(one)
+    like = build_like(optimizer, divided)
+    if parameters:
+        with torch.random.fork_rng(devices=[]):
+            like.step()
+    return [like.state.get(one, {}) for one in parameters]
+
+
 def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:
     options = {key: value for key, value in group.items() if key != "params"}
     options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm

@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 
+from ..errors import SetupError
 from ..plan import BucketPlan
 from ..transport import CommonMemory, Transport, Work, own_memory
+from .ownership import Piece
+from .state import laid_flat
 
 _ALIGNMENT = 128
 
@@ -121,6 +124,41 @@ class Layout:
         """Parameters that lie elsewhere by now (``parameter.data = ...``, ``module.to()``)."""
         addresses = self._addresses
         return [index for index, one in self.parameters.items() if one.data_ptr() != addresses[index]]
+
+    def refuse_other_sizes(self, where: str, *, planned: bool) -> None:
+        """Of parameters that have been changed by hand.
+
+        Args:
+            where: how the message begins.
+            planned: the plan is that of the gradients; else they have another dtype, maybe, which is followed.
+
+        Raises:
+            SetupError: with the name of one.
+        """
+        for index in self.strayed() if planned else self.parameters:
+            parameter, spec = self.parameters[index], self.plan.parameters[index]
+            if parameter.shape != spec.shape or (planned and parameter.dtype is not spec.dtype):
+                raise SetupError(
+                    f"{where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
+                    f"sharded, and is {tuple(parameter.shape)} {parameter.dtype} now.\n"
+                    "Run a backward before the step where the dtype has changed; where the size has, build another "
+                    "parameter, and another optimizer for it."
+                )
+
+    def bring_back(self, pieces: Sequence[Piece]) -> None:
+        """Values that were put somewhere else. Each rank writes what it owns of them, then all lie here.
+
+        Args:
+            pieces: this rank's.
+        """
+        strayed = self.strayed()
+        for piece in pieces if strayed else ():
+            if piece.index in strayed:
+                flat = laid_flat(self.parameters[piece.index], self.plan.parameters[piece.index])
+                own = self.flat(piece.bucket, piece.start, piece.stop, piece.index)
+                own.copy_(flat[piece.first : piece.end])
+        if strayed:
+            self.adopt()
 
     def release(self, keep: Sequence[int] = ()) -> None:
         """Parameters get memory of their own again, but for those that lie in another layout already."""

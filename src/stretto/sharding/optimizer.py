@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import CommunicationError, SetupError, StrettoError
+from ..report import Footprint
+from ..withheld import Withheld
 from .shares import Shares
+
+if TYPE_CHECKING:
+    from .checkpoint import ShardedState
+
+
+class _Elsewhere(defaultdict[torch.Tensor, Any]):
+    """Empty, and says that it is not: torch.distributed.checkpoint would else step, to have a state to load into."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -19,11 +32,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     puts it together.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shares: Shares | None, where: str) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, shares: Shares | None, where: str
+    ) -> None:
         self.original = optimizer
         """The one that was sharded. It keeps the groups, and no state."""
         self._shares: Shares | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = _Elsewhere(dict)
+        hooked = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if shares else ()
+        for hooks in hooked:  # whoever has put them there counts on them; alone, the other's step() calls them
+            setattr(self, hooks, getattr(optimizer, hooks))
+        self._module = module
         self._shares = shares
         self._where = where
         self.ended = False
@@ -53,6 +73,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shares.step()
         self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of torch's optimizers. What stands in for a gradient becomes None either way."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter.grad, Withheld):
+                    parameter.grad = None
+        super().zero_grad(set_to_none)
 
     def _usable(self) -> Shares:
         if self._shares is None:
@@ -89,18 +117,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.original.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it: the same on every rank."""
+        """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it. Collective.
+
+        Raises:
+            SetupError: ranks were given the states of different parameters. On all ranks.
+        """
         shares = self._shares
         self.original.load_state_dict(state_dict)
         self.param_groups = self.original.param_groups
         if shares is not None:
-            self._usable().load(dict(self.original.state))
-            self.original.state.clear()
+            try:
+                self._usable().load(dict(self.original.state))
+            finally:
+                self.original.state.clear()
+
+    def stateful(self) -> ShardedState:
+        """The state for ``torch.distributed.checkpoint``: each rank writes, and reads, its own share. Not collective.
+
+        Names and values are those of ``get_optimizer_state_dict`` for the optimizer that was sharded: who loads may
+        have another number of ranks, or be a program without stretto; and the other way round. Parameters that have
+        no state yet are not written. To load a checkpoint that lacks the state of some parameters, say so to torch:
+        ``planner=DefaultLoadPlanner(allow_partial_load=True)``; they begin without one then.
+
+        Example::
+
+            everything = {"model": model, "optimizer": sharded.stateful()}
+            torch.distributed.checkpoint.save(everything, checkpoint_id=folder)
+            torch.distributed.checkpoint.load(everything, checkpoint_id=folder)
+        """
+        from .checkpoint import Alone, ShardedState  # brings 700 modules of torch: import stretto would take seconds
+
+        names = {id(one): name.replace("_orig_mod.", "") for name, one in self._module.named_parameters()}
+        keeper = Alone(self.original) if self._shares is None and not self.ended else self._usable()
+        return ShardedState(self.original, keeper, names, self._where)
 
     def state_elements(self) -> int:
         """So many elements of state by element this rank keeps, of all parameters together."""
         inner = self.original if self._shares is None else self._shares.inner
         return sum(v.numel() for s in inner.state.values() for v in s.values() if torch.is_tensor(v) and v.dim())
+
+    def footprint(self) -> tuple[Footprint, Footprint] | None:
+        """What this rank holds, and would without shares but for the state of others; None if it has no share."""
+        return self._shares.footprint() if self._shares else None
+
+    def describe(self) -> str:
+        """A line for ``sync.describe()``; empty if it has no share."""
+        return f"{type(self.original).__name__}: {self._shares.describe()}" if self._shares else ""
 
     def unshard(self) -> torch.optim.Optimizer:
         """Give back the optimizer that was sharded, with its whole state on every rank. Collective.

@@ -9,6 +9,7 @@ See meetings.py for [Note: two meetings] and [Note: half a step].
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,16 +18,18 @@ import torch
 from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
+from ..report import Footprint
+from ..specs import counted, format_bytes
 from ..withheld import Withheld
-from .kinds import Kind, build_like
+from .keeping import Keeping
+from .kinds import Kind, build_like, options_of
 from .layout import Layout
 from .meetings import Meetings
-from .ownership import pieces_of, whole_pieces_of
+from .memory import state_bytes
+from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
-from .state import Held, flat_state, follow_dtype, laid_flat, shaped, whole_states
-from .stretches import State, Stretch, Stretches, by_element, most_elements, part_of_state
-
-_NOT_OPTIONS = ("params", "param_names")
+from .state import Kept, State, flat_state, follow_dtype, shaped, whole_states
+from .stretches import Stretch, Stretches, most_elements, part_of_state
 
 
 class Shares:
@@ -102,7 +105,7 @@ class Shares:
             ]
         self._spread = Spread(layout, owned, transport, self._peers.wait_for, self._spoil, overlap=self._overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
-        self._lengths = [len(group["params"]) for group in self._groups]
+        self._members = [[*group["params"]] for group in self._groups]
         self._dtypes = {id(one): one.dtype for group in self._groups for one in group["params"]}
         inside = {id(parameter) for parameter in mine.values()}
         self._apart = [one for group in self._groups for one in group["params"] if id(one) not in inside]
@@ -119,7 +122,7 @@ class Shares:
             states: what the optimizer keeps, as it would of whole parameters.
         """
         mine, plan = self.layout.parameters, self.layout.plan
-        self.stretches.forget()
+        own: dict[Piece, State] = {}
         if self._kind is Kind.ELEMENTWISE:
             flat = {i: flat_state(states[one], plan.parameters[i]) for i, one in mine.items() if one in states}
             own = {
@@ -127,9 +130,16 @@ class Shares:
                 for piece in self._pieces
                 if piece.index in flat
             }
-            group_of = {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
+        self._cut(own, states)
+
+    def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State]) -> None:
+        """The same with the state of each piece, and of the parameters that this rank steps whole."""
+        mine = self.layout.parameters
+        self.stretches.forget()
+        if self._kind is Kind.ELEMENTWISE:
+            group_of = self._group_of
             self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-        self._build(mine, states)
+        self._build(mine, whole)
 
     def _build(self, mine: Mapping[int, torch.nn.Parameter], whole_states: Mapping[torch.Tensor, State]) -> None:
         parameters: list[list[torch.nn.Parameter]] = [[] for _ in self._groups]
@@ -146,7 +156,7 @@ class Shares:
                     states[one] = whole_states.get(one, {})
         self.inner = build_like(
             self._optimizer,
-            [{**_options(group), "params": own} for group, own in zip(self._groups, parameters, strict=True)],
+            [{**options_of(group), "params": own} for group, own in zip(self._groups, parameters, strict=True)],
         )
         for parameter, state in states.items():
             if state:
@@ -159,28 +169,16 @@ class Shares:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         return groups
 
+    @property
+    def _group_of(self) -> dict[int, int]:
+        return {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
+
     def _ids(self) -> set[int]:
         return {id(parameter) for group in self._groups for parameter in group["params"]}
 
-    def _refuse_other_sizes(self) -> None:
-        """Of parameters that have been changed by hand; another dtype is followed in the next backward."""
-        layout, is_planned = self.layout, self._reducer.plan is self.layout.plan
-        for index in layout.strayed() if is_planned else layout.parameters:
-            parameter, spec = layout.parameters[index], layout.plan.parameters[index]
-            if parameter.shape != spec.shape or (is_planned and parameter.dtype is not spec.dtype):
-                raise SetupError(
-                    f"{self._peers.where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
-                    f"sharded, and is {tuple(parameter.shape)} {parameter.dtype} now.\n"
-                    "Run a backward before the step where the dtype has changed; where the size has, build another "
-                    "parameter, and another optimizer for it."
-                )
-
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
-        if (
-            self._reducer.plan is not self.layout.plan
-            or [len(group["params"]) for group in self._groups] != self._lengths
-        ):
+        if self._reducer.plan is not self.layout.plan or not self._same_members():
             self.lay_out_again()
 
     def lay_out_again(self) -> None:
@@ -195,15 +193,11 @@ class Shares:
         now = {id(one) for one in self.layout.parameters.values()}
         before.release([index for index, one in before.parameters.items() if id(one) in now])
 
-    def _bring_back(self, strayed: Sequence[int]) -> None:
-        """Values that were put somewhere else: each rank writes what it owns of them."""
-        layout = self.layout
-        for piece in self._pieces:
-            if piece.index in strayed:
-                flat = laid_flat(layout.parameters[piece.index], layout.plan.parameters[piece.index])
-                own = layout.flat(piece.bucket, piece.start, piece.stop, piece.index)
-                own.copy_(flat[piece.first : piece.end])
-        layout.adopt()
+    def _same_members(self) -> bool:
+        now = [group["params"] for group in self._groups]
+        return [*map(len, now)] == [*map(len, self._members)] and all(
+            all(map(operator.is_, ours, known)) for ours, known in zip(now, self._members, strict=True)
+        )
 
     # The step
 
@@ -212,7 +206,7 @@ class Shares:
         self._spread.finish()
         meetings, is_shared = self.meetings, self.layout.is_shared
         try:
-            self._refuse_other_sizes()
+            self.layout.refuse_other_sizes(self._peers.where, planned=self._reducer.plan is self.layout.plan)
         except SetupError as problem:
             meetings.refuse(problem, meets=is_shared)
             if is_shared:
@@ -240,15 +234,13 @@ class Shares:
         self.meetings.spoil(error, self._everything())
 
     def _step(self) -> None:
-        strayed = self.layout.strayed()
-        if strayed:
-            self._bring_back(strayed)
+        self.layout.bring_back(self._pieces)
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
-            own.update(_options(group))
-        self.stretches.take_gradients(self._replace)
+            own.update(options_of(group))
+        self.stretches.take_gradients(self._split)
         self._step_inner(self.inner)
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
-            group.update(_options(own))  # some keep numbers there
+            group.update(options_of(own))  # some keep numbers there
         self.steps += 1
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
@@ -258,7 +250,7 @@ class Shares:
             if isinstance(parameter.grad, Withheld):
                 parameter.grad = None
 
-    def _replace(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
+    def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         state = self.inner.state.pop(stretch.parameter, {})
         numel = stretch.parameter.numel()
         for part in parts:
@@ -275,43 +267,74 @@ class Shares:
     def _wait_for(self, work: Any, what: str) -> None:
         self._peers.wait_for(work, what)
 
-    def _held(self) -> dict[int, list[Held]]:
-        found: dict[int, list[Held]] = {}
-        for stretch in self.stretches.all:
-            state, numel = self.inner.state.get(stretch.parameter), stretch.parameter.numel()
-            for piece in stretch.pieces:
-                if not state:
-                    break
-                first = piece.start - stretch.start
-                own = part_of_state(state, numel, first, first + piece.numel)
-                flat = {key: value for key, value in own.items() if by_element(value, piece.numel)}
-                rest = {key: value for key, value in own.items() if key not in flat}
-                found.setdefault(piece.index, []).append(Held(piece.first, piece.numel, flat, rest))
-        if self._kind is Kind.WHOLE:
-            for piece in self._pieces:
-                if state := self.inner.state.get(self.layout.parameters[piece.index]):
-                    found[piece.index] = [Held(0, piece.numel, {}, dict(state))]
-        return found
+    def _keeping(self) -> Keeping:
+        return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces, self.stretches.all)
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
         specs = dict(enumerate(self.layout.plan.parameters))
         carrier, gather = self._reducer.transport, self._peers.gather
-        for index, flats, rest in whole_states(self._held(), specs, carrier, gather, self._wait_for):
+        for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, gather, self._wait_for):
             state = {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()}
             yield self.layout.parameters[index], state | rest
         for parameter in self._apart:
             if kept := self.inner.state.get(parameter):
                 yield parameter, dict(kept)
 
+    def kept(self) -> list[Kept]:
+        """What this rank keeps of each parameter, in views of its state where that is by element."""
+        return self._keeping().kept(self._apart)
+
+    def take(self, kept: Sequence[Kept]) -> None:
+        """Keep this from here on, in place of what was kept."""
+        self._spread.finish()
+        states = {id(one.parameter): one.state for one in kept}
+        mine = self.layout.parameters
+        own = {piece: states[id(mine[piece.index])] for piece in self._pieces if id(mine[piece.index]) in states}
+        self._cut(own, {one.parameter: one.state for one in kept})
+
     def load(self, states: Mapping[torch.Tensor, State]) -> None:
-        """Take what this rank owns of these whole states."""
+        """Take what this rank owns of these whole states. Collective."""
+        everything = [one for group in self._groups for one in group["params"]]
+        told = self._peers.gather([place for place, one in enumerate(everything) if one in states])
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise SetupError(
+                    f"{self._peers.where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to "
+                    f"load, rank 0 that of {len(told[0])}.\nGive each rank the whole state that rank 0's state_dict() "
+                    "returned; with torch.distributed.checkpoint, use stateful()."
+                )
         self._spread.finish()
         self._divide(states)
 
     def refuse_fork(self) -> None:
         """Raise in a forked child."""
         self._peers.refuse_fork()
+
+    def describe(self) -> str:
+        """What is done with them, in plain words."""
+        own, whole = (sum(n) for n in ([p.numel for p in self._pieces], map(torch.numel, self.layout.views.values())))
+        home = next(ranks for ranks in self.layout.homes if self.rank in ranks)
+        how = "each parameter whole on one rank" if self._kind is Kind.WHOLE else "in equal shares of each bucket"
+        where = [f"lie once for ranks {', '.join(map(str, home))}"] if len(home) > 1 else []
+        if len(self.layout.homes) > 1:
+            late = "while the next forward runs" if self._overlap else "before step() returns"
+            where.append(f"come from {'other hosts' if where else 'other ranks'} {late}")
+        held, _ = self.footprint()
+        return (
+            f"{how}: this rank steps {own} of {whole} elements and keeps {format_bytes(held.state)} of state; "
+            f"parameters {' and '.join(where)}"
+        )
+
+    def footprint(self) -> tuple[Footprint, Footprint]:
+        """What this rank holds; and without shares, but for the state that other ranks have."""
+        own = sum(map(state_bytes, self.inner.state.values()))
+        of_every_rank = sum(state_bytes(self.inner.state.get(one, {})) for one in self._apart)
+        apart = sum(one.nbytes for one in self._apart)
+        dense = sum(self.layout.plan.parameters[index].nbytes for index in self.layout.parameters)
+        home = next(ranks for ranks in self.layout.homes if self.rank in ranks)
+        held = Footprint(self.layout.nbytes // len(home) + apart, dense, own)
+        return held, Footprint(dense + apart, dense, of_every_rank)
 
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
@@ -321,7 +344,3 @@ class Shares:
         self.stretches.forget()
         if not self.meetings.is_spoiled:
             self.layout.release()
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

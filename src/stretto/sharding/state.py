@@ -9,7 +9,9 @@ import torch
 
 from ..specs import ParameterSpec
 from ..transport import Transport, Work
-from .stretches import State
+
+State = dict[str, Any]
+"""What an optimizer keeps for a parameter; of a flat one, one-dimensional tensors are by element, the rest for all."""
 
 
 class Held(NamedTuple):
@@ -21,6 +23,22 @@ class Held(NamedTuple):
     """By element."""
     rest: State
     """For all of the parameter; the same on all ranks that have some of it."""
+
+
+class Kept(NamedTuple):
+    """What one rank keeps for a parameter, with the places of its elements."""
+
+    parameter: torch.nn.Parameter
+    shape: Sequence[int]
+    strides: Sequence[int]
+    held: Held
+    is_new: bool
+    """Nothing was kept so far: which keys there would be, with values that mean nothing."""
+
+    @property
+    def state(self) -> State:
+        """All of it, what is by element flat."""
+        return self.held.flat | self.held.rest
 
 
 class _Told(NamedTuple):

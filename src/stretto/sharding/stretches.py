@@ -21,9 +21,7 @@ from ..slots import lies_in, which_lie_in
 from ..withheld import Withheld
 from .layout import Layout
 from .ownership import Piece
-
-State = dict[str, Any]
-"""What an optimizer keeps for a parameter; of a flat one, one-dimensional tensors are by element, the rest for all."""
+from .state import State
 
 
 @dataclass(eq=False)
@@ -70,12 +68,19 @@ def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -
 
 
 def _join(states: Sequence[State], numels: Sequence[int]) -> State:
-    if len(states) == 1:  # a view would keep the memory of what other ranks have of the parameter
-        return {key: value.clone() if torch.is_tensor(value) else value for key, value in states[0].items()}
+    if len(states) == 1:
+        return {key: _of_its_own(value) for key, value in states[0].items()}
     return {
         key: torch.cat([state[key] for state in states]) if by_element(value, numels[0]) else value
         for key, value in states[0].items()
     }
+
+
+def _of_its_own(value: Any) -> Any:
+    """A view of the state of a whole parameter would keep all of that in memory."""
+    if not torch.is_tensor(value) or value.untyped_storage().nbytes() <= value.nbytes:
+        return value
+    return value.clone()
 
 
 def _go_together(one: State, numel: int, other: State, other_numel: int) -> bool:

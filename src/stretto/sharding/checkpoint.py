@@ -1,0 +1,236 @@
+"""The state of a sharded optimizer for ``torch.distributed.checkpoint``: each rank writes and reads its own share.
+
+    share of a parameter: elements first .. stop, as they lie ──> a few boxes of its shape ──> chunks of one tensor
+
+Keys and values are those that ``get_optimizer_state_dict`` gives for the optimizer that was sharded, so a checkpoint
+does not tell how many ranks have written it, or whether they had shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..errors import SetupError, UnsupportedError, name_list
+from .keeping import kept_whole, with_first_states
+from .state import Kept, State
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where it begins in each dimension, and how far it goes."""
+
+
+class Keeper(Protocol):
+    """Who has the state."""
+
+    def kept(self) -> list[Kept]:
+        """What this rank keeps."""
+
+    def take(self, kept: Sequence[Kept]) -> None:
+        """Keep this instead."""
+
+
+class Share(torch.Tensor):
+    """A tensor of which this rank has some boxes. To be written and read by ``torch.distributed.checkpoint`` alone."""
+
+    boxes: dict[torch.Size, torch.Tensor]
+    """By where they begin: views of the state."""
+    is_new: bool
+    """Nothing is kept so far: it can be read into, and is not written."""
+    was_read: bool
+
+    @classmethod
+    def of(cls, shape: Sequence[int], boxes: Mapping[tuple[int, ...], torch.Tensor], *, is_new: bool) -> Share:
+        """Args: the shape of the whole, the boxes by where they begin, and whether their values mean nothing."""
+        like = next(iter(boxes.values()))
+        made: Share = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
+        made.boxes = {torch.Size(offsets): box for offsets, box in boxes.items()}
+        made.is_new = is_new
+        made.was_read = False
+        return made
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        return [] if self.is_new else [self._item(fqn, offsets, box) for offsets, box in self.boxes.items()]
+
+    def _item(self, fqn: str, offsets: torch.Size, box: torch.Tensor) -> WriteItem:
+        data = TensorWriteData(
+            ChunkStorageMetadata(offsets, box.size()), TensorProperties.create_from_tensor(box), self.size()
+        )
+        return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, box.size()) for offsets, box in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None, "as it was told"
+        self.was_read = True
+        return self.boxes[index.offset]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Share({len(self.boxes)} boxes of {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise UnsupportedError(
+            f"{func} of a share of optimizer state: the values of other ranks are not here.\n"
+            "Hand stateful() to torch.distributed.checkpoint's save and load alone; state_dict() gives whole tensors."
+        )
+
+
+class ShardedState:
+    """An optimizer's state as ``torch.distributed.checkpoint`` wants it: one of its ``Stateful``.
+
+    Args:
+        optimizer: the one that was sharded: has the groups.
+        keeper: has the state.
+        names: of parameters in the checkpoint, by ``id``.
+        where: how messages begin.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, keeper: Keeper, names: Mapping[int, str], where: str) -> None:
+        self._groups = optimizer.param_groups
+        self._keeper = keeper
+        self._names = names
+        self._where = where
+        self._kept: dict[str, Kept] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank writes, or reads into. Not collective."""
+        self._kept = {self._names[id(one.parameter)]: one for one in self._keeper.kept()}
+        return {
+            "state": {name: _shares_of(one) for name, one in self._kept.items()},
+            "param_groups": [
+                {
+                    **{key: value for key, value in group.items() if key != "params"},
+                    "params": [self._names[id(one)] for one in group["params"]],
+                }
+                for group in self._groups
+            ],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what was read into the last ``state_dict()``. Not collective, but for all ranks.
+
+        Raises:
+            SetupError: it is something else, or has other parameter groups.
+        """
+        if self._kept is None or state_dict["state"].keys() != self._kept.keys():
+            raise SetupError(
+                f"{self._where}: this is not what state_dict() of the same object has given.\n"
+                "Hand stateful() to torch.distributed.checkpoint.load(); a whole state is for load_state_dict() of "
+                "the optimizer."
+            )
+        self._take_groups(state_dict["param_groups"])
+        read = [
+            one._replace(held=one.held._replace(rest=_rest_of(one, values)))
+            for one, values in ((one, state_dict["state"][name]) for name, one in self._kept.items())
+            if not one.is_new or _was_read(values)
+        ]
+        self._kept = None
+        self._keeper.take(read)
+
+    def _take_groups(self, loaded: Sequence[dict[str, Any]]) -> None:
+        for number, (group, theirs) in enumerate(zip(self._groups, loaded, strict=True)):
+            names = [self._names[id(one)] for one in group["params"]]
+            if different := sorted({*names} ^ {*theirs["params"]}):
+                raise SetupError(
+                    f"{self._where}: parameter group {number} of the checkpoint has other parameters than the "
+                    f"optimizer's: {name_list(different)} are in one of them alone.\n"
+                    "Build the optimizer with the groups that it was saved with."
+                )
+        for group, theirs in zip(self._groups, loaded, strict=True):
+            group.update({key: value for key, value in theirs.items() if key != "params"})
+
+
+class Alone:
+    """The keeper where there is one rank: the optimizer itself.
+
+    Args:
+        optimizer: steps whole parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def kept(self) -> list[Kept]:
+        """All of it."""
+        everything = [one for group in self._optimizer.param_groups for one in group["params"]]
+        found = [kept_whole(one, self._optimizer.state.get(one)) for one in everything]
+        wanted = [one for one in found if not one.is_new or one.parameter.requires_grad]
+        return with_first_states(self._optimizer, wanted)
+
+    def take(self, kept: Sequence[Kept]) -> None:
+        """In place of what the optimizer had."""
+        self._optimizer.state.clear()
+        self._optimizer.state.update({one.parameter: one.state for one in kept})
+
+
+def _shares_of(one: Kept) -> State:
+    """The state of one parameter: tensors as shares, the rest as it is."""
+    held = one.held
+    boxes = [*boxes_in_memory(one.shape, one.strides, held.first, held.first + held.numel)]
+    found: State = {}
+    for key, value in held.flat.items():
+        parts, start = {}, 0
+        for (offsets, sizes), order in boxes:
+            numel = math.prod(sizes)
+            lying = value[start : start + numel].view([sizes[dim] for dim in order])
+            parts[offsets] = lying.permute([order.index(dim) for dim in range(len(order))])
+            start += numel
+        found[key] = Share.of(one.shape, parts, is_new=one.is_new)
+    for key, value in held.rest.items():
+        whole = torch.is_tensor(value)
+        found[key] = Share.of(value.shape, {(0,) * value.dim(): value}, is_new=one.is_new) if whole else value
+    return found
+
+
+def _rest_of(one: Kept, values: State) -> State:
+    """Tensors were read in place; other values were replaced."""
+    return {key: value if torch.is_tensor(value) else values[key] for key, value in one.held.rest.items()}
+
+
+def _was_read(values: State) -> bool:
+    shares = [value for value in values.values() if isinstance(value, Share)]
+    return not shares or any(share.was_read for share in shares)
+
+
+def boxes_in_memory(
+    shape: Sequence[int], strides: Sequence[int], first: int, stop: int
+) -> Iterator[tuple[Box, Sequence[int]]]:
+    """Elements ``first`` to ``stop`` of a dense tensor, as they lie, as boxes one behind the other.
+
+    With each box come its dimensions in the order in which they lie in memory, the outermost first.
+    """
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    for offsets, sizes in boxes_of([shape[dim] for dim in order], first, stop):
+        placed = sorted(zip(order, offsets, sizes, strict=True))
+        yield (tuple(one for _, one, _ in placed), tuple(one for _, _, one in placed)), order
+
+
+def boxes_of(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]:
+    """The same of a row-major tensor: part of a row, whole rows, part of a row, and so on within these."""
+    if first >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    begin, end = -(-first // row), stop // row
+    if begin > end:
+        yield from _in_row(shape, end, first - end * row, stop - end * row)
+        return
+    yield from _in_row(shape, begin - 1, first - (begin - 1) * row, row)
+    if begin < end:
+        yield (begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:])
+    yield from _in_row(shape, end, 0, stop - end * row)
+
+
+def _in_row(shape: Sequence[int], number: int, first: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in boxes_of(shape[1:], first, stop):
+        yield (number, *offsets), (1, *sizes)

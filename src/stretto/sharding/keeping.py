@@ -1,0 +1,99 @@
+"""What a rank keeps of an optimizer's state, parameter by parameter, as it would be put together or written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .kinds import Kind, first_states
+from .layout import Layout
+from .ownership import Piece
+from .state import Held, Kept, State
+from .stretches import Stretch, by_element, part_of_state
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The state of one rank at one moment."""
+
+    optimizer: torch.optim.Optimizer
+    """The user's, with its groups."""
+    inner: torch.optim.Optimizer
+    """What steps the share of this rank, and has its state."""
+    kind: Kind
+    layout: Layout
+    pieces: Sequence[Piece]
+    stretches: Sequence[Stretch]
+
+    def held(self) -> dict[int, list[Held]]:
+        """By index of the parameter, where anything is kept; by-element tensors are views."""
+        found: dict[int, list[Held]] = {}
+        for stretch in self.stretches:
+            state, numel = self.inner.state.get(stretch.parameter, {}), stretch.parameter.numel()
+            for piece in stretch.pieces if state else ():
+                first = piece.start - stretch.start
+                own = part_of_state(state, numel, first, first + piece.numel)
+                found.setdefault(piece.index, []).append(_held(piece.first, piece.numel, own))
+        if self.kind is Kind.WHOLE:
+            for piece in self.pieces:
+                if state := self.inner.state.get(self.layout.parameters[piece.index]):
+                    found[piece.index] = [Held(0, piece.numel, {}, dict(state))]
+        return found
+
+    def kept(self, apart: Sequence[torch.nn.Parameter]) -> list[Kept]:
+        """The same for each parameter of which this rank steps anything, in what form ever nothing is kept so far.
+
+        Args:
+            apart: those that every rank steps.
+        """
+        held, found = self.held(), list[Kept]()
+        for piece in self.pieces:
+            spec, one = self.layout.plan.parameters[piece.index], self.layout.parameters[piece.index]
+            parts = held.get(piece.index) or [Held(piece.first, piece.numel, {}, {})]
+            found.append(Kept(one, spec.shape, spec.strides, parts[0], is_new=piece.index not in held))
+        by_piece = {id(one.parameter) for one in found} if self.kind is Kind.ELEMENTWISE else set[int]()
+        found += [one for one in map(self._apart, apart) if not one.is_new or one.parameter.requires_grad]
+        return with_first_states(self.optimizer, found, by_piece)
+
+    def _apart(self, parameter: torch.nn.Parameter) -> Kept:
+        return kept_whole(parameter, self.inner.state.get(parameter))
+
+
+def kept_whole(parameter: torch.nn.Parameter, state: State | None) -> Kept:
+    """Of a parameter that is stepped as it is."""
+    held = Held(0, parameter.numel(), {}, dict(state or {}))
+    return Kept(parameter, parameter.shape, parameter.stride(), held, is_new=not state)
+
+
+def with_first_states(
+    optimizer: torch.optim.Optimizer, found: Sequence[Kept], by_piece: set[int] | frozenset[int] = frozenset()
+) -> list[Kept]:
+    """Those that are new get the keys that they would have.
+
+    Args:
+        optimizer: with its groups.
+        found: what is kept.
+        by_piece: parameters of which flat pieces are stepped, by ``id``.
+    """
+    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    new = [one for one in found if one.is_new]
+    like = [
+        one.parameter.detach().new_empty(one.held.numel) if id(one.parameter) in by_piece else one.parameter.detach()
+        for one in new
+    ]
+    states = iter(first_states(optimizer, like, [group_of[id(one.parameter)] for one in new]))
+    complete = []
+    for one in found:
+        if one.is_new:
+            held, state = one.held, next(states)
+            is_flat = id(one.parameter) in by_piece
+            one = one._replace(held=_held(held.first, held.numel, state) if is_flat else held._replace(rest=state))
+        complete.append(one)
+    return complete
+
+
+def _held(first: int, numel: int, own: State) -> Held:
+    flat = {key: value for key, value in own.items() if by_element(value, numel)}
+    return Held(first, numel, flat, {key: value for key, value in own.items() if key not in flat})

@@ -1,0 +1,313 @@
+"""The state of sharded optimizers through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from test_shard import OPTIMIZERS, Net, assert_same, assert_same_state, attached, train
+from test_shared_memory import shared
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import stretto
+from stretto.sharding.checkpoint import boxes_in_memory
+from stretto.testing import spawn_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
+
+TRAINED, MORE = range(3), range(3, 6)
+
+
+def sharded_net(name: str, **options: Any) -> tuple[Net, stretto.ShardedOptimizer]:
+    model = Net()
+    sync = stretto.attach(model, bucket_cap_mb=0.008)
+    return model, stretto.shard(OPTIMIZERS[name](model.parameters()), sync, **options)
+
+
+def plain_net(name: str) -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    stretto.attach(model)
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def save_in_shares(rank: int, name: str, folder: str, options: dict[str, Any]) -> int:
+    """Beside the checkpoint, the whole state as a plain program has it. Returns the bytes of this rank."""
+    model, optimizer = sharded_net(name, **options)
+    train(model, optimizer, rank, TRAINED)
+    dcp.save({"model": model, "optimizer": optimizer.stateful()}, checkpoint_id=f"{folder}/checkpoint")
+    whole = model.state_dict(), optimizer.state_dict()
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole")
+    return sum(path.stat().st_size for path in Path(f"{folder}/checkpoint").glob(f"__{rank}_*"))
+
+
+def save_plain(rank: int, name: str, folder: str) -> None:
+    model, optimizer = plain_net(name)
+    train(model, optimizer, rank, TRAINED)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/checkpoint")
+    if rank == 0:
+        torch.save((model.state_dict(), optimizer.state_dict()), f"{folder}/whole")
+
+
+def load_in_shares(rank: int, name: str, folder: str, options: dict[str, Any]) -> None:
+    """Goes on as a plain optimizer does that was given the whole state."""
+    model, optimizer = sharded_net(name, **options)
+    dcp.load({"model": model, "optimizer": optimizer.stateful()}, checkpoint_id=f"{folder}/checkpoint")
+    goes_on_alike(rank, name, folder, model, optimizer)
+
+
+def load_plain(rank: int, name: str, folder: str) -> None:
+    model, optimizer = plain_net(name)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    goes_on_alike(rank, name, folder, model, optimizer)
+
+
+def goes_on_alike(rank: int, name: str, folder: str, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    weights, whole = torch.load(f"{folder}/whole")
+    plain, reference = plain_net(name)
+    plain.load_state_dict(weights)
+    reference.load_state_dict(whole)
+    state = optimizer.state_dict()
+    if rank == 0:
+        assert_same_state(state, whole)
+    train(model, optimizer, rank, MORE)
+    train(plain, reference, rank, MORE)
+    assert_same(model, plain)
+
+
+def alone(worker: Any, name: str, folder: str, *options: Any) -> None:
+    worker(0, name, folder, *options)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("keep_grads", [True, False], ids=["keep_grads", "shares"])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_two_ranks_write_and_three_or_one_read(name: str, keep_grads: bool, tmp_path: Path) -> None:
+    folder, options = str(tmp_path), {"keep_grads": keep_grads}
+    written = spawn_ranks(save_in_shares, 2, name, folder, options)
+    assert min(written) > 0.2 * sum(written), "each rank writes"
+    spawn_ranks(load_in_shares, 3, name, folder, options)
+    alone(load_plain, name, folder)
+    alone(load_in_shares, name, folder, options)
+
+
+@pytest.mark.ranks
+def test_what_a_plain_program_has_written_is_read_in_shares(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    alone(save_plain, "AdamW", folder)
+    spawn_ranks(load_in_shares, 3, "AdamW", folder, {})
+
+
+@pytest.mark.ranks
+def test_a_process_group_writes_and_plain_ranks_read(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    spawn_ranks(save_by_messages, 3, "Adam", folder)
+    spawn_ranks(load_plain, 2, "Adam", folder)
+
+
+def save_by_messages(rank: int, name: str, folder: str) -> None:
+    model = Net()
+    sync = stretto.attach(model, bucket_cap_mb=0.008, transport="process_group")
+    optimizer = stretto.shard(OPTIMIZERS[name](model.parameters()), sync)
+    train(model, optimizer, rank, TRAINED)
+    dcp.save({"model": model, "optimizer": optimizer.stateful()}, checkpoint_id=f"{folder}/checkpoint")
+    whole = model.state_dict(), optimizer.state_dict()
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole")
+
+
+def test_a_world_of_one_writes_and_ranks_that_have_stepped_already_read(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    alone(save_in_shares, "Adam", folder, {})
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS["Adam"](model.parameters()), sync)
+        train(model, optimizer, transport.rank, range(7, 9))
+        everything = {"model": model, "optimizer": optimizer.stateful()}
+        dcp.load(everything, checkpoint_id=f"{folder}/checkpoint", no_dist=True)
+        weights, whole = torch.load(f"{folder}/whole")
+        state = optimizer.state_dict()
+        if transport.rank == 0:
+            assert_same_state(state, whole)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+    shared(worker, 2)
+
+
+def test_parameters_without_state_are_not_written_and_begin_without_one(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+
+    def save() -> set[str]:
+        model, optimizer = sharded_net("Adam")
+        model.skip = True
+        train(model, optimizer, 0, range(3))
+        dcp.save({"optimizer": optimizer.stateful()}, checkpoint_id=folder)
+        return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+    written = save()
+    assert "optimizer.state.last.weight.exp_avg" in written
+    assert not any("second" in name for name in written if "state" in name)
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS["Adam"](model.parameters()), sync)
+        dcp.load(
+            {"optimizer": optimizer.stateful()},
+            checkpoint_id=folder,
+            no_dist=True,
+            planner=DefaultLoadPlanner(allow_partial_load=True),
+        )
+        train(model, optimizer, transport.rank, range(1))
+        steps = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
+        assert transport.rank or steps == {1, 4}
+
+    shared(worker, 2)
+
+
+def test_torchs_own_functions_do_not_step_to_have_a_state() -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS["Adam"](model.parameters()), sync)
+        train(model, optimizer, transport.rank, range(3))
+        optimizer.zero_grad()
+        before = optimizer.state_dict()
+        state = get_optimizer_state_dict(model, optimizer)
+        if transport.rank == 0:
+            assert state["state"]["last.weight"]["step"] == 3
+            assert_same_state(optimizer.state_dict(), before)
+        else:
+            optimizer.state_dict()
+
+    shared(worker, 2)
+
+
+def test_options_of_groups_are_read(tmp_path: Path) -> None:
+    model, optimizer = sharded_net("AdamW")
+    train(model, optimizer, 0, range(2))
+    optimizer.param_groups[0]["lr"] = 0.125
+    dcp.save({"optimizer": optimizer.stateful()}, checkpoint_id=tmp_path)
+
+    def worker(transport: Any) -> float:
+        model, sync = attached(transport)
+        sharded = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
+        dcp.load({"optimizer": sharded.stateful()}, checkpoint_id=tmp_path, no_dist=True)
+        return sharded.param_groups[0]["lr"]
+
+    assert shared(worker, 2) == [0.125, 0.125]
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    _, optimizer = sharded_net("SGD")
+    with pytest.raises(stretto.SetupError) as caught:
+        optimizer.stateful().load_state_dict({"state": {}, "param_groups": []})
+    assert str(caught.value) == (
+        "shard: this is not what state_dict() of the same object has given.\nHand stateful() to "
+        "torch.distributed.checkpoint.load(); a whole state is for load_state_dict() of the optimizer."
+    )
+    dcp.save({"optimizer": optimizer.stateful()}, checkpoint_id=tmp_path)
+    other = Net()
+    rest = [one for name, one in other.named_parameters() if "back" not in name]
+    smaller = stretto.shard(torch.optim.SGD(rest, lr=0.1), stretto.attach(other))
+    with pytest.raises(stretto.SetupError) as caught:
+        dcp.load({"optimizer": smaller.stateful()}, checkpoint_id=tmp_path)
+    assert str(caught.value) == (
+        "shard: parameter group 0 of the checkpoint has other parameters than the optimizer's: back.bias, back.weight "
+        "are in one of them alone.\nBuild the optimizer with the groups that it was saved with."
+    )
+
+
+def test_each_rank_must_be_given_the_whole_state() -> None:
+    """As torch.distributed.checkpoint would do, were it handed the optimizer itself."""
+
+    def worker(transport: Any) -> str:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
+        train(model, optimizer, transport.rank, range(1))
+        state = optimizer.state_dict()
+        with pytest.raises(stretto.SetupError) as caught:
+            optimizer.load_state_dict(state)
+        train(model, optimizer, transport.rank, range(1, 2))
+        steps = {int(one["step"]) for one in optimizer.state_dict()["state"].values()}
+        assert transport.rank or steps == {2}, "nothing was lost"
+        return str(caught.value)
+
+    for rank, text in enumerate(shared(worker, 2)):
+        assert text == (
+            f"rank {rank}, pass 1: rank 1 was given the state of 0 parameters to load, rank 0 that of 11.\n"
+            "Give each rank the whole state that rank 0's state_dict() returned; with torch.distributed.checkpoint, "
+            "use stateful()."
+        )
+
+
+def test_a_share_is_for_checkpoints_alone() -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
+        train(model, optimizer, transport.rank, range(1))
+        state = optimizer.stateful().state_dict()["state"]
+        share = next(one["exp_avg"] for one in state.values() if len(one["exp_avg"].shape) == 2)
+        assert repr(share).startswith("Share(") and repr(share).endswith("torch.float32)")
+        with pytest.raises(stretto.UnsupportedError) as caught:
+            torch.add(share, 1)
+        assert str(caught.value) == (
+            "aten.add.Tensor of a share of optimizer state: the values of other ranks are not here.\n"
+            "Hand stateful() to torch.distributed.checkpoint's save and load alone; state_dict() gives whole tensors."
+        )
+
+    shared(worker, 2)
+
+
+def test_a_loaded_share_keeps_no_more_than_itself_in_memory() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(300, 100, bias=False)
+        sync = stretto.attach(model, transport=transport)
+        plain = torch.optim.Adam(model.parameters())
+        state = {"step": torch.tensor(3.0), **{key: torch.ones(100, 300) for key in ("exp_avg", "exp_avg_sq")}}
+        whole = plain.state_dict() | {"state": {0: state}}
+        optimizer = stretto.shard(plain, sync)
+        optimizer.load_state_dict(whole)
+        kept = optimizer.stateful().state_dict()["state"]["weight"]
+        boxes = [box for key in ("exp_avg", "exp_avg_sq") for box in kept[key].boxes.values()]
+        stored = {box.untyped_storage().data_ptr(): box.untyped_storage().nbytes() for box in boxes}
+        assert sum(stored.values()) < 0.6 * 2 * 300 * 100 * 4
+
+    shared(worker, 2)
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())
+def test_boxes_are_the_elements_in_the_order_of_memory(shape: list[int], data: Any) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    lying = torch.arange(math.prod(shape)).view([shape[dim] for dim in order])
+    tensor = lying.permute([order.index(dim) for dim in range(len(shape))])
+    first = data.draw(st.integers(0, tensor.numel()))
+    stop = data.draw(st.integers(first, tensor.numel()))
+    found = []
+    boxes = [*boxes_in_memory(tensor.shape, tensor.stride(), first, stop)]
+    for (offsets, sizes), by_memory in boxes:
+        box = tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        found += box.permute([*by_memory]).flatten().tolist()
+    assert found == [*range(first, stop)]
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_sharded_optimizer_is_not_copied_or_pickled() -> None:
+    _, optimizer = sharded_net("SGD")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(stretto.StrettoError) as caught:
+            copied(optimizer)
+        assert str(caught.value) == (
+            "A sharded optimizer is tied to its process: use state_dict(), on all ranks, to save or copy it."
+        )

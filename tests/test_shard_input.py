@@ -161,7 +161,8 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         f"first.bias, first.weight.\n{DIFFERS}",
     ),
     other_rates: (
-        f"ModelMismatchError: rank {{0}}, shard: parameter group 0 has lr=1.25 on rank 1, lr=0.25 on rank 0.\n{DIFFERS}",
+        f"ModelMismatchError: rank {{0}}, shard: parameter group 0 has lr=1.25 on rank 1, lr=0.25 on rank 0.\n"
+        f"{DIFFERS}",
     ),
     other_options: (
         "ModelMismatchError: rank {0}, shard: rank 1 was given keep_grads=False, overlap=True, rank 0 "

@@ -125,13 +125,16 @@ def test_public_names() -> None:
         "ReplicaError",
         "Report",
         "SetupError",
+        "ShardedOptimizer",
         "Statistics",
         "StrettoError",
         "Synchronizer",
         "TraceError",
         "UnsupportedError",
+        "WithheldError",
         "attach",
         "reduce",
+        "shard",
     ]
 
 

@@ -21,7 +21,7 @@ STEPS = 9
 def model_of(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(20, 90), torch.nn.BatchNorm1d(90), torch.nn.Tanh(), torch.nn.Linear(90, 33)
+        torch.nn.Linear(20, 90, bias=False), torch.nn.BatchNorm1d(90), torch.nn.Tanh(), torch.nn.Linear(90, 33)
     )
 
 

@@ -132,7 +132,7 @@ def train_until_it_fails(rank: int, tell: Tell, way: Way, deadly: Deadly | None 
     seen = fingerprint(model) if looks and not any(looks) else ""
     again = "never sharded"
     if optimizer is not None:  # where shares travel while forward goes on, it is there that their loss is known
-        again = tried(optimizer.step) or tried(lambda: model(torch.zeros(1, 64)))
+        again = tried(optimizer.step) or looks_at(model)[0]
     if sync is not None:
         sync.detach()
         assert all(looks_at(model)) or not any(looks), "detaching does not mend it"
@@ -304,6 +304,13 @@ def ranks_of_which_one_fails(folder: str, way: Way, error: BaseException) -> lis
     return [(*rank.hear(), rank.end()) for rank in ranks]
 
 
+def said_by(rank: int, number: int) -> str:
+    return (
+        f"rank {rank}, pass {number}: a step of the optimizer has failed, so the model may be stepped in part.\n"
+        "Start again from the last checkpoint, on all ranks."
+    )
+
+
 @ways
 @pytest.mark.parametrize("error", [ValueError("no more numbers"), KeyboardInterrupt()], ids=["fails", "ctrl-c"])
 def test_a_step_that_fails_on_one_rank_is_told_to_all(tmp_path: Path, way: Way, error: BaseException) -> None:
@@ -311,9 +318,15 @@ def test_a_step_that_fails_on_one_rank_is_told_to_all(tmp_path: Path, way: Way, 
     own = f"{type(error).__name__}: {error}"
     for rank, (took, text, looks, again, state, code) in enumerate(found):
         assert took < 3.5 and code == 0, (rank, took)
-        assert all(SPOILED.fullmatch(look) for look in looks), (rank, looks)
-        failed = f"rank {rank}, shard: a step of this optimizer has failed, so the model may be stepped in part.\n"
-        assert again == state == failed + "Start again from the last checkpoint."
+        assert {*looks} <= {said_by(rank, 12), said_by(rank, 13)}, (rank, looks)
+        assert (
+            again
+            == state
+            == (
+                f"rank {rank}, shard: a step of this optimizer has failed, so the model may be stepped in part.\n"
+                "Start again from the last checkpoint."
+            )
+        )
         if rank == 1:
             assert text == own
         else:

@@ -126,7 +126,8 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     strangers: (
         "SetupError: rank {0}, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
-        f"this handle.\n{ONE}",
+        "this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle of "
+        "theirs.",
     ),
     ignored: (
         "SetupError: rank {0}, shard: late.weight is stepped by the optimizer, and not reduced by "
@@ -150,7 +151,9 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         "SetupError: rank 1, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
         f"this handle.\n{ONE}",
     ),
-    other_classes: (f"ModelMismatchError: rank {{0}}, shard: rank 1 has SGD, rank 0 AdamW.\n{DIFFERS}",),
+    other_classes: (
+        "ModelMismatchError: rank {0}, shard: rank 1 has SGD, rank 0 AdamW.\nBuild the same on all ranks.",
+    ),
     other_groups: (f"ModelMismatchError: rank {{0}}, shard: rank 1 has 2 parameter groups, rank 0 1.\n{DIFFERS}",),
     other_parameters: (
         "ModelMismatchError: rank {0}, shard: parameter group 0 differs between rank 0 and rank 1: "
@@ -161,7 +164,8 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         f"first.bias, first.weight.\n{DIFFERS}",
     ),
     other_rates: (
-        f"ModelMismatchError: rank {{0}}, shard: parameter group 0 has lr=1.25 on rank 1, lr=0.25 on rank 0.\n{DIFFERS}",
+        f"ModelMismatchError: rank {{0}}, shard: parameter group 0 has lr=1.25 on rank 1, lr=0.25 on rank 0.\n"
+        f"{DIFFERS}",
     ),
     other_options: (
         "ModelMismatchError: rank {0}, shard: rank 1 was given keep_grads=False, overlap=True, rank 0 "
@@ -226,13 +230,13 @@ def test_parameters_have_one_optimizer() -> None:
         return said
 
     for rank, said in enumerate(shared(worker, 2)):
-        where = f"rank {rank}, shard: "
-        give = "\nGive each parameter to one optimizer."
+        where = f"rank {rank}, shard"
         all_four = "first.weight, first.bias, second.weight, second.bias"
         assert said == [
-            f"{where}the optimizer is sharded already.\nUse what the first call returned.",
-            f"{where}{all_four} belong to another sharded optimizer.{give}",
-            f"{where}second.weight, second.bias belong to another sharded optimizer.{give}",
+            f"{where}: the optimizer is sharded already.\nUse what the first call returned.",
+            f"{where}: {all_four} belong to another sharded optimizer.\nGive each parameter to one optimizer.",
+            f"{where}: second.weight, second.bias belong to another sharded optimizer.\n"
+            "Give each parameter to one optimizer.",
             "shard: this handle has been detached.\nShard the optimizer before detach().",
         ]
 
@@ -308,10 +312,22 @@ def test_a_parameter_has_another_size_on_one_rank() -> None:
 
     first, second = shared(worker, 2)
     assert second == RESIZED.format(1, 3, "torch.float32")
-    lines = first.splitlines()
-    assert lines[0] == ("rank 0, pass 3: the step of an optimizer was refused on rank 1, before any rank had stepped.")
-    assert lines[1] == "  rank 1, pass 3, step: SetupError: " + second.splitlines()[0]
-    assert lines[-1] == "Remove the cause; then all ranks can go on."
+    note = "".join(line + "\n" for line in first.splitlines()[1:-1])
+    assert note.startswith(f"  rank 1, pass 3, step: SetupError: {second.splitlines()[0]}")
+    assert first == (
+        "rank 0, pass 3: the step of an optimizer was refused on rank 1, before any rank had stepped.\n"
+        f"{note}Remove the cause; then all ranks can go on."
+    )
+
+
+def test_a_sharded_optimizer_is_not_copied() -> None:
+    model = Two()
+    sharded = stretto.shard(adam(model), stretto.attach(model))
+    with pytest.raises(stretto.StrettoError) as caught:
+        copy.deepcopy(sharded)
+    assert str(caught.value) == (
+        "A sharded optimizer is tied to its process: use state_dict(), on all ranks, to save or copy it."
+    )
 
 
 def test_state_takes_no_more_memory_than_it_has_elements() -> None:

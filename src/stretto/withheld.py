@@ -58,7 +58,7 @@ def _refuse(values: Sequence[Any]) -> NoReturn:
             raise WithheldError(value.said)
         if isinstance(value, (tuple, list)) and any(isinstance(one, Withheld) for one in value):
             _refuse(value)
-    raise AssertionError("called for one that is withheld")
+    raise AssertionError  # it is called for one that is withheld
 
 
 def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters: Collection[int], rank: int) -> None:

@@ -492,12 +492,6 @@ def test_gradients_that_were_put_in_place_of_the_mean(carrier: Any) -> None:
 
 
 def test_two_optimizers_of_one_model(carrier: Any, keep_grads: bool) -> None:
-    def halves(net: Net) -> list[torch.optim.Optimizer]:
-        named = dict(net.named_parameters())
-        one = [named[name] for name in named if "weight" in name]
-        other = [named[name] for name in named if "weight" not in name]
-        return [torch.optim.AdamW(one, lr=0.01), torch.optim.SGD(other, lr=0.1, momentum=0.9)]
-
     def worker(transport: Any) -> None:
         model, sync = attached(transport)
         plain, _ = attached(transport)
@@ -993,3 +987,180 @@ def _train_compiled(rank: int) -> int:
 def test_a_compiled_model_is_compiled_once_and_right() -> None:
     first, second = spawn_ranks(_train_compiled, 2)
     assert first == second <= 2 * 2 + 2, "each model once, and the sharded one again where its plan was learnt"
+
+
+# What a reader of the code has found
+
+
+def halves(net: Net) -> list[torch.optim.Optimizer]:
+    named = dict(net.named_parameters())
+    one = [named[name] for name in named if "weight" in name]
+    other = [named[name] for name in named if "weight" not in name]
+    return [torch.optim.AdamW(one, lr=0.01), torch.optim.SGD(other, lr=0.1, momentum=0.9)]
+
+
+def test_two_optimizers_of_which_the_second_is_sharded_later(carrier: Any, keep_grads: bool) -> None:
+    def run(net: Net, several: list[Any], rank: int, steps: range) -> None:
+        for step in steps:
+            net.zero_grad()
+            backward(net, rank, step)
+            for one in several:
+                one.step()
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, _ = attached(transport)
+        (first, second), theirs = halves(model), halves(plain)
+        mine = [stretto.shard(first, sync, keep_grads=keep_grads)]
+        run(model, mine, transport.rank, range(3))
+        run(plain, theirs[:1], transport.rank, range(3))
+        mine.append(stretto.shard(second, sync, keep_grads=keep_grads))
+        run(model, mine, transport.rank, range(3, 6))
+        run(plain, theirs, transport.rank, range(3, 6))
+        assert_same(model, plain)
+        mine[0].unshard()
+        run(model, [first, mine[1]], transport.rank, range(6, 8))
+        run(plain, theirs, transport.rank, range(6, 8))
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_a_copy_of_a_model_that_is_awaited_has_plain_parameters() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        train(plain, optimizer, transport.rank, range(2))
+        assert any(type(one) is not torch.nn.Parameter for one in model.parameters())
+        twin = copy.deepcopy(model)
+        assert all(type(one) is torch.nn.Parameter for one in (*twin.parameters(), *model.parameters()))
+        assert_same(twin, plain)
+
+    run_ranks(worker, 2)
+
+
+class Told(torch.nn.Parameter):
+    """Writes down what it is handed to."""
+
+    heard: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.heard.append(getattr(func, "__name__", ""))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_parameters_of_a_class_with_a_mind_of_its_own() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(8, 8)
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+        model.weight = Told(model.weight.detach())
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        model(torch.ones(2, 8)).sum().backward()
+        sharded.step()
+        Told.heard.clear()
+        transport.all_gather_object(None)
+        model(torch.ones(2, 8))
+        assert "linear" in Told.heard, "its own class is asked too, when it has arrived"
+        assert type(model.weight) is Told
+
+    run_ranks(worker, 2)
+
+
+def test_a_model_that_reads_parameters_inside_torchscript_is_not_awaited() -> None:
+    with pytest.warns(DeprecationWarning):
+        layers = [torch.jit.script(torch.nn.Linear(4, 4)) for _ in range(2)]
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(layers[transport.rank], torch.nn.Linear(4, 4))
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        model(torch.ones(2, 4)).sum().backward()
+        sharded.step()
+        assert all(type(one) is torch.nn.Parameter for one in model.parameters())
+
+    run_ranks(worker, 2)
+
+
+def test_ranks_cannot_leave_the_step_to_others() -> None:
+    def worker(transport: Any) -> str:
+        _, _, sync, *_ = pair(transport)
+        with pytest.raises(stretto.SetupError) as caught:
+            sync.shadow_pass()
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [
+        f"rank {rank}: a rank without batches cannot leave the step to the others while an optimizer is sharded: its "
+        "share of the model would stand still.\nGive all ranks equally many batches, or let it step too: one of zeros, "
+        "parameter.backward(torch.zeros_like(parameter)), then optimizer.step()."
+        for rank in range(2)
+    ]
+
+
+def test_a_rank_with_zeros_steps_with_the_others(carrier: Any, keep_grads: bool) -> None:
+    def run(net: Net, one: Any, rank: int) -> None:
+        for step in range(4):
+            one.zero_grad()
+            if rank and step > 1:
+                net.first.bias.backward(torch.zeros_like(net.first.bias))
+            else:
+                backward(net, rank, step)
+            one.step()
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads)
+        run(model, sharded, transport.rank)
+        run(plain, optimizer, transport.rank)
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
+def test_a_group_that_is_added_must_be_reduced() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        groups = len(sharded.param_groups)
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        assert str(caught.value) == (
+            f"rank {transport.rank}, shard: parameter 0 of group 1, (3,), is stepped by the optimizer, and not reduced "
+            "by this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle "
+            "of theirs."
+        )
+        assert len(sharded.param_groups) == groups
+        train(model, sharded, transport.rank, range(2))
+
+    run_ranks(worker, 2)
+
+
+def test_a_step_that_is_refused_before_the_first_one_harms_nobody() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        backward(model, transport.rank, 0)  # the plan changes in it
+        backward(plain, transport.rank, 0)
+        before = model.scale.data
+        if transport.rank == 1:
+            model.scale.data = torch.ones(2)
+        with pytest.raises((stretto.SetupError, stretto.PeerError)):
+            sharded.step()
+        model.scale.data = before
+        sharded.step()
+        optimizer.step()
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
+def test_what_is_withheld_goes_with_the_optimizer(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, keep_grads=False)
+        train(model, sharded, transport.rank, range(2))
+        backward(model, transport.rank, 2)
+        sharded.unshard()
+        assert all(one.grad is None for one in model.parameters() if one.numel())
+        backward(model, transport.rank, 3)
+        assert model.first.bias.grad.norm() > 0
+
+    carrier(worker, 3)

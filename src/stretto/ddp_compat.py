@@ -26,6 +26,7 @@ from .family import group_of, is_destroyed
 from .handle import Synchronizer
 from .options import Buffers
 from .reducer import Reducer, reducer_of
+from .sharding import refuse_idle
 
 
 class TorchSurface(TorchDDP):
@@ -204,6 +205,7 @@ class TorchSurface(TorchDDP):
         With ``divide_by_initial_world_size=False`` the mean is over the ranks that still have batches. A comm hook does
         its own division, as in torch.
         """
+        refuse_idle(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
         self.logger.joins = True
         effective = not kwargs.get("divide_by_initial_world_size", True)
         weigh = effective and not self._comm_hooks and not self._attach_options["weighted"]

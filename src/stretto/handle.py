@@ -26,7 +26,7 @@ from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
 from .scaling import WEIGHT_BITS, Scaling
-from .sharding import Asked, ShardedOptimizer, begin, clip_to, shares_of, total_norm, with_memory
+from .sharding import Asked, ShardedOptimizer, begin, clip_to, refuse_idle, shares_of, total_norm, with_memory
 from .sparse import SparseGradients
 from .tracing import nothing_traced, tracing
 from .transport.base import Transport
@@ -59,7 +59,7 @@ class Synchronizer:
         self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
-        self._sharded: list[ShardedOptimizer] = []
+        self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
         """Records passes now and then; None where there is one rank."""
         if transport is not None and peers is not None:
@@ -204,6 +204,7 @@ class Synchronizer:
         Raises:
             CommunicationError: as ``backward`` does.
         """
+        refuse_idle(self.sharded, f"rank {self.rank}")
         if self._reducer is not None:
             self._reducer.shadow_pass()
 
@@ -256,7 +257,7 @@ class Synchronizer:
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan."""
-        return describe(self._reducer, self._options, self._buffer_places, [one.describe() for one in self._sharded])
+        return describe(self._reducer, self._options, self._buffer_places, [one.describe() for one in self.sharded])
 
     def report(self) -> Report:
         """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
@@ -278,7 +279,7 @@ class Synchronizer:
         if self._reducer is None or self._peers is None or self.sampler is None:
             return nothing_seen(self.rank, self.world_size, self.plan)
         report = report_of(self._reducer, self._peers, self.sampler.records, tied_names(self.module))
-        return with_memory(report, [one.footprint() for one in self._sharded], self._peers.gather)
+        return with_memory(report, [one.footprint() for one in self.sharded], self._peers.gather)
 
     @contextlib.contextmanager
     def trace(self, folder: str | os.PathLike[str]) -> Iterator[None]:
@@ -311,9 +312,9 @@ class Synchronizer:
     ) -> ShardedOptimizer:
         """See :func:`stretto.shard`. Collective."""
         asked = Asked(keep_grads, overlap)
-        self._sharded = [one for one in self._sharded if not one.ended]
-        self._sharded.append(begin(optimizer, self.module, self._reducer, self._peers, self._sharded, asked))
-        return self._sharded[-1]
+        self.sharded = [one for one in self.sharded if not one.ended]
+        self.sharded.append(begin(optimizer, self.module, self._reducer, self._peers, self.sharded, asked))
+        return self.sharded[-1]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -321,8 +322,7 @@ class Synchronizer:
         """``torch.nn.utils.clip_grad_norm_`` of all attached parameters, wherever their gradients are. Collective.
 
         Needed with ``stretto.shard(..., keep_grads=False)``, between backward and step; the same as torch's without.
-        Returns the norm before, 0-dim, the same on all ranks. Raises ``RuntimeError`` where that is not finite and
-        ``error_if_nonfinite``, on all ranks.
+        Returns the norm before, 0-dim, the same on all ranks. Raises ``RuntimeError`` if it must be finite and is not.
         """
         parameters = [*trained(self.module, self._options).values()]
         if self._reducer is None or self._peers is None:
@@ -332,8 +332,8 @@ class Synchronizer:
         return clip_to(max_norm, total, parameters, shares, error_if_nonfinite=error_if_nonfinite)
 
     def detach(self) -> None:
-        """Stop reducing: hooks are removed, the module is as before. Gradients keep their values. Harmless twice."""
-        for sharded in self._sharded:
+        """Stop reducing: the module is as before. Gradients stay, or are None where a share is here. Harmless twice."""
+        for sharded in self.sharded:
             sharded.end()
         if self._reducer is not None:
             self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics

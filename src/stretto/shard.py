@@ -25,8 +25,9 @@ def shard(
     Use what is returned like the optimizer: ``step``, ``zero_grad``, ``param_groups``, schedulers, gradient scalers.
     ``.grad`` is the mean over ranks as before, so ``clip_grad_norm_`` and the like act as always.
 
-    Since ranks of a host share the parameters, whoever changes them by hand on every rank (``p.mul_(0.9)`` under
-    ``no_grad``) does so as often as there are ranks; to copy values into them (``load_state_dict``) is fine.
+    Ranks of a host share the parameters: whoever changes them by hand on every rank (``p.mul_(0.9)`` under ``no_grad``)
+    does so as often as there are ranks. To copy values into them (``load_state_dict``) is fine with a barrier before
+    and after: another rank may still compute with them.
 
     Args:
         optimizer: of any class whose step of an element depends on that element alone (SGD, Adam, AdamW, RMSprop,

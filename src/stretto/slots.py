@@ -174,6 +174,8 @@ class Slots:
 
 def lies_in(gradient: torch.Tensor, slot: torch.Tensor) -> bool:
     """Whether a gradient is its slot, element by element."""
+    if isinstance(gradient, Withheld) or isinstance(slot, Withheld):
+        return gradient is slot
     if gradient.layout is not torch.strided or gradient.dtype is not slot.dtype:
         return False
     return gradient.data_ptr() == slot.data_ptr() and bool(gradient.is_set_to(slot))

@@ -90,5 +90,6 @@ def complete(buckets: Sequence[Bucket], transport: Transport, wait_for: Callable
             bucket.slots[:low].zero_()
             bucket.slots[high:].zero_()
             works.append(transport.all_reduce(bucket.slots))
+            bucket.withheld = ()
     for work in works:
         wait_for(work, "gradients in shares")

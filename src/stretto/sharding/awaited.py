@@ -3,12 +3,13 @@
 [Note: awaited]  Between step and arrival a parameter's class is a subclass of its own with ``__torch_function__``, so
 that every function of torch that is handed it comes by here first: a layer's forward, ``state_dict``, a print. Then
 the class is what it was, and nothing is left that would cost time. No module has to be known for that, and no way of
-running forward; nothing can see a model that is half of one step and half of another. Where that would be all that is
-left, since a rank died in the middle of a step, every look raises what was the matter.
+running forward; nothing that goes through Python can see a model that is half of one step and half of another. Where
+that would be all that is left, since a rank died in the middle of a step, every look raises what was the matter.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 _ATTRIBUTES = "grad requires_grad shape dtype device layout is_sparse is_leaf grad_fn _version ndim is_cpu is_cuda"
 _METHODS = "size stride dim numel nelement element_size is_floating_point is_complex register_hook"
-_METHODS += " register_post_accumulate_grad_hook requires_grad_ data_ptr __hash__"
+_METHODS += " register_post_accumulate_grad_hook requires_grad_ __hash__"
 
 
 @functools.cache
@@ -71,13 +72,20 @@ def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
 
     def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _harmless():
-            for arrival in {*_arrivals_in((*args, *kwargs.values()))}:
-                arrival.finish()
+        found = {*_arrivals_in((*args, *kwargs.values()))} if func not in _harmless() else ()
+        for arrival in found:
+            arrival.finish()
+        if found:  # their classes are what they were: a user's own may have something to say
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"__torch_function__": classmethod(__torch_function__)})
+    def __deepcopy__(self: torch.nn.Parameter, memo: dict[int, Any]) -> Any:
+        self.__dict__[_KEY].finish()  # first: torch asks for the class, then for the values
+        return copy.deepcopy(self, memo)
+
+    own = {"__torch_function__": classmethod(__torch_function__), "__deepcopy__": __deepcopy__}
+    return type(kind.__name__, (kind,), own)
 
 
 def _arrivals_in(values: Any) -> Iterator[Arrival]:

@@ -12,6 +12,7 @@ from ..errors import CommunicationError, ModelMismatchError, SetupError, Stretto
 from ..peers import Peers
 from ..reducer import Reducer
 from .kinds import Kind, kind_of
+from .members import refuse_others
 from .optimizer import ShardedOptimizer
 from .shares import Shares
 
@@ -52,13 +53,13 @@ def begin(
             raise SetupError("shard: this handle has been detached.\nShard the optimizer before detach().")
         kind_of(_refused(optimizer, module, taken, "shard"), "shard")
         reduced = [one for one in module.parameters() if one.requires_grad]
-        _refuse_others(optimizer, module, reduced, "shard")
+        refuse_others(optimizer, module, reduced, "shard")
         return ShardedOptimizer(optimizer, module, None, "shard")
     kind, problem = Kind.ELEMENTWISE, None
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, taken, where), where)
-        _refuse_others(optimizer, module, reducer.parameters, where)
+        refuse_others(optimizer, module, reducer.parameters, where)
     except StrettoError as error:
         problem = error
     told = peers.gather((problem and str(problem), [] if problem else [asked, *_facts(optimizer, module)]))
@@ -69,14 +70,23 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if facts != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
-    shares = _shares(optimizer, kind, reducer, peers, asked)
+    shares = _shares(optimizer, module, kind, reducer, peers, asked)
     return ShardedOptimizer(optimizer, module, shares, where)
 
 
-def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
+def _shares(
+    optimizer: torch.optim.Optimizer,
+    module: torch.nn.Module,
+    kind: Kind,
+    reducer: Reducer,
+    peers: Peers,
+    asked: Asked,
+) -> Shares:
     """If a rank cannot build its own, the others are told, rather than left to wait for its step."""
+    in_python = not any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
+    overlap = asked.overlap and in_python  # who reads parameters inside C++ cannot be made to wait
     try:
-        return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
+        return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=overlap)
     except BaseException as error:
         if not isinstance(error, CommunicationError):
             peers.tell_failed("shard", error, error.__traceback__, leaves=True)
@@ -111,21 +121,6 @@ def _has_stepped(state: dict[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) != 0
 
 
-def _refuse_others(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Iterable[torch.Tensor], where: str
-) -> None:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    reduced = {id(parameter) for parameter in parameters}
-    for number, group in enumerate(optimizer.param_groups):
-        for place, one in enumerate(group["params"]):
-            if id(one) not in names or (one.requires_grad and id(one) not in reduced):
-                who = names.get(id(one), f"parameter {place} of group {number}, {tuple(one.shape)},")
-                raise SetupError(
-                    f"{where}: {who} is stepped by the optimizer, and not reduced by this handle.\n"
-                    "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
-                )
-
-
 def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[Any]:
     """What must be equal on all ranks."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -155,3 +150,13 @@ def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
 
 def _shown(asked: Asked) -> str:
     return ", ".join(f"{name}={value}" for name, value in vars(asked).items())
+
+
+def refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
+    """Raise where a rank would take part in passes without stepping: its share of the model would stand still."""
+    if any(not one.ended for one in others):
+        raise SetupError(
+            f"{where}: a rank without batches cannot leave the step to the others while an optimizer is sharded: its "
+            "share of the model would stand still.\nGive all ranks equally many batches, or let it step too: one of "
+            "zeros, parameter.backward(torch.zeros_like(parameter)), then optimizer.step()."
+        )

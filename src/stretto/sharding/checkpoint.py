@@ -94,7 +94,7 @@ class ShardedState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, keeper: Keeper, names: Mapping[int, str], where: str) -> None:
-        self._groups = optimizer.param_groups
+        self._optimizer = optimizer
         self._keeper = keeper
         self._names = names
         self._where = where
@@ -110,7 +110,7 @@ class ShardedState:
                     **{key: value for key, value in group.items() if key != "params"},
                     "params": [self._names[id(one)] for one in group["params"]],
                 }
-                for group in self._groups
+                for group in self._optimizer.param_groups
             ],
         }
 
@@ -136,7 +136,7 @@ class ShardedState:
         self._keeper.take(read)
 
     def _take_groups(self, loaded: Sequence[dict[str, Any]]) -> None:
-        for number, (group, theirs) in enumerate(zip(self._groups, loaded, strict=True)):
+        for number, (group, theirs) in enumerate(zip(self._optimizer.param_groups, loaded, strict=True)):
             names = [self._names[id(one)] for one in group["params"]]
             if different := sorted({*names} ^ {*theirs["params"]}):
                 raise SetupError(
@@ -144,7 +144,7 @@ class ShardedState:
                     f"optimizer's: {name_list(different)} are in one of them alone.\n"
                     "Build the optimizer with the groups that it was saved with."
                 )
-        for group, theirs in zip(self._groups, loaded, strict=True):
+        for group, theirs in zip(self._optimizer.param_groups, loaded, strict=True):
             group.update({key: value for key, value in theirs.items() if key != "params"})
 
 

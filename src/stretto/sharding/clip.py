@@ -26,7 +26,7 @@ def shares_of(queue: LaunchQueue) -> list[torch.Tensor]:
 
 
 def total_norm(
-    parameters: Iterable[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
     shares: Sequence[torch.Tensor],
     norm_type: float,
     transport: Transport,
@@ -42,7 +42,8 @@ def total_norm(
         wait_for: waits for a collective, named by a noun.
     """
     mine = [one for one in (*shares, *(_visible(parameters) if transport.rank == 0 else ())) if one.numel()]
-    norms = torch.zeros(transport.world_size, dtype=torch.float64)
+    device = mine[0].device if mine else next((one.device for one in parameters), torch.device("cpu"))
+    norms = torch.zeros(transport.world_size, dtype=torch.float64, device=device)
     if mine:
         own = torch.stack([_norm(one, norm_type) for one in mine])
         norms[transport.rank] = torch.linalg.vector_norm(own, norm_type)

@@ -8,7 +8,7 @@ that a state dict, a copy or a pickle of one module holds that module's bytes al
 
 [Note: shared parameters]  What one rank of a home writes into a parameter, all of them have. The step is divided, so
 nothing is written twice; but whoever changes parameters by hand on every rank (``parameter.mul_(0.9)``) does it as
-often as there are ranks. To copy values into them, as ``load_state_dict`` does, is harmless, however often it is done.
+often as there are ranks. To copy values into them, as ``load_state_dict`` does, is harmless between two barriers.
 """
 
 from __future__ import annotations

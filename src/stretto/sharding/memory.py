@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..report import Footprint, Report
+from ..specs import format_bytes
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
@@ -38,3 +39,28 @@ def with_memory(
 
 def _added(several: Sequence[Footprint]) -> Footprint:
     return Footprint(*(sum(getattr(one, name) for one in several) for name in ("parameters", "gradients", "state")))
+
+
+def describe_shares(
+    homes: Sequence[Sequence[int]], rank: int, numels: tuple[int, int], nbytes: int, *, whole: bool, late: bool
+) -> str:
+    """What is done with the shares of an optimizer, in plain words.
+
+    Args:
+        homes: groups of ranks that share memory.
+        rank: this one.
+        numels: elements that it steps, and that all step together.
+        nbytes: of state that it keeps.
+        whole: whether parameters stay whole.
+        late: whether what was stepped travels while forward runs.
+    """
+    home = next(ranks for ranks in homes if rank in ranks)
+    how = "each parameter whole on one rank" if whole else "in equal shares of each bucket"
+    where = [f"lie once for ranks {', '.join(map(str, home))}"] if len(home) > 1 else []
+    if len(homes) > 1:
+        when = "while the next forward runs" if late else "before step() returns"
+        where.append(f"come from {'other hosts' if where else 'other ranks'} {when}")
+    return (
+        f"{how}: this rank steps {numels[0]} of {numels[1]} elements and keeps {format_bytes(nbytes)} of state; "
+        f"parameters {' and '.join(where)}"
+    )

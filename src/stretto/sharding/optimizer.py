@@ -11,6 +11,7 @@ import torch
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
+from .members import refuse_others
 from .shares import Shares
 
 if TYPE_CHECKING:
@@ -87,18 +88,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise SetupError(f"{self._where}: this sharded optimizer has ended with detach() or unshard().")
         self._shares.refuse_fork()
         if self._shares.meetings.broken is not None:
+            spoiled = self._shares.meetings.is_spoiled
+            left = "the model may be stepped in part" if spoiled else "no other can follow; the model is whole"
             raise CommunicationError(
-                f"{self._where}: a step of this optimizer has failed, so the model may be stepped in part.\n"
-                "Start again from the last checkpoint."
+                f"{self._where}: a step of this optimizer has failed, so {left}.\nStart again from the last checkpoint."
             ) from self._shares.meetings.broken
         return self._shares
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of torch's optimizers, on all ranks alike; the parameters must be attached when they are stepped."""
+        """As of torch's optimizers, on all ranks alike.
+
+        Raises:
+            SetupError: a parameter is not reduced by the handle that the optimizer was sharded with.
+        """
         if self._shares is None:
             super().add_param_group(param_group)
-        else:
-            self.original.add_param_group(param_group)
+            return
+        self.original.add_param_group(param_group)
+        try:
+            refuse_others(self.original, self._module, self._shares.reduced, self._where)
+        except SetupError:
+            self.original.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the format of the optimizer that was sharded. Collective.

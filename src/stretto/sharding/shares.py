@@ -19,13 +19,13 @@ from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
-from ..specs import counted, format_bytes
+from ..specs import counted
 from ..withheld import Withheld
 from .keeping import Keeping
 from .kinds import Kind, build_like, options_of
 from .layout import Layout
 from .meetings import Meetings
-from .memory import state_bytes
+from .memory import describe_shares, state_bytes
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Kept, State, flat_state, follow_dtype, shaped, whole_states
@@ -61,7 +61,6 @@ class Shares:
         self._reducer = reducer
         self._peers = peers
         self.meetings = Meetings(reducer.transport, peers)
-        self.steps = 0
         if not keep_grads and kind is Kind.ELEMENTWISE:
             reducer.queue.withhold({*reducer.queue.in_shares, *self._ids()})
         try:
@@ -80,6 +79,11 @@ class Shares:
         """This one."""
         return self._reducer.transport.rank
 
+    @property
+    def reduced(self) -> list[torch.nn.Parameter]:
+        """The parameters that the handle reduces."""
+        return self._reducer.parameters
+
     # Laying out
 
     def _lay_out(self) -> None:
@@ -94,7 +98,8 @@ class Shares:
         }
         layout = Layout(plan, mine, transport, self._peers.wait_for)
         layout.fill()
-        self.meetings.meet("memory for parameters")
+        if layout.is_shared:
+            self.meetings.meet("memory for parameters")
         layout.adopt()
         divide = pieces_of if self._kind is Kind.ELEMENTWISE else whole_pieces_of
         owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
@@ -174,7 +179,7 @@ class Shares:
         return {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
 
     def _ids(self) -> set[int]:
-        return {id(parameter) for group in self._groups for parameter in group["params"]}
+        return {*self._group_of}
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -212,13 +217,13 @@ class Shares:
             if is_shared:
                 meetings.meet_before(self._everything(), refused=True)
             raise
-        try:
-            self._follow()
-        except BaseException as error:
-            meetings.fail(error)
-            raise
         if is_shared:
             meetings.meet_before(self._everything())
+        try:
+            self._follow()
+        except BaseException as error:  # what is laid out anew is new memory: no rank has stepped
+            meetings.fail(error)
+            raise
         try:
             self._step()
             self._spread.send()
@@ -241,14 +246,12 @@ class Shares:
         self._step_inner(self.inner)
         for own, group in zip(self.inner.param_groups, self._groups, strict=True):
             group.update(options_of(own))  # some keep numbers there
-        self.steps += 1
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
         parameters = self._everything()
         torch.autograd.graph.increment_version(parameters)
-        for parameter in () if self.keep_grads else parameters:
-            if isinstance(parameter.grad, Withheld):
-                parameter.grad = None
+        if not self.keep_grads:
+            self._drop_withheld()
 
     def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         state = self.inner.state.pop(stretch.parameter, {})
@@ -313,18 +316,9 @@ class Shares:
 
     def describe(self) -> str:
         """What is done with them, in plain words."""
-        own, whole = (sum(n) for n in ([p.numel for p in self._pieces], map(torch.numel, self.layout.views.values())))
-        home = next(ranks for ranks in self.layout.homes if self.rank in ranks)
-        how = "each parameter whole on one rank" if self._kind is Kind.WHOLE else "in equal shares of each bucket"
-        where = [f"lie once for ranks {', '.join(map(str, home))}"] if len(home) > 1 else []
-        if len(self.layout.homes) > 1:
-            late = "while the next forward runs" if self._overlap else "before step() returns"
-            where.append(f"come from {'other hosts' if where else 'other ranks'} {late}")
-        held, _ = self.footprint()
-        return (
-            f"{how}: this rank steps {own} of {whole} elements and keeps {format_bytes(held.state)} of state; "
-            f"parameters {' and '.join(where)}"
-        )
+        numels = sum(piece.numel for piece in self._pieces), sum(map(torch.numel, self.layout.views.values()))
+        whole, late = self._kind is Kind.WHOLE, self._overlap
+        return describe_shares(self.layout.homes, self.rank, numels, self.footprint()[0].state, whole=whole, late=late)
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""
@@ -344,3 +338,9 @@ class Shares:
         self.stretches.forget()
         if not self.meetings.is_spoiled:
             self.layout.release()
+            self._drop_withheld()
+
+    def _drop_withheld(self) -> None:
+        for parameter in self.layout.parameters.values():
+            if isinstance(parameter.grad, Withheld):
+                parameter.grad = None

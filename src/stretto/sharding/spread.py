@@ -62,6 +62,7 @@ class Spread:
         self._failed = failed
         self._overlap = overlap
         self._under_way: list[Arrival] = []
+        self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
         self._compiler = CompilerWatch(self.finish)
         self.is_needed = len(layout.homes) > 1
         numbers = reversed(range(len(layout.plan.buckets))) if self.is_needed else ()
@@ -112,7 +113,7 @@ class Spread:
         def arrive() -> None:
             for work, message, flats, root in under_way:
                 self._wait_for(work, f"what rank {root} has stepped")
-                if root != self._transport.rank:
+                if root not in self._home:  # what they have stepped is here already
                     _put(message, flats)
 
         return arrive

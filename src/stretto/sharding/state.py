@@ -71,7 +71,8 @@ def whole_states(
         told = theirs | told
     for index in sorted(told):
         numel, (dtypes, rest) = specs[index].numel, told[index]
-        message = torch.zeros(sum(numel * dtype.itemsize for dtype in dtypes.values()), dtype=torch.uint8)
+        nbytes = sum(numel * dtype.itemsize for dtype in dtypes.values())
+        message = torch.zeros(nbytes, dtype=torch.uint8, device=specs[index].device)
         flats = _cut(message, numel, dtypes)
         for part in held.get(index, ()):
             for key, value in part.flat.items():

@@ -198,6 +198,7 @@ class Stretches:
         for stretch in [*self.all]:
             for part in self._alike(stretch, replaced):
                 part.parameter.grad = self._gradient(part)
+        self._look_at()  # other gradients may be withheld by now, since another optimizer was sharded
 
     def _alike(self, stretch: Stretch, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> Sequence[Stretch]:
         """The stretch, or parts of it whose gradients are alike: in their slots, elsewhere, or none."""

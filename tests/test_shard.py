@@ -1069,21 +1069,6 @@ def test_parameters_of_a_class_with_a_mind_of_its_own() -> None:
     run_ranks(worker, 2)
 
 
-def test_a_model_that_reads_parameters_inside_torchscript_is_not_awaited() -> None:
-    with pytest.warns(DeprecationWarning):
-        layers = [torch.jit.script(torch.nn.Linear(4, 4)) for _ in range(2)]
-
-    def worker(transport: Any) -> None:
-        model = torch.nn.Sequential(layers[transport.rank], torch.nn.Linear(4, 4))
-        sync = stretto.attach(model, transport=transport)
-        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
-        model(torch.ones(2, 4)).sum().backward()
-        sharded.step()
-        assert all(type(one) is torch.nn.Parameter for one in model.parameters())
-
-    run_ranks(worker, 2)
-
-
 def test_ranks_cannot_leave_the_step_to_others() -> None:
     def worker(transport: Any) -> str:
         _, _, sync, *_ = pair(transport)

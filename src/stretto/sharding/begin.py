@@ -70,23 +70,14 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if facts != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
-    shares = _shares(optimizer, module, kind, reducer, peers, asked)
+    shares = _shares(optimizer, kind, reducer, peers, asked)
     return ShardedOptimizer(optimizer, module, shares, where)
 
 
-def _shares(
-    optimizer: torch.optim.Optimizer,
-    module: torch.nn.Module,
-    kind: Kind,
-    reducer: Reducer,
-    peers: Peers,
-    asked: Asked,
-) -> Shares:
+def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
     """If a rank cannot build its own, the others are told, rather than left to wait for its step."""
-    in_python = not any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
-    overlap = asked.overlap and in_python  # who reads parameters inside C++ cannot be made to wait
     try:
-        return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=overlap)
+        return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
     except BaseException as error:
         if not isinstance(error, CommunicationError):
             peers.tell_failed("shard", error, error.__traceback__, leaves=True)

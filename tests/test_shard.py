@@ -125,7 +125,7 @@ def attached(transport: Any, **options: Any) -> tuple[Net, stretto.Synchronizer]
 
 def handle(model: torch.nn.Module, transport: Any, **options: Any) -> stretto.Synchronizer:
     sync = stretto.attach(model, transport=transport, **{"bucket_cap_mb": 0.008, **options})
-    handles.setdefault(transport.rank, []).append(sync)
+    handles.setdefault(sync.rank, []).append(sync)
     return sync
 
 

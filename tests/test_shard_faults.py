@@ -218,7 +218,7 @@ SHARED = {
     "behind the second meeting": Place(Spread, "send", (1, 2, 6), None),
     "while parameters are laid out": Place(Layout, "fill", (1,), None),
     "while parameters are laid out again": Place(Layout, "fill", (2,), True),
-    "before they lie there": Place(Layout, "adopt", (2,), True),
+    "before they lie there": Place(Layout, "adopt", (2,), False),  # the others go on, and step
     "before it looks for a new plan": Place(Shares, "lay_out_again", (1,), True),
     "before it says that it has come somewhere": Place(Host, "_say", tuple(range(30, 70, 2)), None),
 }
@@ -227,7 +227,7 @@ APART = {
     "before it sends what it has stepped": Place(Spread, "send", (1, 2, 5), None),
     "before it sends some of what it has stepped": Place(Spread, "_exchange", (1, 2, 3, 9, 10), None),
     "with some of what others have stepped": Place(Spread, "_arrive", (1, 2, 3, 9), None),
-    "while parameters are laid out again": Place(Layout, "fill", (2,), True),
+    "while parameters are laid out again": Place(Layout, "fill", (2,), False),
 }
 
 

@@ -161,6 +161,14 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
                 assert mine == value, (index, key)
 
 
+def assert_alike(transport: Any, model: Net, sharded: Any, plain: Net, optimizer: torch.optim.Optimizer) -> None:
+    """The models, and on rank 0 the whole states. Collective."""
+    assert_same(model, plain)
+    state = sharded.state_dict()
+    if transport.rank == 0:
+        assert_same_state(state, optimizer.state_dict())
+
+
 # The same numbers
 
 
@@ -171,10 +179,7 @@ def test_every_optimizer_steps_as_it_does_alone(name: str, keep_grads: bool) -> 
         model, sharded, _, plain, optimizer = pair(transport, OPTIMIZERS[name], keep_grads=keep_grads)
         train(model, sharded, transport.rank, range(6))
         train(plain, optimizer, transport.rank, range(6))
-        assert_same(model, plain)
-        state = sharded.state_dict()
-        if transport.rank == 0:
-            assert_same_state(state, optimizer.state_dict())
+        assert_alike(transport, model, sharded, plain, optimizer)
 
     shared(worker, 2)
 
@@ -190,10 +195,7 @@ def test_on_every_carrier(carrier: str, world: int, name: str, keep_grads: bool,
         model, sharded, _, plain, optimizer = pair(transport, OPTIMIZERS[name], **options)
         train(model, sharded, transport.rank, range(5))
         train(plain, optimizer, transport.rank, range(5))
-        assert_same(model, plain)
-        state = sharded.state_dict()
-        if transport.rank == 0:
-            assert_same_state(state, optimizer.state_dict())
+        assert_alike(transport, model, sharded, plain, optimizer)
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     first, *others = CARRIERS[carrier](worker, world)
@@ -215,7 +217,7 @@ def test_each_rank_keeps_its_share_of_the_state() -> None:
     def worker(transport: Any) -> int:
         model, sharded, *_ = pair(transport)
         train(model, sharded, transport.rank, range(3))
-        return sharded.state_elements()
+        return sharded.footprint()[0].state // 4
 
     per_rank = shared(worker, 2)
     everything = 2 * sum(parameter.numel() for parameter in Net().parameters())
@@ -260,10 +262,7 @@ def both(
             train(net, one, transport.rank, range(3))
             change(net, one, sync if net is model else None)
             train(net, one, transport.rank, range(3, 7))
-        assert_same(model, plain)
-        state = sharded.state_dict()
-        if transport.rank == 0:
-            assert_same_state(state, optimizer.state_dict())
+        assert_alike(transport, model, sharded, plain, optimizer)
 
     return worker
 
@@ -279,11 +278,6 @@ def keep_grads(request: pytest.FixtureRequest) -> bool:
 
 
 def test_layers_that_are_skipped_keep_their_state(carrier: Any, keep_grads: bool) -> None:
-    def change(net: Net, one: Any, sync: Any) -> None:
-        net.skip = True
-        train(net, one, 0, range(10, 12))
-        net.skip = False
-
     def worker(transport: Any) -> None:
         model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads)
         for net, one in ((model, sharded), (plain, optimizer)):
@@ -367,10 +361,7 @@ def test_groups_schedules_and_closures(carrier: Any, keep_grads: bool) -> None:
         plain, _ = attached(transport)
         sharded, optimizer = stretto.shard(make(model), sync, keep_grads=keep_grads), make(plain)
         assert run(model, sharded, transport.rank) == run(plain, optimizer, transport.rank)
-        assert_same(model, plain)
-        state = sharded.state_dict()
-        if transport.rank == 0:
-            assert_same_state(state, optimizer.state_dict())
+        assert_alike(transport, model, sharded, plain, optimizer)
 
     carrier(worker, 3)
 
@@ -954,20 +945,30 @@ def test_parts_of_a_piece(numel: int, start: int, first: int, most: int) -> None
     assert len(parts) <= numel // most + 1
 
 
+class Listed(torch.optim.AdamW):
+    """Writes down how large the largest tensor is that each one steps."""
+
+    largest: list[int] = []  # noqa: RUF012
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.largest.append(max((one.numel() for group in self.param_groups for one in group["params"]), default=0))
+
+
 def test_long_shares_are_stepped_in_stretches_that_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stretches, "STRETCH_BYTES", 4 * 512)
+    Listed.largest.clear()
 
-    def worker(transport: Any) -> int:
-        model, sharded, _, plain, optimizer = pair(transport)
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, Listed)
         train(model, sharded, transport.rank, range(5))
         train(plain, optimizer, transport.rank, range(5))
-        assert_same(model, plain)
-        state = sharded.state_dict()
-        if transport.rank == 0:
-            assert_same_state(state, optimizer.state_dict())
-        return len(sharded.param_groups[0]["params"])
+        assert_alike(transport, model, sharded, plain, optimizer)
 
     shared(worker, 2)
+    assert max(Listed.largest) == 70 * 40, "the plain one steps whole parameters"
+    assert Listed.largest[-1] <= 512
+    assert Listed.largest[-2] <= 512
 
 
 def _train_compiled(rank: int) -> int:

@@ -61,9 +61,8 @@ def build_like(
         UnsupportedError: its constructor asks for what is not among its defaults.
     """
     kind = type(optimizer)
-    wanted = inspect.signature(kind).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in wanted.values())
-    options = {key: value for key, value in optimizer.defaults.items() if key in wanted or takes_all}
+    wanted = _keywords(kind)
+    options = {key: value for key, value in optimizer.defaults.items() if key in wanted}
     try:
         return kind([dict(group) for group in groups], **options)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -99,6 +98,18 @@ def first_states(
         with torch.random.fork_rng(devices=[]):
             like.step()
     return [like.state.get(one, {}) for one in parameters]
+
+
+def _keywords(kind: type[torch.optim.Optimizer]) -> set[str]:
+    """What the constructor takes by name; one that hands on ``**options`` takes what the next class does."""
+    found: set[str] = set()
+    for one in kind.__mro__:
+        if "__init__" in vars(one):
+            parameters = inspect.signature(one.__init__).parameters  # type: ignore[misc]
+            found |= parameters.keys()
+            if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+                break
+    return found
 
 
 def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:

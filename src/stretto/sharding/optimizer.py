@@ -162,11 +162,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         keeper = Alone(self.original) if self._shares is None and not self.ended else self._usable()
         return ShardedState(self.original, keeper, names, self._where)
 
-    def state_elements(self) -> int:
-        """So many elements of state by element this rank keeps, of all parameters together."""
-        inner = self.original if self._shares is None else self._shares.inner
-        return sum(v.numel() for s in inner.state.values() for v in s.values() if torch.is_tensor(v) and v.dim())
-
     def footprint(self) -> tuple[Footprint, Footprint] | None:
         """What this rank holds, and would without shares but for the state of others; None if it has no share."""
         return self._shares.footprint() if self._shares else None

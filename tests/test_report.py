@@ -137,7 +137,7 @@ class Ends:
 
 
 def test_a_rank_that_is_late_is_named_with_where_it_lost_time() -> None:
-    """Rank 1 begins when the others have ended backward, and a little later: last by what was done, whatever the load."""
+    """Rank 1 begins when the others have ended backward, and a little later: it is last whatever the load."""
     ends = [Ends() for _ in range(3)]
 
     def worker(transport: Any) -> Report:

@@ -29,10 +29,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
 from stretto.events import EVENTS
-from stretto.testing import spawn_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, interleave, machine, show_table, worst_rank
+from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
 from cut import without_events
 
 ATTACH = "stretto.attach"
@@ -140,12 +139,14 @@ def price_of_events(seconds: dict[str, list[float]]) -> Spread:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000, 10000])
+    parser.add_argument("--parameters", type=count, nargs="+", default=[100, 1000, 10000])
     parser.add_argument(
-        "--rounds", type=int, default=60, help="for 1,000 parameters; more for fewer, which are noisier"
+        "--rounds", type=count, default=60, help="for 1,000 parameters; more for fewer, which are noisier"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output)
     options = parser.parse_args()
+    if min(options.parameters) < 2:
+        parser.error("--parameters: a layer has two")
     found: dict[str, dict[str, dict[str, float]]] = {}
     looking: dict[str, dict[str, float]] = {}
     for world_size in (2, 1):
@@ -153,7 +154,7 @@ def main() -> None:
         prices: dict[str, Spread] = {}
         for parameters in options.parameters:
             rounds = max(15, int(options.rounds * (1000 / parameters) ** 0.4))
-            seconds = spawn_ranks(measure, world_size, parameters, rounds, timeout=580)[0]
+            seconds = spawn(measure, world_size, parameters, rounds, timeout=580)[0]
             if CUT in seconds:
                 prices[f"{parameters} parameters"] = price_of_events(seconds)
             spreads = extra(seconds, parameters)
@@ -179,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_well(main)

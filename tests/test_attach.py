@@ -203,10 +203,11 @@ def test_a_scripted_module_is_refused_on_all_ranks() -> None:
             stretto.attach(module, transport=transport)
         return str(caught.value)
 
-    advice = "went through torch.jit.script or torch.jit.trace.\nAttach the module that you made; to speed it up, "
     assert run_ranks(worker, 2) == [
-        f"rank 0: attach: the module {advice}torch.compile(module).",
-        f"rank 1: attach: 1 {advice}torch.compile(module).",
+        "rank 0: attach: the module went through torch.jit.script or torch.jit.trace.\n"
+        "Attach the module that you made; to speed it up, torch.compile(module).",
+        "rank 1: attach: 1 went through torch.jit.script or torch.jit.trace.\n"
+        "Attach the module that you made; to speed it up, torch.compile(module).",
     ]
     with pytest.raises(stretto.SetupError, match=r"torch\.jit\.script"):
         stretto.attach(scripted)

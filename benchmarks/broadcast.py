@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from stretto.broadcast import broadcast_coalesced
-from stretto.testing import spawn_ranks
 from stretto.transport import ProcessGroupTransport
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, interleave, machine, show_table, worst_rank
+from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
 
 
 def measure(rank: int, megabytes: int, count: int, rounds: int) -> dict[str, list[float]]:
@@ -49,12 +48,12 @@ def measure(rank: int, megabytes: int, count: int, rounds: int) -> dict[str, lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--tensors", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--megabytes", type=count, default=100)
+    parser.add_argument("--tensors", type=count, default=1000)
+    parser.add_argument("--rounds", type=count, default=20)
+    parser.add_argument("--json", type=output)
     options = parser.parse_args()
-    seconds = spawn_ranks(measure, 2, options.megabytes, options.tensors, options.rounds, timeout=580)[0]
+    seconds = spawn(measure, 2, options.megabytes, options.tensors, options.rounds, timeout=580)[0]
     spreads = {name: Spread.of(times) for name, times in seconds.items()}
     ours = list(spreads.values())[-1]
     rows = [[name, spread.show(1e-3, 1), f"{spread.median / ours.median:.2f}x"] for name, spread in spreads.items()]
@@ -66,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_well(main)

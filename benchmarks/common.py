@@ -1,8 +1,14 @@
-"""What the benchmarks share: the library's paired timing, what a figure depends on, and a table for people."""
+"""What the benchmarks share: the library's paired timing, what a figure depends on, a table for people, and how they
+end: bad input and whatever fails is one line, Ctrl-C none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,8 +16,47 @@ from rich.table import Table
 
 from stretto.bench import this_machine
 from stretto.bench.timing import Spread, interleave, worst_rank
+from stretto.cli.console import CommandError, check_writable, show_cursor
+from stretto.errors import StrettoError
+from stretto.quiet import quietly
+from stretto.testing import spawn_ranks
 
-__all__ = ["Spread", "interleave", "machine", "show_table", "worst_rank"]
+__all__ = ["Spread", "count", "ends_well", "interleave", "machine", "output", "show_table", "spawn", "worst_rank"]
+
+
+def count(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
+
+
+def output(text: str) -> Path:
+    """A file that can be written, for argparse: not found out when all has been measured."""
+    try:
+        check_writable(Path(text))
+    except CommandError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def spawn(worker: Callable[..., Any], ranks: int, *args: Any, timeout: float) -> list[Any]:
+    """:func:`stretto.testing.spawn_ranks`, whose ranks print nothing when they fail or are stopped."""
+    return quietly(spawn_ranks, worker, ranks, *args, timeout=timeout)
+
+
+def ends_well(main: Callable[[], object]) -> None:
+    """Run a benchmark. What fails is one line and 1, Ctrl-C is 130."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        show_cursor()
+        raise SystemExit(130) from None
+    except (StrettoError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # of a rank, with its traceback
+        if "STRETTO_TRACEBACK" in os.environ:
+            raise
+        last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {last[0]} (STRETTO_TRACEBACK=1 shows where)") from None
 
 
 def machine() -> dict[str, Any]:

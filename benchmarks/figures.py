@@ -16,17 +16,20 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markdown import Markdown
 
 from stretto.bench import Effort
+from stretto.errors import SetupError
 
 sys.path.insert(0, str(Path(__file__).parent))
+from common import count, ends_well
 from paper.breakdown import BREAKDOWN
 from paper.contest import CONTEST
-from paper.figure import Asked, Data, Figure, markdown, save
+from paper.figure import Asked, Data, Figure, comparisons, markdown, save
 from paper.network import NETWORK
 from paper.ranks import RANKS
 from paper.round_robin import ROUND_ROBIN
@@ -48,11 +51,21 @@ def put_into(page: Path, name: str, text: str) -> bool:
     return bool(found)
 
 
+def measured_before(file: Path) -> Data:
+    """Raises SetupError if that is no file of a figure."""
+    try:
+        found: Data = json.loads(file.read_text())
+        comparisons(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise SetupError(f"{file} holds no measurements of a figure") from error
+    return found
+
+
 def one_figure(figure: Figure, asked: Asked, output: Path, page: Path, draw_only: bool) -> None:
     watched = Console(stderr=True)
     began = time.monotonic()
     file = output / f"{figure.name}.json"
-    data: Data = json.loads(file.read_text()) if draw_only else figure.measure(asked)
+    data = measured_before(file) if draw_only else figure.measure(asked)
     save(figure, data, output)
     text = markdown(figure, data)
     Console(width=200).print(Markdown(f"## {figure.title}\n\n{text}"))
@@ -60,6 +73,13 @@ def one_figure(figure: Figure, asked: Asked, output: Path, page: Path, draw_only
         text += f"\n![{figure.title}]({output.name}/{figure.name}.svg)\n"
     where = f" and {page}" if put_into(page, figure.name, text) else ""
     watched.print(f"{figure.name}: {time.monotonic() - began:.0f} s, written to {output}{where}", highlight=False)
+
+
+def minutes_of(names: Sequence[str]) -> str:
+    """What there is still to wait, the figure that begins now first."""
+    first, *others = (FIGURES[name].minutes for name in names)
+    more = f", about {first + sum(others):g} with all that follow" if others else ""
+    return f"about {first:g} minutes on two quiet cores{more}"
 
 
 def main() -> None:
@@ -70,7 +90,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=count,
         default=30,
         help="at most; each figure has a limit of time, and runs no fewer than five unless told to (default: 30)",
     )
@@ -83,12 +103,14 @@ def main() -> None:
         parser.error(f"--draw-only: {options.output} has no {', '.join(f'{name}.json' for name in missing)}")
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("plots need matplotlib, which is not installed: pip install 'stretto[plot]'")
+    options.output.mkdir(parents=True, exist_ok=True)  # or fail before anything is measured
     asked = Asked(QUICK if options.quick else Effort(options.rounds, warm_up=2), options.quick)
     page = options.output.with_suffix(".md")
     for number, name in enumerate(names, 1):
-        Console(stderr=True).print(f"figure {number} of {len(names)}: {FIGURES[name].title}", highlight=False)
+        left = "" if options.quick or options.draw_only else f" ({minutes_of(names[number - 1 :])})"
+        Console(stderr=True).print(f"figure {number} of {len(names)}: {FIGURES[name].title}{left}", highlight=False)
         one_figure(FIGURES[name], asked, options.output, page, options.draw_only)
 
 
 if __name__ == "__main__":
-    main()
+    ends_well(main)

@@ -30,12 +30,12 @@ import torch.distributed as dist
 
 from stretto.bench import Comparison, Contestant, Effort, Spread, compare
 from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, alone, torch_variants
+from stretto.bench.plots import check
 from stretto.bench.result import geometric_mean
-from stretto.testing import spawn_ranks
 from stretto.transport import ProcessGroupTransport, choose
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import interleave, machine, show_table, worst_rank
+from common import count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
 from workloads import WORKLOADS
 
 SIZES = [4, 256, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 100_000_000, 256 << 20]
@@ -107,7 +107,7 @@ def run_sizes(rounds: int, largest: int) -> dict[str, dict[str, list[float]]]:
         command += ["--rounds", str(rounds), "--largest", str(largest)]
         subprocess.run(command, check=True)
         return json.loads((Path(folder) / "found.json").read_text())
-    return spawn_ranks(sizes_of_rank, 2, largest, rounds, timeout=900)[0]
+    return spawn(sizes_of_rank, 2, largest, rounds, timeout=900)[0]
 
 
 def under_mpi(folder: Path, rounds: int, largest: int) -> None:
@@ -226,15 +226,19 @@ def run_ranks_table(rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=["sizes", "steps", "ranks", []], help="default: all three")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=count, default=40)
     parser.add_argument("--only", nargs="*", default=[], help="workloads with one of these in their names")
-    parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of the largest all-reduce")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="of the sizes; needs matplotlib")
+    parser.add_argument("--largest", type=count, default=SIZES[-1], help="bytes of the largest all-reduce")
+    parser.add_argument("--json", type=output)
+    parser.add_argument("--plot", type=output, help="of the sizes; needs matplotlib")
     parser.add_argument("--under-mpi", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.under_mpi:
         return under_mpi(options.under_mpi, options.rounds, options.largest)
+    if options.largest < SIZES[0]:
+        parser.error(f"--largest {options.largest}: the smallest all-reduce is {SIZES[0]} bytes")
+    if options.plot:
+        check(options.plot)
     parts = options.parts or ["sizes", "steps", "ranks"]
     found: dict[str, Any] = {"machine": machine()}
     if "sizes" in parts:
@@ -254,4 +258,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_well(main)

@@ -23,10 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
-from stretto.testing import spawn_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, interleave, machine, show_table, worst_rank
+from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
 
 LAYERS, WIDTH = 12, 128
 TORCH = {
@@ -119,13 +118,15 @@ def measure(rank: int, drop: float, alike: bool, rounds: int) -> tuple[dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=count, default=60)
     parser.add_argument("--drop", type=float, default=0.2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output)
     options = parser.parse_args()
+    if not 0 <= options.drop < 1:
+        parser.error(f"--drop {options.drop:g}: a share of layers, from 0 to less than 1")
     found: dict[str, Any] = {}
     for alike in (True, False):
-        seconds, sent = spawn_ranks(measure, 2, options.drop, alike, options.rounds, timeout=580)[0]
+        seconds, sent = spawn(measure, 2, options.drop, alike, options.rounds, timeout=580)[0]
         bare = seconds.pop("no communication")
         rows = []
         for name, times in seconds.items():
@@ -144,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_well(main)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
-from stretto.testing import spawn_ranks
+from common import spawn
 
 WIDTH = 1024
 Prepared = tuple[nn.Module, Callable[[], torch.optim.Optimizer]]
@@ -92,4 +92,4 @@ def _train(name: str, width: int, layers: int, stage: Stages) -> None:
 
 def measure_memory(ranks: int, megabytes: int) -> dict[str, list[dict[str, int]]]:
     """By contestant, in new processes each: bytes of each rank by stage."""
-    return {name: spawn_ranks(stages_of, ranks, name, megabytes, timeout=600) for name in CONTESTANTS}
+    return {name: spawn(stages_of, ranks, name, megabytes, timeout=600) for name in CONTESTANTS}

@@ -6,6 +6,10 @@ Two ranks run a chain of Linear(16) layers, batch 4: zero_grad(set_to_none=True)
 has torch's noop_hook as comm hook, so nothing is sent. The figure is the paired difference to the mean of two bare
 models in the same round, divided by the number of parameters. At world size 1 stretto is measured against them too.
 
+Watching: "stretto.attach" is watched by nobody but itself, as always (a few passes for report()). Beside it stand the
+same code with every `if` that asks for an observer cut out, and the same with an observer of all events, single
+gradients left out or not. A line below the table says what the ifs add to a whole step, in percent.
+
 "A hook and nothing else" is the least that Python can be called for a gradient: the append of a list, in C, as a
 post-accumulate hook on each parameter. No reducer that hooks parameters from Python can cost less.
 """
@@ -24,11 +28,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
-from stretto.testing import spawn_ranks
+from stretto.events import EVENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, interleave, machine, show_table, worst_rank
+from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
+from cut import without_events
 
+ATTACH = "stretto.attach"
+CUT = "stretto.attach, events cut out of the code"
+WATCHED = "stretto.attach, an observer of all but gradients"
+WATCHED_CLOSELY = "stretto.attach, an observer of gradients too"
 AGAIN = "the two bare models, one from the other"
 TORCH = {
     "torch, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
@@ -73,14 +82,26 @@ def append_hooks(model: torch.nn.Module) -> Callable[[], None]:
     return run
 
 
+def observer(gradients: bool) -> object:
+    """One that has every method, and does nothing in it."""
+    events = [one for one in EVENTS if gradients or one not in ("gradient_ready", "gradient_kept")]
+    return type("Nothing", (), {one: lambda self, *_: None for one in events})()
+
+
 def contest(parameters: int, world_size: int) -> dict[str, Callable[[], None]]:
     """Every contestant on a model of its own."""
     contestants = {"bare": step(layers(parameters)), AGAIN: step(layers(parameters))}
     contestants["a hook and nothing else"] = append_hooks(layers(parameters))
-    attached = layers(parameters)
-    sync = stretto.attach(attached)
-    sync.register_comm_hook(None, noop_hook)
-    contestants["stretto.attach"] = step(attached)
+    packages = {ATTACH: stretto}
+    if world_size > 1:  # a rank alone has nothing to be watched
+        packages |= {CUT: without_events(), WATCHED: stretto, WATCHED_CLOSELY: stretto}
+    for name, package in packages.items():
+        attached = layers(parameters)
+        sync = package.attach(attached)
+        sync.register_comm_hook(None, noop_hook)
+        if name in (WATCHED, WATCHED_CLOSELY):
+            sync.observe(observer(gradients=name == WATCHED_CLOSELY))
+        contestants[name] = step(attached)
     if world_size > 1:
         for name, options in TORCH.items():
             model = TorchDDP(layers(parameters), **options)
@@ -111,20 +132,31 @@ def extra(seconds: dict[str, list[float]], parameters: int) -> dict[str, Spread]
     return found
 
 
+def price_of_events(seconds: dict[str, list[float]]) -> Spread:
+    """What the `if`s add to a whole step, as a share of it; pairs of one round."""
+    return Spread.of([one / without - 1 for one, without in zip(seconds[ATTACH], seconds[CUT], strict=True)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[100, 1000, 10000])
+    parser.add_argument("--parameters", type=count, nargs="+", default=[100, 1000, 10000])
     parser.add_argument(
-        "--rounds", type=int, default=60, help="for 1,000 parameters; more for fewer, which are noisier"
+        "--rounds", type=count, default=60, help="for 1,000 parameters; more for fewer, which are noisier"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output)
     options = parser.parse_args()
+    if min(options.parameters) < 2:
+        parser.error("--parameters: a layer has two")
     found: dict[str, dict[str, dict[str, float]]] = {}
+    looking: dict[str, dict[str, float]] = {}
     for world_size in (2, 1):
         rows: dict[str, list[str]] = {}
+        prices: dict[str, Spread] = {}
         for parameters in options.parameters:
             rounds = max(15, int(options.rounds * (1000 / parameters) ** 0.4))
-            seconds = spawn_ranks(measure, world_size, parameters, rounds, timeout=580)[0]
+            seconds = spawn(measure, world_size, parameters, rounds, timeout=580)[0]
+            if CUT in seconds:
+                prices[f"{parameters} parameters"] = price_of_events(seconds)
             spreads = extra(seconds, parameters)
             best = min((s.median for name, s in spreads.items() if name.startswith("torch")), default=None)
             for name, spread in spreads.items():
@@ -135,9 +167,17 @@ def main() -> None:
         show_table(
             f"{world_size} ranks: median (and quartiles), ratio to torch's best variant", header, list(rows.values())
         )
+        if prices:
+            said = "; ".join(f"{n}: {p.median:+.1%} ({p.low:+.1%} .. {p.high:+.1%})" for n, p in prices.items())
+            print(f"What the ifs add to a step, over the code without them: {said}\n")
+            looking |= {name: vars(price) for name, price in prices.items()}
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "seconds a parameter": found}, indent=1))
+        options.json.write_text(
+            json.dumps(
+                {"machine": machine(), "seconds a parameter": found, "events, share of a step": looking}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":
-    main()
+    ends_well(main)

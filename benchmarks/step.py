@@ -32,7 +32,7 @@ from stretto.bench.result import geometric_mean
 from stretto.bench.sharded import sharded
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import machine, show_table
+from common import count, ends_well, machine, output, show_table
 from memory import measure_memory
 from workloads import RESNET18X16
 
@@ -122,13 +122,13 @@ def share(found: dict[str, list[dict[str, int]]], name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["host", "network", "memory"])
-    parser.add_argument("--rounds", type=int, help="default: 30 on a host, 15 over a network")
+    parser.add_argument("--rounds", type=count, help="default: 30 on a host, 15 over a network")
     parser.add_argument("--only", nargs="*", default=[], choices=WORKLOADS, help="host: these workloads")
     parser.add_argument("--rate", default="1gbit", help="network: of the link between the hosts (default: 1gbit)")
     parser.add_argument("--workload", default=RESNET18X16, help="network: another, as stretto bench takes it")
-    parser.add_argument("--ranks", type=int, default=2, help="memory: how many (default: 2)")
-    parser.add_argument("--megabytes", type=int, default=64, help="memory: of parameters (default: 64)")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    parser.add_argument("--ranks", type=count, default=2, help="memory: how many (default: 2)")
+    parser.add_argument("--megabytes", type=count, default=64, help="memory: of parameters (default: 64)")
+    parser.add_argument("--json", type=output, help="write what was found to this file")
     options = parser.parse_args()
     found: dict[str, Any] = {"machine": machine()}  # before it is kept busy
     if options.mode == "host":
@@ -145,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_well(main)

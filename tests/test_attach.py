@@ -193,6 +193,26 @@ def attach_what_differs(rank: int, world: int) -> dict[str, str]:
     return messages
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_is_refused_on_all_ranks() -> None:
+    scripted = torch.jit.script(torch.nn.Linear(2, 2))
+
+    def worker(transport) -> str:
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), scripted) if transport.rank else scripted
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.attach(module, transport=transport)
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [
+        "rank 0: attach: the module went through torch.jit.script or torch.jit.trace.\n"
+        "Attach the module that you made; to speed it up, torch.compile(module).",
+        "rank 1: attach: 1 went through torch.jit.script or torch.jit.trace.\n"
+        "Attach the module that you made; to speed it up, torch.compile(module).",
+    ]
+    with pytest.raises(stretto.SetupError, match=r"torch\.jit\.script"):
+        stretto.attach(scripted)
+
+
 def test_unknown_arguments_and_values() -> None:
     with pytest.raises(TypeError, match="bucket_size"):
         stretto.attach(linear(), bucket_size=3)

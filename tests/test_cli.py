@@ -705,6 +705,7 @@ def fails(): raise KeyError("lost")
 def none(): return number
 def frozen(): return torch.nn.Linear(1, 1).requires_grad_(False)
 def fine(): return torch.nn.Linear(1, 1)
+def lazy(): return torch.nn.LazyLinear(1)
 """
 
 REFUSED = [
@@ -740,6 +741,29 @@ REFUSED = [
     ("bench script.py:fails", 1, "script.py:fails() failed: KeyError: 'lost' ({folder}/script.py:4)"),
     ("plan script.py:frozen", 2, "script.py:frozen gives a module without a parameter that requires a gradient"),
     ("plan script.py:fails", 1, "script.py:fails() failed: KeyError: 'lost' ({folder}/script.py:4)"),
+    ("plan syntax.py:net", 1, "importing syntax.py failed: SyntaxError: invalid syntax (syntax.py, line 1)"),
+    (
+        "plan script.py:lazy",
+        2,
+        "script.py:lazy gives a module whose weight, bias have no size yet: call it once before",
+    ),
+    (
+        "plan script.py:fine --bandwidth 1e999bit",
+        2,
+        "--bandwidth 1e999bit: give a bandwidth such as 1gbit, 100mbit or 125MB/s",
+    ),
+    ("plan script.py:fine --latency 1e999s", 2, "--latency 1e999s: give a time such as 100us or 0.2ms"),
+    (
+        "run --ranks 9999999 script.py",
+        2,
+        "--ranks 9999999: each takes 64.0 MB of memory at the least, and {error} are available",
+    ),
+    (
+        "bench script.py:fine --ranks 9999999",
+        2,
+        "--ranks 9999999: each takes 64.0 MB of memory at the least, and {error} are available",
+    ),
+    ("trace trace --html x.svg --picture x.svg", 2, "x.svg is asked for twice: give each picture a file of its own"),
     ("plan bad.py:net", 1, "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1)"),
     ("plan script.py:fine --ranks 0", 2, "--ranks 0: at least one rank takes part"),
     ("plan script.py:fine --bucket-cap-mb 0", 2, "--bucket-cap-mb 0: must be positive"),
@@ -779,6 +803,7 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("script.py").write_text(BROKEN_MODEL)
     Path("bad.py").write_text("1 / 0\n")
+    Path("syntax.py").write_text("net = = 1\n")
     for name in ("empty", "other", "begun"):
         Path(name).mkdir()
     Path("other", "rank0.jsonl").write_text("hello\n")
@@ -786,7 +811,7 @@ def test_bad_input_is_one_line(
     Path("begun", "rank0.jsonl").write_text(header + "\n")
     before = [(folder / f"rank{rank}.jsonl").read_bytes() for rank in (0, 1)]
     assert execute(line.split()) == code
-    for name in ("script", "bad"):
+    for name in ("script", "bad", "syntax"):
         sys.modules.pop(name, None)
     told = capsys.readouterr()
     assert told.out == ""

@@ -142,11 +142,61 @@ def test_step_benchmark_weighs_parameters_and_state(tmp_path: Path) -> None:
         assert one["parameters"] + one["state"] <= (1 / 2 + 0.05) * whole
 
 
-def test_benchmarks_run_small(tmp_path: Path) -> None:
-    folder = ROOT / "benchmarks"
-    run(folder / "overhead.py", "--parameters", 20, "--rounds", 3, "--json", tmp_path / "o.json")
-    run(folder / "broadcast.py", "--megabytes", 1, "--rounds", 3, "--json", tmp_path / "b.json")
-    small = ("--rounds", 3, "--largest", 4096, "--only", "policy")
-    run(folder / "host.py", "sizes", "steps", *small, "--json", tmp_path / "h.json")
-    for name in ("o", "b", "h"):
-        assert json.loads((tmp_path / f"{name}.json").read_text())["machine"]["torch"]
+SMALL = {
+    "overhead": ("--parameters", 20, "--rounds", 3),
+    "broadcast": ("--megabytes", 1, "--rounds", 3),
+    "host": ("sizes", "steps", "--rounds", 3, "--largest", 256, "--only", "policy"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_benchmarks_run_small(name: str, tmp_path: Path) -> None:
+    plot = ("--plot", tmp_path / "sizes.svg") if name == "host" else ()
+    run(ROOT / "benchmarks" / f"{name}.py", *SMALL[name], *plot, "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["machine"]["torch"]
+    if name == "host":
+        assert "<svg" in (tmp_path / "sizes.svg").read_text()
+    if name == "overhead":
+        assert found["events, share of a step"]["20 parameters"]["median"] > -1
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("overhead.py --parameters 1", "error: --parameters: a layer has two"),
+        ("overhead.py --rounds 0", "error: argument --rounds: 0 is no whole number above 0"),
+        (
+            "broadcast.py --json no/x.json",
+            "error: argument --json: no/x.json cannot be written: there is no folder no",
+        ),
+        ("layerdrop.py --drop 1", "error: --drop 1: a share of layers, from 0 to less than 1"),
+        ("host.py --largest 2", "error: --largest 2: the smallest all-reduce is 4 bytes"),
+        ("host.py --plot x.gif", "x.gif: a plot ends in .svg, .png or .pdf (STRETTO_TRACEBACK=1 shows where)"),
+        (
+            "figures.py skip --draw-only --output {folder}",
+            "{folder}/skip.json holds no measurements of a figure (STRETTO_TRACEBACK=1 shows where)",
+        ),
+    ],
+)
+def test_bad_input_of_a_benchmark_is_a_line_before_anything_is_measured(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "skip.json").write_text('{"a": 1}')
+    name, *words = line.format(folder=tmp_path).split()
+    done = warm_programs.run([ROOT / "benchmarks" / name, *words], cwd=ROOT, timeout=110)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == f"{name}: {said.format(folder=tmp_path)}"
+
+
+def test_a_rank_of_a_benchmark_that_fails_is_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+        "from common import ends_well, spawn\n"
+        "def worker(rank): raise ValueError(f'no number {rank}')\n"
+        "if __name__ == '__main__': ends_well(lambda: spawn(worker, 1, timeout=60))\n"
+    )
+    done = warm_programs.run([script], cwd=tmp_path, timeout=110)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "fails.py: ValueError: no number 0 (STRETTO_TRACEBACK=1 shows where)\n",
+    )

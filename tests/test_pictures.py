@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from traces import MS, a_record, a_trace, recorded, records
 
 from stretto.analysis import reports_from
-from stretto.chrome import COMPUTE, to_chrome, write_chrome
+from stretto.chrome import compute_thread, to_chrome, write_chrome
 from stretto.clocks import Clock
 from stretto.looks import parts_of
 from stretto.page import to_html
@@ -84,7 +84,7 @@ def test_chrome_json_of_a_run_of_three_ranks(tmp_path: Path) -> None:
         "rank 1",
         "rank 2",
     }
-    compute = [name for _, _, name in sorted(spans[2, 1])]
+    compute = [name for _, _, name in sorted(spans[2, 3])]
     assert [name for name in compute if name.startswith("pass")] == ["pass 3", "pass 4", "pass 5"]
     assert [name for name in compute if name.startswith("rungs")] == 3 * [
         "rungs.last.weight",
@@ -96,7 +96,7 @@ def test_chrome_json_of_a_run_of_three_ranks(tmp_path: Path) -> None:
 def test_arrows_of_chrome_json_lead_from_span_to_span(tmp_path: Path) -> None:
     chrome = to_chrome(timeline_of(recorded(tmp_path, 3)))
     spans = spans_of(chrome)
-    arrows: dict[str, list[Any]] = defaultdict(list)
+    arrows: dict[int, list[Any]] = defaultdict(list)
     for event in chrome["traceEvents"]:
         if event["ph"] in "stf":
             arrows[event["id"]].append(event)
@@ -155,17 +155,20 @@ METADATA = {
 }
 
 
-def check_format(chrome: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def check_format(chrome: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
     """All that the Trace Event Format asks of such a file, and Perfetto's importer; returns arrows by their id."""
     assert set(chrome) == {"traceEvents", "displayTimeUnit", "otherData"} and chrome["displayTimeUnit"] in ("ms", "ns")
     named: set[tuple[int, int, str]] = set()
-    arrows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    compute = compute_thread(chrome["otherData"]["world_size"])
+    ranks = {event["pid"] for event in chrome["traceEvents"]}
+    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     before = 0.0
     for event in chrome["traceEvents"]:
         phase = event["ph"]
         assert phase in REQUIRED, f"phase {phase}; there are no B and E whose balance would be to be looked at"
         assert {"name", "ph", "pid", "tid"} | REQUIRED[phase] <= set(event), event
         assert type(event["name"]) is str and type(event["pid"]) is int and type(event["tid"]) is int
+        assert event["tid"] > 0 and event["tid"] not in ranks, "Perfetto's idle thread, and the main one of a process"
         if phase == "M":
             key, kind = METADATA[event["name"]]
             assert set(event["args"]) == {key} and type(event["args"][key]) is kind, event
@@ -175,10 +178,11 @@ def check_format(chrome: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         assert type(event["ts"]) is float and event["ts"] >= before, "sorted"
         before = event["ts"]
         assert (event["pid"], event["tid"], "thread_name") in named, "a thread is named before it is used"
-        assert (event["pid"], COMPUTE, "process_name") in named
+        assert (event["pid"], compute, "process_name") in named
         assert event.get("dur", 0.0) >= 0 and type(event.get("args", {})) is dict
         assert event.get("s") in (None, "t", "p", "g") and event.get("bp") in (None, "e")
         if phase in "stf":
+            assert type(event["id"]) is int, "Perfetto drops arrows with an id that is no number"
             arrows[event["id"]].append(event)
     check_nesting(chrome["traceEvents"])
     spans = spans_of(chrome)
@@ -264,7 +268,7 @@ def test_a_gradient_that_came_again_draws_no_arrow_back_in_time() -> None:
     source = one.arrows[0].source
     assert source is not None and (source.name, source.end) == ("c", one.transfers[0].launch.full)
     arrows = check_format(written_by(timeline_of([a_trace(passes=[again], plans={})])))
-    assert [event["ph"] for event in arrows["0.1.0"]] == ["s", "t", "f"]
+    assert [event["ph"] for event in arrows[1]] == ["s", "t", "f"]
 
 
 def test_all_say_the_same_of_what_is_hidden(tmp_path: Path) -> None:
@@ -309,9 +313,9 @@ def test_a_bar_in_which_very_much_is_handed_over_is_not_cut() -> None:
 
 def test_buckets_that_are_on_their_way_at_once_have_threads_of_their_own() -> None:
     spans = spans_of(to_chrome(timeline_of(TWO)))
-    assert [name for _, _, name in spans[0, 2]] == ["bucket 0 (c)", "bucket 2 (a)"] * 2
-    assert [name for _, _, name in spans[0, 3]] == ["bucket 1 (b)"] * 2
-    assert set(spans) == {(rank, thread) for rank in (0, 1) for thread in (1, 2, 3)}
+    assert [name for _, _, name in spans[0, 3]] == ["bucket 0 (c)", "bucket 2 (a)"] * 2
+    assert [name for _, _, name in spans[0, 4]] == ["bucket 1 (b)"] * 2
+    assert set(spans) == {(rank, thread) for rank in (0, 1) for thread in (2, 3, 4)}
 
 
 def test_nothing_as_chrome_json() -> None:

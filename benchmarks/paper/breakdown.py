@@ -212,4 +212,4 @@ def draw(data: Data, paper: Any) -> None:
     paper.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
 
 
-BREAKDOWN = Figure("breakdown", "Latency breakdown", measure, table, draw, (13.0, 4.0))
+BREAKDOWN = Figure("breakdown", "Latency breakdown", measure, table, draw, (13.0, 4.0), minutes=1.0)

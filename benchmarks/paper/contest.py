@@ -44,4 +44,4 @@ def draw(data: Data, paper: Any) -> None:
     paper.suptitle("a step over the same step without communication: 2 ranks, one host", fontsize=10)
 
 
-CONTEST = Figure("contest", "Everybody on five models", measure, table, draw, (15.0, 3.6))
+CONTEST = Figure("contest", "Everybody on five models", measure, table, draw, (15.0, 3.6), minutes=2.5)

@@ -51,6 +51,8 @@ class Figure:
     """On a matplotlib figure."""
     size: tuple[float, float] = (9.0, 4.5)
     """Of the plot, in inches."""
+    minutes: float = 2.0
+    """That measuring it takes on two quiet cores, about."""
 
 
 def comparisons(data: Data) -> list[Comparison]:

@@ -52,4 +52,4 @@ def draw(data: Data, paper: Any) -> None:
     paper.suptitle("two emulated hosts with one rank each", fontsize=10)
 
 
-NETWORK = Figure("network", "Two emulated hosts", measure, table, draw, (14.0, 3.4))
+NETWORK = Figure("network", "Two emulated hosts", measure, table, draw, (14.0, 3.4), minutes=1.5)

@@ -59,4 +59,4 @@ def draw(data: Data, paper: Any) -> None:
         axes.set_ylabel("ms a step")
 
 
-RANKS = Figure("ranks", "Ranks 1 to 4", measure, table, draw, (9.0, 3.8))
+RANKS = Figure("ranks", "Ranks 1 to 4", measure, table, draw, (9.0, 3.8), minutes=3.0)

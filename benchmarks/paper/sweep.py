@@ -79,4 +79,4 @@ def draw(data: Data, paper: Any) -> None:
         axes.set_ylabel("step over the step without communication")
 
 
-SWEEP = Figure("sweep", "Size of buckets", measure, table, draw, (11.0, 4.0))
+SWEEP = Figure("sweep", "Size of buckets", measure, table, draw, (11.0, 4.0), minutes=1.5)

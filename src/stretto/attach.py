@@ -219,6 +219,12 @@ def default_transport(
 
 def _refuse(module: torch.nn.Module, options: Options) -> None:
     """Raise what keeps this module from being attached on this rank, if anything."""
+    scripted = [name or "the module" for name, one in module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
+    if scripted:  # its tables are views that torch makes anew at each look: changes of a module could not be followed
+        raise SetupError(
+            f"attach: {name_list(scripted)} went through torch.jit.script or torch.jit.trace.\n"
+            "Attach the module that you made; to speed it up, torch.compile(module)."
+        )
     everything = dict(module.named_parameters()) | dict(module.named_buffers())
     lazy = [name for name, tensor in everything.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, TextIO
 
 from .pieces import Kind, Piece, Transfer
@@ -23,8 +23,12 @@ from .timeline import Arrow, RankPass, RankTimeline, Timeline
 
 Event = dict[str, Any]
 
-COMPUTE = 1
-"""The thread of what a rank computed; its transport has those behind it. (Perfetto takes thread 0 for the idle one.)"""
+
+def compute_thread(world_size: int) -> int:
+    """The thread of what a rank computed; its transport has those behind it. No rank, which is a process here, has such
+    a number: a thread with its process's number would be the main one for Perfetto, and stand first; 0 the idle one."""
+    return max(1, world_size)
+
 
 COLOURS: dict[Kind, str] = {
     "optimizer": "grey",
@@ -79,33 +83,36 @@ def _around(timeline: Timeline) -> dict[str, Any]:
 
 def _events(timeline: Timeline) -> Iterator[Event]:
     """Those of all ranks by their times. What has no time, names of threads, comes before what it is about."""
-    ranks = (_rank(rank) for rank in timeline.ranks)
+    ids = count(1)
+    compute = compute_thread(timeline.world_size)
+    ranks = (_rank(rank, compute, ids) for rank in timeline.ranks)
     return (event for _, event in heapq.merge(*ranks, key=lambda one: one[0]))
 
 
-def _rank(rank: RankTimeline) -> Iterator[tuple[float, Event]]:
+def _rank(rank: RankTimeline, compute: int, ids: Iterator[int]) -> Iterator[tuple[float, Event]]:
     at = 0.0
-    for event in _names(rank):
+    for event in _names(rank, compute):
         yield at, event
     free: list[int] = []
     for one in rank.passes:
         known = len(free)
         lanes = _lanes(one.transfers, free)
         for lane in range(max(1, known), len(free)):
-            for event in _thread(rank.rank, COMPUTE + 1 + lane, f"{rank.transport}, {lane + 1} at once"):
+            for event in _thread(rank.rank, compute + 1 + lane, f"{rank.transport}, {lane + 1} at once"):
                 yield at, event
-        for event in sorted(_pass(rank.rank, one, lanes), key=lambda event: (event["ts"], -event.get("dur", -1.0))):
+        events = _pass(rank.rank, compute, one, lanes, ids)
+        for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", -1.0))):
             at = event["ts"]
             yield at, event
 
 
-def _names(rank: RankTimeline) -> Iterator[Event]:
-    yield _about("process_name", rank.rank, COMPUTE, name=f"rank {rank.rank} ({rank.host}, pid {rank.pid})")
-    yield _about("process_sort_index", rank.rank, COMPUTE, sort_index=rank.rank)
+def _names(rank: RankTimeline, compute: int) -> Iterator[Event]:
+    yield _about("process_name", rank.rank, compute, name=f"rank {rank.rank} ({rank.host}, pid {rank.pid})")
+    yield _about("process_sort_index", rank.rank, compute, sort_index=rank.rank)
     if rank.accelerators:
-        yield _about("process_labels", rank.rank, COMPUTE, labels=host_times(rank.accelerators))
-    yield from _thread(rank.rank, COMPUTE, "compute")
-    yield from _thread(rank.rank, COMPUTE + 1, rank.transport)
+        yield _about("process_labels", rank.rank, compute, labels=host_times(rank.accelerators))
+    yield from _thread(rank.rank, compute, "compute")
+    yield from _thread(rank.rank, compute + 1, rank.transport)
 
 
 def _thread(rank: int, thread: int, name: str) -> Iterator[Event]:
@@ -113,15 +120,15 @@ def _thread(rank: int, thread: int, name: str) -> Iterator[Event]:
     yield _about("thread_sort_index", rank, thread, sort_index=thread)
 
 
-def _pass(rank: int, one: RankPass, lanes: Sequence[int]) -> Iterator[Event]:
-    yield from _computed(rank, one)
+def _pass(rank: int, compute: int, one: RankPass, lanes: Sequence[int], ids: Iterator[int]) -> Iterator[Event]:
+    yield from _computed(rank, compute, one)
     for arrow, lane in zip(one.arrows, lanes, strict=True):
-        thread = COMPUTE + 1 + lane
+        thread = compute + 1 + lane
         yield _transfer(rank, thread, one.record.number, arrow.transfer)
-        yield from _flow(rank, thread, one.record.number, arrow)
+        yield from _flow(rank, compute, thread, next(ids), arrow)
     if one.record.buffers is not None:
         facts = {"bytes": one.record.buffer_bytes}
-        yield _event("buffers sent", "i", one.record.buffers, rank, COMPUTE + 1, cat="buffers", s="t", args=facts)
+        yield _event("buffers sent", "i", one.record.buffers, rank, compute + 1, cat="buffers", s="t", args=facts)
 
 
 def _lanes(transfers: Sequence[Transfer], free: list[int]) -> list[int]:
@@ -139,16 +146,16 @@ def _lanes(transfers: Sequence[Transfer], free: list[int]) -> list[int]:
     return lanes
 
 
-def _computed(rank: int, one: RankPass) -> Iterator[Event]:
+def _computed(rank: int, compute: int, one: RankPass) -> Iterator[Event]:
     record, pieces = one.record, one.pieces
     numbers = {"hidden_ms": record.hidden * 1e3, "exposed_ms": record.exposed * 1e3, "plan": record.plan}
-    yield _span(f"pass {record.number}", "pass", pieces[0].begin, pieces[-1].end, rank, COMPUTE, numbers)
+    yield _span(f"pass {record.number}", "pass", pieces[0].begin, pieces[-1].end, rank, compute, numbers)
     for part, group in groupby(pieces, key=_part):
         inside = [*group]
         if part:
-            yield _span(part, part, inside[0].begin, inside[-1].end, rank, COMPUTE, {})
+            yield _span(part, part, inside[0].begin, inside[-1].end, rank, compute, {})
         for piece in inside:
-            yield _span(_label(piece), piece.kind, piece.begin, piece.end, rank, COMPUTE, {}) | {
+            yield _span(_label(piece), piece.kind, piece.begin, piece.end, rank, compute, {}) | {
                 "cname": COLOURS[piece.kind]
             }
 
@@ -187,16 +194,16 @@ def _transfer(rank: int, thread: int, number: int, one: Transfer) -> Event:
     return _span(f"bucket {launch.bucket}{by}{until}", "bucket", launch.begin, launch.end, rank, thread, facts)
 
 
-def _flow(rank: int, thread: int, number: int, arrow: Arrow) -> Iterator[Event]:
+def _flow(rank: int, compute: int, thread: int, number: int, arrow: Arrow) -> Iterator[Event]:
     """Each end lies amid the span that it belongs to: viewers look for the span that is open then, and for none where
-    nothing lasts. An arrow that would lead back in time is left out."""
+    nothing lasts. An arrow that would lead back in time is left out. Perfetto drops arrows whose id is not a number."""
     launch, source, settle = arrow.transfer.launch, arrow.source, arrow.settle
-    stops = [] if source is None else [(source.begin, source.end, COMPUTE)]
-    stops += [(launch.begin, launch.end, thread), (settle.begin, settle.end, COMPUTE)]
+    stops = [] if source is None else [(source.begin, source.end, compute)]
+    stops += [(launch.begin, launch.end, thread), (settle.begin, settle.end, compute)]
     times = [_amid(begin, end) for begin, end, _ in stops if begin < end]
     if len(times) < len(stops) or times != sorted(times):
         return
-    common = {"cat": "bucket", "id": f"{rank}.{number}.{launch.bucket}"}
+    common = {"cat": "bucket", "id": number}
     phases = ["s", *"t" * (len(stops) - 2), "f"]
     for phase, time, (_, _, where) in zip(phases, times, stops, strict=True):
         binds = {} if phase == "s" else {"bp": "e"}

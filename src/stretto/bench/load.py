@@ -117,5 +117,5 @@ def _told(error: BaseException) -> str:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     file = "" if frame is None else frame.tb_frame.f_code.co_filename
-    where = f" ({file}:{frame.tb_lineno})" if frame is not None and file != __file__ else ""
+    where = f" ({file}:{frame.tb_lineno})" if frame is not None and not file.startswith((__file__, "<frozen")) else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

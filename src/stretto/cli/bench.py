@@ -11,6 +11,7 @@ from ..bench import Comparison, Effort, compare
 from ..bench.plots import check, plot
 from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, show_cursor, write
 from .forms import MODEL
+from .ranks import check_room
 
 
 def bench(
@@ -37,6 +38,7 @@ def bench(
     could not train the model.
     """
     effort = Effort(rounds, seconds)
+    check_room(ranks)
     if plot_file is not None:
         check(plot_file)
         check_writable(plot_file)

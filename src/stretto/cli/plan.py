@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from torch.nn.parameter import is_lazy
 
 from ..bench.factory import model_of
+from ..errors import name_list
 from ..plan import MIB, BucketPlan, plan_buckets
 from ..report import ms, share
 from ..specs import ParameterSpec, describe_parameters, format_bytes
@@ -43,6 +45,8 @@ def plan(
     link = Link(parse_bandwidth(bandwidth), parse_latency(latency), ranks)
     with progress(f"making {target}"):
         model = model_of(target)
+    if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
+        raise CommandError(f"{target} gives a module whose {name_list(lazy)} have no size yet: call it once before")
     specs = describe_parameters({name: one for name, one in model.named_parameters() if one.requires_grad})
     if not specs:
         raise CommandError(f"{target} gives a module without a parameter that requires a gradient")

@@ -7,12 +7,28 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..quiet import quietly
+from ..specs import format_bytes
 from ..testing import spawn_ranks
-from .console import progress
+from ..transport.memory import available_bytes
+from .console import CommandError, progress
 
 T = TypeVar("T")
 RANKS = 2
 _LOOK_SECONDS = 0.05
+LEAST = 64 * 2**20
+"""Bytes of memory that a process takes which has imported torch, at the least."""
+
+
+def check_room(ranks: int) -> None:
+    """Before this machine is brought to its knees.
+
+    Raises:
+        CommandError: so many processes cannot lie in its memory.
+    """
+    room = available_bytes()
+    if room is not None and ranks * LEAST > room:
+        least, there = format_bytes(LEAST), format_bytes(room)
+        raise CommandError(f"--ranks {ranks}: each takes {least} of memory at the least, and {there} are available")
 
 
 def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout: float, ranks: int = RANKS) -> list[T]:

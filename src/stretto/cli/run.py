@@ -13,6 +13,7 @@ import typer
 
 from ..cores import threads_per_rank
 from .console import AsJson, CommandError, note, say_json
+from .ranks import check_room
 
 
 def run(
@@ -30,6 +31,7 @@ def run(
     """
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: at least one rank runs")
+    check_room(ranks)
     _check(program, module)
     from .launch import launch, signal_name  # torch's launcher takes a while to import
 

@@ -118,7 +118,10 @@ def _listed(ranks: Sequence[int]) -> str:
 def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
     """Before anything is computed, and before a trace is lost."""
     recorded = {one.resolve() for one in folder.glob("rank*.jsonl")}
+    places = [one.resolve() for one in asked.values()]
     for kind, path in asked.items():
+        if places.count(path.resolve()) > 1:
+            raise CommandError(f"{path} is asked for twice: give each picture a file of its own")
         if kind == "picture" and path.suffix.lower() not in PICTURES:
             raise CommandError(f"{path}: a picture ends in .png or .svg")
         if path.resolve() in recorded:

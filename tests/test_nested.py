@@ -287,3 +287,111 @@ def test_over_one_process_group_and_over_two() -> None:
     wanted = joined(["dcba", "abcd"], 5)
     for way in range(2):
         compare([found[way] for found in everyone], wanted)
+
+
+# Side by side, without a word about each other
+
+TRANSPORTS = ["process_group", "shared_memory"]
+
+
+def batches(rank: int, uses: list[str]) -> list[tuple[torch.Tensor, str]]:
+    return [(batch(rank, number), use) for number, use in enumerate(uses)]
+
+
+SIDE_BY_SIDE = [  # what each of two ranks does in each pass; capitals: backward raises behind that layer
+    ["abcd", "cdab", "acbd", "ab", "cd", "dcba", "ab", "badc", "cdba", "abdc"],
+    ["cdab", "abcd", "bdac", "ba", "dc", "acbd", "ab", "dcab", "abcd", "cdba"],
+]
+LAYERS_COME_AND_GO = [["ac", "bdc", "dcba", "cab", "abd"] * 4, ["cb", "abd", "abcd", "dab", "cdba"] * 4]
+ONE_FAILS = [["abcd", "cdab", "abcd"], ["cdab", "abDc", "cdab"]]
+
+
+def drop_ins(rank: int, uses: list[list[str]], transport: str) -> tuple[list, list]:
+    """Two drop-ins that know nothing of each other, and what their backwards leave or raise."""
+    model = Model()
+    parts = [model.inner, nn.ModuleDict({"c": model.c, "d": model.d})]
+    options = {"bucket_cap_mb": 120 / 2**20, "transport": transport}  # a layer a bucket
+    wrapped = [stretto.DistributedDataParallel(part, **options) for part in parts]
+    found, raised = [], []
+    for x, use in batches(rank, uses[rank]):
+        model.zero_grad()
+        for name in use:
+            layer = model.inner[name.lower()] if name.lower() in "ab" else getattr(model, name.lower())
+            x = torch.tanh(layer(x))
+            x = Fails.apply(x) if name.isupper() else x
+        try:
+            x.square().sum().backward()
+        except (ValueError, stretto.PeerError) as error:
+            raised.append(type(error).__name__)
+        found.append(copies(model))
+    del wrapped
+    return found, raised
+
+
+def several(rank: int) -> dict:
+    return {
+        (kind, transport): drop_ins(rank, uses, transport)
+        for kind, uses in (("order", SIDE_BY_SIDE), ("absent", LAYERS_COME_AND_GO), ("fails", ONE_FAILS))
+        for transport in TRANSPORTS
+    }
+
+
+@pytest.mark.ranks
+def test_drop_ins_side_by_side_in_another_order_on_each_rank() -> None:
+    everyone = spawn_ranks(several, 2, timeout=90)
+    for transport in TRANSPORTS:
+        for kind, uses in (("order", SIDE_BY_SIDE), ("absent", LAYERS_COME_AND_GO)):
+            for number, both in enumerate(zip(*uses, strict=True)):
+                compare([rank[kind, transport][0][number] for rank in everyone], joined([*both], number))
+        for number in (0, 2):
+            both = [uses[number] for uses in ONE_FAILS]
+            compare([rank["fails", transport][0][number] for rank in everyone], joined(both, number))
+        assert [rank["fails", transport][1] for rank in everyone] == [["PeerError"], ["ValueError"]]
+
+
+class StartsBackward(torch.autograd.Function):
+    """Its backward runs a backward of its own, of which nobody can know before."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.layer(gradient.detach()).square().sum().backward()
+        return gradient, None
+
+
+def met_from_inside(rank: int) -> tuple[list, list[str]]:
+    logger, lines = logging.getLogger("stretto"), []
+    listens = logging.Handler(logging.WARNING)
+    listens.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(listens)
+    model, found = Model(), []
+    small = {"bucket_cap_mb": 120 / 2**20, "transport": "process_group"}
+    handles = [stretto.attach(part, **small) for part in (model.c, model.inner)]
+    for number in range(3):
+        model.zero_grad()
+        model(StartsBackward.apply(batch(rank, number).requires_grad_(), model.c), "ab").backward()
+        found.append(copies(model))
+    assert [sync.statistics.passes for sync in handles] == [3, 3]
+    return found, lines
+
+
+@pytest.mark.ranks
+def test_one_that_nobody_could_know_to_come_is_named() -> None:
+    everyone = spawn_ranks(met_from_inside, 2, timeout=60)
+    for number in range(3):
+        for name, gradient in everyone[0][0][number].items():
+            other = everyone[1][0][number][name]
+            assert (gradient is None and other is None) or torch.equal(gradient, other), name
+    for rank, (_, lines) in enumerate(everyone):
+        assert lines == [
+            f"rank {rank}, pass 1: one backward has reached two attached models on one process group, from inside an "
+            "autograd function of the program's own: the later one (a.weight, a.bias, b.weight, b.bias) has sent "
+            "before the earlier one (weight, bias) was seen to come. Unless both come in this order on every rank, "
+            "their gradients of this pass are mixed.\nAttach the later one with stretto.attach(module, beside=[the "
+            "earlier one's handle]), or wrap both in one DistributedDataParallel(torch.nn.ModuleList([...]))."
+        ]

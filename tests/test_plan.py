@@ -93,6 +93,51 @@ def test_buckets_are_no_smaller_than_they_must_be(request):
 
 
 @given(requests())
+def test_small_ones_go_on_behind_a_large_one_while_they_are_few(request):
+    """A bucket crosses a large parameter only while it holds little, and no two neighbours could have been one."""
+    plan = make(request)
+    position = {index: place for place, index in enumerate(arrivals(request))}
+    large = [index for index, p in enumerate(plan.parameters) if p.nbytes > plan.cap_bytes]
+    tail = plan.buckets[-1].indices
+    for number, bucket in enumerate(plan.buckets[:-1]):
+        kind = (bucket.dtype, bucket.device)
+        crossed = [
+            sum(plan.parameters[one].nbytes for one in bucket.indices if position[one] < position[index])
+            for index in large
+            if (plan.parameters[index].dtype, plan.parameters[index].device) == kind
+            and position[bucket.indices[0]] < position[index] < position[bucket.indices[-1]]
+        ]
+        assert all(nbytes <= plan.last_cap_bytes for nbytes in crossed)
+        following = next(
+            (b for b in plan.buckets[number + 1 :] if (b.dtype, b.device) == kind and b.indices != tail), None
+        )
+        if following is not None and plan.bucket_bytes(number) <= min(plan.last_cap_bytes, plan.cap_bytes):
+            after = plan.parameters[following.indices[0]]
+            assert plan.bucket_bytes(number) + after.nbytes > plan.cap_bytes
+
+
+def test_biases_of_large_layers_share_a_bucket():
+    """Twelve layers 384 wide at half a megabyte: one message a weight, and one for all biases, not one each."""
+    shapes = [shape for _ in range(12) for shape in ((384, 384), (384,))]
+    parameters = [spec(number, shape) for number, shape in enumerate(shapes)]
+    weights = list(range(22, -1, -2))
+    for order, last in ((None, [weights[-1]]), ([at for w in weights for at in (w, w + 1)], list(range(23, 0, -2)))):
+        plan = plan_buckets(parameters, order, cap_bytes=1 << 19)
+        assert len(plan.buckets) == 13
+        assert [list(b.indices) for b in plan.buckets if len(b.indices) == 1] == [[weight] for weight in weights]
+        assert [list(b.indices) for b in plan.buckets if len(b.indices) > 1] == [list(range(23, 0, -2))]
+        assert list(plan.buckets[-1].indices) == last
+
+
+def test_much_does_not_wait_behind_a_large_one():
+    parameters = [spec(0, (30,)), spec(1, (200,)), spec(2, (3,)), spec(3, (200,)), spec(4, (4,))]
+    plan = plan_buckets(parameters, range(5), cap_bytes=400, last_cap_bytes=100)
+    assert [bucket.indices for bucket in plan.buckets] == [(0,), (1,), (3,), (2, 4)]
+    plan = plan_buckets(parameters, range(5), cap_bytes=400, last_cap_bytes=0)
+    assert [bucket.indices for bucket in plan.buckets] == [(0,), (1,), (2,), (3,), (4,)]
+
+
+@given(requests())
 @example(((spec(0), spec(1, dtype=torch.float64), spec(2)), [0, 1, 2], 1000, 16))
 def test_buckets_leave_as_their_last_member_arrives(request):
     plan = make(request)

@@ -22,6 +22,8 @@ def printed(found: list[tuple[int, str, str]]) -> list[str]:
 # Forks
 
 FORK = """
+    import warnings
+
     def page():
         return bytes(sync._transport._host.page.mapping)
 
@@ -29,6 +31,7 @@ FORK = """
     sync.buffers = "none"
     grads = [p.grad.clone() for p in model.parameters()]
     before = page()
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of forks beside threads
     child = os.fork()
     if not child:
         {child}

@@ -91,8 +91,9 @@ def attach(
         sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
             ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.
-        beside: handles of other models that one backward may reach together with this one (actor and critic), in an
-            order that could differ between ranks: passes of all begin and end together, as with parts of the module.
+        beside: handles of other models that one backward may reach together with this one (actor and critic): passes
+            of all begin and end together, as with parts of the module. Needed where gradients of models on different
+            process groups come in an order that differs between ranks; on one group it only spares looking who comes.
 
     Returns:
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.

@@ -20,9 +20,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.util import Finalize
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -46,6 +47,10 @@ class Seat:
     """Handle, pass and text of the last failure of backward that was told."""
     unsent: list[Note] = field(default_factory=list)
     """Told before the handle had a name."""
+    whose: Callable[[], Any] = lambda: None
+    """What acts for the handle, while it lives."""
+    row: list[Seat] = field(default_factory=list)
+    """Of all handles of this process at the channel, in the order in which they joined."""
 
 
 class Channel:
@@ -86,6 +91,7 @@ class Channel:
     def open(self, seat: Seat) -> None:
         """A handle joins. With the first, the rank says who it is."""
         self._seats.append(seat)
+        seat.row = self._seats
         if len(self._seats) > 1:
             return
         with contextlib.suppress(RuntimeError):

@@ -102,45 +102,26 @@ class DistributedDataParallel(TorchSurface):
         _warn_of_deprecated(broadcast_buffers, check_reduction)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        self.logger = Logger(self)
-        self.reducer = ReducerFace(self)
         self.device_mesh = device_mesh
         first_group = process_groups[0] if process_groups and process_group is None else process_group
         self.process_group = _group_of(first_group, device_mesh)  # None: a world of one
-        self.module = module
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        self._hold(module)
         self._set_devices(device_ids, output_device)
         self.dim = dim
         old_flag = True if broadcast_buffers is None else broadcast_buffers
         self.forward_sync_buffers = old_flag if forward_sync_buffers is None else forward_sync_buffers
+        self._buffers_policy: Buffers = buffers or ("rank0" if self.forward_sync_buffers else "none")
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
-        self.mixed_precision = None
-        self.require_forward_param_sync = True
-        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self.broadcast_bucket_size = 250 * 1024 * 1024
-        self._bucket_config = _BucketCapacityConfig.create(
-            bucket_cap_mb,  # type: ignore[arg-type]  # a fraction works as well
-            bucket_cap_mb_list,
-            use_python_reducer=False,
-        )
-        self.bucket_bytes_cap_list = [*self._bucket_config.per_bucket_bytes_caps]
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
-        self._comm_hooks = []
-        self._use_python_reducer = False  # read by the compiler, as are the next three by torch's forward
-        self._lazy_init_ran = False
-        self._delay_all_reduce_all_params = False
         self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
-        ignore = self.parameters_to_ignore & {n for n, _ in (*module.named_parameters(), *module.named_buffers())}
-        if not old_flag and forward_sync_buffers is None:  # broadcast_buffers=False: not even at the start
-            ignore |= {name for name, _ in module.named_buffers()}
-        self._buffers_policy: Buffers = buffers or ("rank0" if self.forward_sync_buffers else "none")
+        self._stand_for_torchs()
+        # broadcast_buffers=False: not even at the start
+        ignore = self._left_alone(buffers_too=not old_flag and forward_sync_buffers is None)
         self._attach_options: dict[str, Any] = {
-            "bucket_cap_mb": None if self.bucket_bytes_cap_default else self._bucket_config.bucket_bytes_cap / 2**20,
+            "bucket_cap_mb": self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
             "ignore": ignore,
             "reduce": reduce,
             "weighted": weighted,
@@ -157,6 +138,42 @@ class DistributedDataParallel(TorchSurface):
         # The compiler cuts graphs by this, the first after 1 MiB, and wants it to be no less.
         smallest: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
         self.bucket_bytes_cap = max(int(self._synchronizer.plan.cap_bytes), smallest)
+
+    def _hold(self, module: torch.nn.Module) -> None:
+        """The module, and which of its parameters are reduced."""
+        self.logger = Logger(self)
+        self.reducer = ReducerFace(self)
+        self._comm_hooks = []
+        self.module = module
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _left_alone(self, *, buffers_too: bool) -> set[str]:
+        """Names of what is neither sent nor compared, of those that the module has."""
+        named_buffers = {name for name, _ in self.module.named_buffers()}
+        named = {name for name, _ in self.module.named_parameters()} | named_buffers
+        return (self.parameters_to_ignore & named) | (named_buffers if buffers_too else set())
+
+    def _set_bucket_caps(self, cap_mb: float | None, caps_mb: list[int] | None) -> float | None:
+        """torch's attributes, by torch's rules; returns the cap for ``attach``, in MiB, if one was asked for."""
+        self._bucket_config = _BucketCapacityConfig.create(
+            cap_mb,  # type: ignore[arg-type]  # a fraction works as well
+            caps_mb,
+            use_python_reducer=False,
+        )
+        self.bucket_bytes_cap_list = [*self._bucket_config.per_bucket_bytes_caps]
+        self.bucket_bytes_cap_default = cap_mb is None and not caps_mb
+        return None if self.bucket_bytes_cap_default else self._bucket_config.bucket_bytes_cap / 2**20
+
+    def _stand_for_torchs(self) -> None:
+        """What torch's forward, its compiler and frameworks read, and nothing here does."""
+        self.mixed_precision = None
+        self.require_forward_param_sync = True
+        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self._use_python_reducer = False
+        self._lazy_init_ran = False
+        self._delay_all_reduce_all_params = False
 
     def _set_devices(self, device_ids: list[Any] | None, output_device: Any) -> None:
         """torch's rules: one device id at most, and only for a module on one accelerator."""

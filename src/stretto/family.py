@@ -5,19 +5,35 @@ themselves meet in whatever order their gradients come in, which can differ betw
 begin, settle and give up together, in the order in which they were attached: a gradient of any member begins a pass of
 all, and a member that this backward does not reach says "absent" in its buckets, as any parameter would. While
 backward runs only the first member on a process group launches; the others' buckets leave when it has settled.
+
+[Note: strangers]  Handles that were attached side by side, and every pair of drop-ins, are families of their own: those
+trained in turns should not send for each other. But in a backward that reaches several on the same ranks they are one
+family for that pass: at the first gradient they are asked for, those that come begin in the order of attaching, and of
+those that share a channel the first alone sends before it ends. It takes that all ranks reach the same handles in one
+backward, as all ranks run the same passes. While a reentrant checkpoint is alive an absence cannot be foreseen, so
+whoever is not the first waits. What cannot be foreseen either is a backward that an autograd function of the program's
+own starts inside backward: if a handle is met there when one that was attached later has sent already, a warning says
+so, and from then on that one waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
-from .errors import CommunicationError, SetupError
+from .engine import ReentrantCheckpoints, current_task, will_arrive
+from .errors import CommunicationError, SetupError, name_list
+from .launch import LaunchQueue
 from .transport.base import Transport
+
+log = logging.getLogger("stretto")
 
 
 class Member(Protocol):
@@ -33,6 +49,14 @@ class Member(Protocol):
     @property
     def transport(self) -> Transport:
         """What carries the buckets."""
+
+    @property
+    def queue(self) -> LaunchQueue:
+        """The buckets."""
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those whose gradients it reduces."""
 
     def begin(self) -> None:
         """Begin a pass. From a gradient hook."""
@@ -52,9 +76,15 @@ class Family:
 
     def __init__(self, members: Iterable[Member]) -> None:
         self._members = [weakref.ref(member) for member in members]  # [Note: weak parameters] in bucket.py
+        self.waits = False
+        """Whether nothing leaves before backward has ended, in this pass: see [Note: strangers]."""
+        self._warned = False
+        self._place = (-1, -1)
+        self._checkpoints = ReentrantCheckpoints()
         channels: list[object] = []
         for member in self.members():
             member.family = self
+            member.queue.peers.seat.whose = weakref.ref(member)
             channel = group_of(member.transport)
             member.delay |= bool(channels) and (None in channels or channel is None or channel in channels)
             channels.append(channel)
@@ -79,13 +109,34 @@ class Family:
 
     def begin(self) -> None:
         """A gradient of one of them has arrived. From its hook."""
+        company = self._company()
+        if len(company) == 1 or self._is_running():
+            self.waits = self.waits and self._is_running()
+            self._begin()
+            return
+        place = (current_task(), threading.get_ident())
+        coming = [family for family in company if family is self or family._comes(place)]
+        for number, family in enumerate(coming):
+            if family._is_running():
+                family._look_back(coming[:number])
+        for number, family in enumerate(coming):
+            before = coming[:number]
+            if family._is_running():
+                continue
+            if self._checkpoints.alive() or family._warned:
+                before = company[: company.index(family)]
+            family._place = place
+            family.waits = any(_share_channel(family, other) for other in before)
+            family._begin()
+
+    def _begin(self) -> None:
         for member in self.members():
             if member.synchronize and not member.running:
                 member.begin()
 
     def settle(self) -> None:
         """The outermost backward has ended. Collective. If one fails here, the ones behind it give up."""
-        running = [member for member in self.members() if member.running]
+        running = self._running()
         for place, member in enumerate(running):
             try:
                 member.settle()
@@ -96,15 +147,73 @@ class Family:
 
     def give_up(self) -> None:
         """Backward has failed on this rank."""
-        for member in self.members():
-            if member.running:
-                member.give_up()
+        for member in self._running():
+            member.give_up()
 
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members whatever happens. Collective."""
         with contextlib.ExitStack() as stack:
             for member in reversed(self.members()):
                 stack.callback(member.shadow)
+
+    # Families that do not know each other: see [Note: strangers]
+
+    def _company(self) -> list[Family]:
+        """This one and all others that have a member on one of its process groups, in the order of attaching."""
+        found: dict[Family, None] = {}
+        for member in self.members():
+            seats = member.queue.peers.seat.row
+            handles = [seat.whose() for seat in seats] if len(seats) > 1 else ()
+            found.update(dict.fromkeys(other.family for other in handles if other is not None))
+        return [*found] if self in found else [self]
+
+    def _is_running(self) -> bool:
+        return any(member.running for member in self.members())
+
+    def _running(self) -> list[Member]:
+        """All that this backward has reached."""
+        reached = [family for family in self._company() if family is self or family._is_at(self._place)]
+        return [member for family in reached for member in family.members() if member.running]
+
+    def _is_at(self, place: tuple[int, int]) -> bool:
+        """Whether its pass, if it runs, is of the backward at that place and not of another thread's."""
+        return any(one == other for one, other in zip(self._place, place, strict=True))
+
+    def _comes(self, place: tuple[int, int]) -> bool:
+        """Whether the backward at that place, which is running, reaches it."""
+        if self._is_running():
+            return self._is_at(place)
+        members = [member for member in self.members() if member.synchronize]
+        return any(will_arrive([parameter for member in members for parameter in member.parameters]))
+
+    def _look_back(self, before: Sequence[Family]) -> None:
+        """It runs, and one of those before it begins only now: nothing may have left."""
+        queues = [member.queue for member in self.members() if member.running and member.queue.launched]
+        late = [family for family in before if not family._is_running() and _share_channel(self, family)]
+        if self.waits or self._warned or not (queues and late):
+            return
+        self._warned = True
+        log.warning(
+            "rank %s, pass %s: one backward has reached two attached models on one process group, from inside an "
+            "autograd function of the program's own: the later one (%s) has sent before the earlier one (%s) was seen "
+            "to come. Unless both come in this order on every rank, their gradients of this pass are mixed.\n"
+            "Attach the later one with stretto.attach(module, beside=[the earlier one's handle]), or wrap both in one "
+            "DistributedDataParallel(torch.nn.ModuleList([...])).",
+            queues[0].transport.rank,
+            queues[0].pass_number,
+            name_list(queues[0].names),
+            name_list(late[0].members()[0].queue.names),
+        )
+
+
+def _share_channel(one: Family, other: Family) -> bool:
+    """Whether collectives of one can come between those of the other."""
+    return all(any(not _has_own_channel(member.queue) for member in family.members()) for family in (one, other))
+
+
+def _has_own_channel(queue: LaunchQueue) -> bool:
+    """A comm hook uses the process group, whatever the transport."""
+    return bool(getattr(queue.transport, "own_channel", False)) and queue.comm_hook is None
 
 
 def group_of(transport: Transport) -> object | None:

@@ -167,9 +167,9 @@ class LaunchQueue:
             if not self._skip(bucket):
                 self._launch(bucket)
 
-    def announce(self, coming: set[int]) -> None:
+    def announce(self, coming: set[int], *, later: bool) -> None:
         """At the first gradient of a pass: what of this rank will come, by index. Collective; see presence.py."""
-        self.presence.announce([not coming.isdisjoint(bucket.indices) for bucket in self.buckets])
+        self.presence.announce([not coming.isdisjoint(bucket.indices) for bucket in self.buckets], later=later)
         for bucket in self.buckets:
             absent = [place for place, index in enumerate(bucket.indices) if index not in coming]
             if absent:

@@ -6,6 +6,10 @@
 
 A plan is a value made by a pure function, so two ranks that start from the same facts hold the same plan, and
 ``plan.hash`` proves it. Nothing here communicates or touches tensor data.
+
+[Note: left open]  A parameter that is larger than the cap lies alone. Small ones before it (the bias of a large layer)
+would each be a message of their own if it closed what is being filled, so that stays open across it, while it holds no
+more than may be left for the end of backward: the cap of the last bucket.
 """
 
 from __future__ import annotations
@@ -223,11 +227,14 @@ def plan_buckets(
     for index in arrivals:
         spec = parameters[index]
         key = _kind(spec)
-        if key in filling and filled[key] + spec.nbytes > cap_bytes:
+        if spec.nbytes > cap_bytes and filled.get(key, 0) <= last_cap:
+            closed.append([index])  # what is being filled goes on behind it: see [Note: left open]
+        elif key in filling and filled[key] + spec.nbytes > cap_bytes:
             closed.append(filling.pop(key))
-            filled[key] = 0
-        filling.setdefault(key, []).append(index)
-        filled[key] = filled.get(key, 0) + spec.nbytes
+            filling[key], filled[key] = [index], spec.nbytes
+        else:
+            filling.setdefault(key, []).append(index)
+            filled[key] = filled.get(key, 0) + spec.nbytes
         if index in cuts:
             closed.extend(filling.values())
             filling.clear()

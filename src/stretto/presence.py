@@ -49,11 +49,14 @@ class Presence:
         """By parameter, a bit for each of the last passes: whether any rank had it."""
         self._recorded = 0
 
-    def announce(self, uses: Sequence[bool]) -> None:
-        """Put the map under way: for each bucket, whether this rank has something for it. Collective."""
+    def announce(self, uses: Sequence[bool], *, later: bool = False) -> None:
+        """Put the map under way: for each bucket, whether this rank has something for it. Collective.
+
+        ``later``: when it is asked for; see family.py, [Note: strangers].
+        """
         self._used = None
         self._map = torch.tensor(uses, dtype=torch.int32)
-        self._work = self._transport.all_reduce(self._map)
+        self._work = None if later else self._transport.all_reduce(self._map)
 
     def under_way(self) -> bool:
         """Whether the map is not there yet and the buckets may leave later: only where nobody else uses the channel.
@@ -70,9 +73,10 @@ class Presence:
         if not self.active:
             return False
         if self._used is None:
-            assert self._map is not None and self._work is not None, "a map is announced before anything is launched"
+            assert self._map is not None, "a map is announced before anything is launched"
+            work = self._work if self._work is not None else self._transport.all_reduce(self._map)
             self._used = [True] * len(self._map)  # should the wait fail, what is left is launched without asking again
-            wait(self._work, "the map of what ranks use")
+            wait(work, "the map of what ranks use")
             self._used = [bool(count) for count in self._map.tolist()]
         return not self._used[bucket]
 

@@ -244,12 +244,12 @@ class Reducer:
         self._arrivals.open()
         self._end.watch()
         if self._queue.presence.active:
-            self._queue.announce(self._tracker.foresee(self._unsynchronized))
+            self._queue.announce(self._tracker.foresee(self._unsynchronized), later=self.family.waits)
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 
     def _progressed(self) -> None:
-        if not (self.delay or self._tracker.holds_back()):
+        if not (self.delay or self.family.waits or self._tracker.holds_back()):
             self._queue.launch_full()
 
     # The end of a pass

@@ -309,7 +309,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
                 time.sleep(0.1)
             time.sleep(1.5)
 
-        stretto.peers.ASK_SECONDS = 1.5
+        stretto.inquiry.ASK_SECONDS = 1.5
         step()
         told() if rank == 0 else evaluate()
     """

@@ -367,9 +367,78 @@ def ranks_of_which_one_does_not_step(folder: str, way: Way) -> list[Any]:
 def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) -> None:
     way = Way("shared_memory", keep_grads)
     for rank, (took, text, code) in enumerate(in_warm_process(ranks_of_which_one_does_not_step, str(tmp_path), way)):
-        called = "optimizer.step of 1 elements", "mean float32 of 72 elements"
+        called = "optimizer.step of 2 elements", "mean float32 of 72 elements"
         assert text == f"rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}"
         assert took < 5 and code == 0
+
+
+def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
+    stretto.inquiry.ASK_SECONDS = 0.3
+    model, _, optimizer = build(Way("process_group", keep_grads=True))
+    for _ in range(5):
+        step(model, optimizer, rank)
+    try:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+            if rank == 1 and not number and instead == "evaluation":
+                until = time.monotonic() + 20
+                while not any(path.read_text() for path in Path(folder).glob("*.0")) and time.monotonic() < until:
+                    time.sleep(0.01)
+            if rank == 1 and not number and instead == "state_dict":
+                optimizer.state_dict()
+            if rank == 0 or number or instead == "evaluation":
+                optimizer.step()
+        model.state_dict()
+    except stretto.PeerError as error:
+        tell(("raised", re.sub(r"\.py:\d+", ".py:LINE", str(error))))
+    else:
+        tell(("", fingerprint(model)))
+    time.sleep(20)
+
+
+def ranks_that_go_apart(folder: str, instead: str) -> Any:
+    ranks = fork_ranks(go_another_way, 2, folder, folder, instead)
+    found = [rank.hear(15) for rank in ranks]
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.end()
+    return found, ranks[0].complaints.read_text()
+
+
+@pytest.mark.parametrize(
+    ("instead", "here", "there"),
+    [
+        ("backward", "6 passes and 6 steps of sharded optimizers", "7 passes and 5 steps of sharded optimizers"),
+        (
+            "state_dict",
+            "6 passes and 6 steps of sharded optimizers and 2 other calls",
+            "6 passes and 5 steps of sharded optimizers and 3 other calls",
+        ),
+    ],
+)
+def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
+    tmp_path: Path, instead: str, here: str, there: str
+) -> None:
+    """Long before the collective would run out of time. It knows by itself, or by the other one."""
+    found, _ = in_warm_process(ranks_that_go_apart, str(tmp_path), instead)
+    begin = "ranks have gone apart, so nobody can complete this: "
+    own = (
+        f"{begin}rank 1 has begun {there}, this rank {here}.\nrank 0 waits at test_shard_faults.py:LINE in ",
+        f"{begin}rank 0 has begun {here}, this rank {there}.\nrank 1 waits at test_shard_faults.py:LINE in ",
+    )
+    last = "Call step(), state_dict() and the like on all ranks, behind the same backward."
+    for rank, (raised, text) in enumerate(found):
+        assert raised and any(one in text for one in own), text
+        assert text.startswith(f"rank {rank}, pass {7 if rank and instead == 'backward' else 6}: "), text
+        assert last in text, text
+
+
+def test_a_rank_that_evaluates_before_its_step_is_waited_for_aloud(tmp_path: Path) -> None:
+    found, complaint = in_warm_process(ranks_that_go_apart, str(tmp_path), "evaluation")
+    assert not found[0][0] and found[0] == found[1]
+    assert "rank 1 has begun 6 passes and is at test_shard_faults.py:" in complaint
+    assert "in go_another_way.\n" in complaint
 
 
 # Children, and ends of all kinds

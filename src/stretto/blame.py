@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .agreement import describe_ranks
 from .errors import PeerError
@@ -51,3 +51,41 @@ def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]]) -> PeerEr
         "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
         "Start again, on all ranks."
     )
+
+
+def gone_apart(progress: Sequence[int], others: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+    """Those that have done less than this rank of one thing and more of another: neither waits for the other's next.
+
+    Args:
+        progress: of this rank, see :class:`~stretto.channel.Seat`.
+        others: the same of others, as far as known.
+    """
+    both = {rank: [*zip(progress, theirs, strict=False)] for rank, theirs in others.items()}
+    return {
+        rank: others[rank]
+        for rank, pairs in both.items()
+        if any(mine > theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)
+    }
+
+
+def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int]], places: str) -> PeerError:
+    """An error for ranks that have gone apart.
+
+    Args:
+        where: how the message begins.
+        progress: of this rank.
+        others: of those.
+        places: where all are.
+    """
+    told = ", ".join(f"rank {rank} has begun {_counted(theirs, progress)}" for rank, theirs in sorted(others.items()))
+    mine = _counted(progress, next(iter(others.values())))
+    return PeerError(
+        f"{where}: ranks have gone apart, so nobody can complete this: {told}, this rank {mine}.\n"
+        f"{places}.\nCall step(), state_dict() and the like on all ranks, behind the same backward."
+    )
+
+
+def _counted(progress: Sequence[int], other: Sequence[int]) -> str:
+    passes, calls, *steps = progress
+    more = f" and {calls} other calls" if calls != other[1] else ""
+    return f"{count(passes)} and {', '.join(map(str, steps))} steps of sharded optimizers{more}"

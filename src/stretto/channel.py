@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -51,6 +51,24 @@ class Seat:
     """What acts for the handle, while it lives."""
     row: list[Seat] = field(default_factory=list)
     """Of all handles of this process at the channel, in the order in which they joined."""
+    calls: int = 0
+    """Collective calls of sharded optimizers that are no steps."""
+    steps: list[int] = field(default_factory=list)
+    """Of each sharded optimizer, in the order in which they were made."""
+
+    @property
+    def progress(self) -> list[int]:
+        """Counts of what all ranks do in one order: of two ranks one is ahead in all, or they have gone apart."""
+        return [self.passes, self.calls, *self.steps]
+
+
+class Answer(NamedTuple):
+    """Where a rank is."""
+
+    text: str
+    """The end of a sentence that begins with the rank."""
+    progress: list[int]
+    """Of its seat; empty if it has none, or none is known."""
 
 
 class Channel:
@@ -230,19 +248,19 @@ class Channel:
             keys[rank] = f"at/{rank}/{number}"
         return keys
 
-    def heard(self, keys: dict[int, str]) -> dict[int, str]:
-        """What those who have answered so far say, as the end of a sentence that begins with the rank."""
+    def heard(self, keys: dict[int, str]) -> dict[int, Answer]:
+        """What those who have answered so far say."""
         told = {}
         for rank, key in keys.items():
             person = self.person(rank, fresh=self.in_one_process)
             if person is not None and person.pid == self._me.pid and person.host == self._me.host:
                 frame = sys._current_frames().get(person.thread)
-                told[rank] = f"is at {place_of_frame(frame)}" if frame else "has ended"
+                told[rank] = Answer(f"is at {place_of_frame(frame)}" if frame else "has ended", [])
             elif self._store.check([key]):
-                told[rank] = self._store.get(key).decode()
+                told[rank] = Answer(*json.loads(self._store.get(key)))
         return told
 
-    def gather(self, handle: str, seconds: float) -> dict[int, str]:
+    def gather(self, handle: str, seconds: float) -> dict[int, Answer]:
         """Ask, and wait so long for answers."""
         with contextlib.suppress(RuntimeError):
             keys, until = self.ask(handle), time.monotonic() + seconds
@@ -262,12 +280,17 @@ class Channel:
                 self.read(store)
                 while store.check([key := f"ask/{self._rank}/{answered + 1}"]):
                     answered += 1
-                    store.set(f"at/{self._rank}/{answered}", self._where(store.get(key).decode()))
+                    store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
 
-    def _where(self, handle: str) -> str:
+    def _where(self, handle: str) -> Answer:
         place = place_of_frame(sys._current_frames().get(self._me.thread))
-        passes = [seat.passes for seat in [*self._seats] if seat.handle == handle]
-        return f"has begun {count(passes[0])} and is at {place}" if handle and passes else f"is at {place}"
+        seats = [seat for seat in [*self._seats] if handle and seat.handle == handle]
+        if not seats:
+            return Answer(f"is at {place}", [])
+        progress: list[int] = []
+        while progress != (progress := seats[0].progress):  # or it would mix what was before a pass and behind it
+            pass
+        return Answer(f"has begun {count(progress[0])} and is at {place}", progress)
 
     def _set(self, key: str, value: str) -> None:
         if not self.store_is_gone():

@@ -31,7 +31,7 @@ from .preset import Preset
 from .scaling import Scaling
 from .slots import hand_out
 from .transport.base import Transport, Work
-from .withheld import complete, leave_in_shares
+from .withheld import Alive, complete, leave_in_shares
 from .words import Control, ControlWords
 
 TIDY_EVERY = 16
@@ -72,7 +72,7 @@ class LaunchQueue:
         self.total_bytes = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
-        self.in_shares: Collection[int] = ()  # ids of parameters of whose gradients each rank needs its share alone
+        self.in_shares = Alive()  # parameters of whose gradients each rank needs its share alone
         self.presence = Presence(transport)
         self._footers: Footers | None = None
         self._weight = 1.0
@@ -117,9 +117,9 @@ class LaunchQueue:
         self.bucket_of = [home[index] for index in range(len(self.names))]
         self.withhold(self.in_shares)
 
-    def withhold(self, parameters: Collection[int]) -> None:
-        """Of the gradients of these, given by ``id``, each rank needs its share alone."""
-        self.in_shares = parameters if self.scaling.is_plain_mean and self.comm_hook is None else ()
+    def withhold(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Of the gradients of these each rank needs its share alone."""
+        self.in_shares = Alive(parameters if self.scaling.is_plain_mean and self.comm_hook is None else ())
         leave_in_shares(self.buckets, self.names, self.in_shares, self.transport.rank)
         for bucket in self.buckets:
             bucket.withhold()

@@ -9,7 +9,6 @@ collectives do not. Passes that go well never touch it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -25,12 +24,13 @@ from typing import Any, NoReturn
 import torch
 
 from .blame import EXPECTED, killed, left_early
-from .channel import Channel, Seat, channel_of
+from .channel import Answer, Channel, Seat, channel_of
 from .errors import CommunicationError, PeerError
+from .inquiry import Inquiry, places, who_has_gone_apart
 from .notes import Note, text_of
 from .transport.base import Transport, Work
 from .waiting import FIRST_SLICE, SLICE, done_within, gather_by_sums, takes_time
-from .whereabouts import place_of_failure, place_of_frame, place_of_traceback
+from .whereabouts import place_of_failure, place_of_traceback
 
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
@@ -38,8 +38,6 @@ GONE_SECONDS = 1.0
 """How long, when a collective failed, for a note or for a process to be seen dead."""
 FLUSH_SECONDS = 5.0
 """How long a rank that gave up a pass stays with it, where the others need its part."""
-ASK_SECONDS = 5.0
-"""How long a rank waits before it asks the others where they are."""
 log = logging.getLogger("stretto")
 
 
@@ -217,8 +215,7 @@ class Peers:
     def _wait_on(self, work: Any, patience: float) -> None:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
         self._open()
-        asked: dict[int, str] | None = None
-        warned = suspected = False
+        inquiry, suspected = Inquiry(self.seat), False
         quoted: set[str] = set()
         while True:
             blame, sure = self._blame()
@@ -229,8 +226,8 @@ class Peers:
             waited = time.monotonic() - began
             if waited > patience:
                 raise RuntimeError(f"not done within {patience:.0f} s")
-            if self._channel is not None and waited > ASK_SECONDS and not warned:
-                asked, warned = self._inquire(self._channel, waited, asked)
+            if self._channel is not None and (told := inquiry.go_on(self._channel, waited)) is not None:
+                self._say_where(self._channel, told, waited)
             if self._done_within(work, SLICE):
                 return
 
@@ -241,19 +238,14 @@ class Peers:
             self._look_for_blame()
             raise
 
-    def _inquire(
-        self, channel: Channel, waited: float, asked: dict[int, str] | None
-    ) -> tuple[dict[int, str] | None, bool]:
-        """Ask where the others are; when they have answered, or should have, say so once. Does not block."""
-        with contextlib.suppress(RuntimeError):
-            if asked is None:
-                return channel.ask(self.seat.handle), False
-            told = channel.heard(asked)
-            if len(told) == len(asked) or waited > ASK_SECONDS + 4:
-                log.warning("%s: %s.", self.where, self._places(told, waited))
-                return asked, True
-            return asked, False
-        return asked, True
+    def _say_where(self, channel: Channel, told: dict[int, Answer], waited: float) -> None:
+        """Log where all are, unless that explains it. Raises ``PeerError`` then, which the others will quote."""
+        try:
+            who_has_gone_apart(self.where, self.seat, self._transport.rank, channel, told)
+        except PeerError as error:
+            self.tell_failed("waiting", error, leaves=True)
+            raise
+        log.warning("%s: %s.", self.where, places(self._transport.rank, channel, told, waited))
 
     def _quote(self, quoted: set[str]) -> None:
         """Log what ranks that are awaited tell of a forward that failed there: they may go on, or end."""
@@ -262,15 +254,6 @@ class Peers:
                 if str(note) not in quoted:
                     log.warning("%s: this rank waits, since forward has failed on another.\n  %s", self.where, note)
                 quoted.add(str(note))
-
-    def _places(self, told: dict[int, str], waited: float | None = None) -> str:
-        assert self._channel is not None
-        since = "" if waited is None else f" since {waited:.0f} s"
-        lines = [f"rank {self._transport.rank} waits{since} at {place_of_frame(sys._getframe())}"]
-        for rank in self._channel.others():
-            silent = "does not answer" if self._channel.person(rank) else "has not come here so far"
-            lines.append(f"rank {rank} {told.get(rank, silent)}")
-        return "; ".join(lines)
 
     # Explaining
 
@@ -284,11 +267,11 @@ class Peers:
         if isinstance(error, CommunicationError):
             raise error
         try:
-            places = self._explain()
+            where = self._explain()
         except PeerError as blame:
             raise blame from error
         raise CommunicationError(
-            f"{self.where}: {what} over {self._transport.name}: {error}\n{places}"
+            f"{self.where}: {what} over {self._transport.name}: {error}\n{where}"
             f"Expected every rank to call {EXPECTED[self._kind]}. Look at the first error in the other ranks' logs."
         ) from error
 
@@ -298,7 +281,8 @@ class Peers:
         if self._channel is None:
             return ""
         self._look_for_blame()
-        return self._places(self._channel.gather(self.seat.handle, 2.5)) + ".\n"
+        told = self._channel.gather(self.seat.handle, 2.5)
+        return places(self._transport.rank, self._channel, told) + ".\n"
 
     def _look_for_blame(self) -> None:
         """Raise what is to blame, if it can be found soon."""

@@ -8,9 +8,10 @@ before ``backward`` returns, in the new bucket. One that is loose on some ranks 
 like it) has part of its sum in the old bucket: that part is added.
 
 [Note: order of messages]  Each step of ``all_together`` sends what follows from the steps before it alone, so that all
-ranks send the same: 1. they compare what they have, and raise here or not at all; 2. they tell what is loose; 3. rank
-0's values of what is loose or a stranger on any rank, and its buffers; 4. new buckets, which need no message; 5. what
-is loose, in each new bucket that has some; 6. what is loose and sparse, if any is.
+ranks send the same: 1. they compare what they have, and raise here or not at all; 2. what is in shares is put together,
+so that nothing is half moved should one fail; 3. they tell what is loose, and what can stay in shares, which is what no
+rank has replaced; 4. rank 0's values of what is loose or a stranger on any rank, and its buffers; 5. new buckets, which
+need no message; 6. what is loose, in each new bucket that has some; 7. what is loose and sparse, if any is.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .plan import BucketPlan
 from .sparse import SparseGradients
 from .specs import describe_parameters
 from .tracker import ArrivalTracker
+from .withheld import Alive, complete
 
 log = logging.getLogger("stretto")
 
@@ -160,7 +162,11 @@ class Rejoin:
         order = [queue.names[index] for index in queue.plan.order]
         plan = plan_for(wanted, members.options, queue.transport, order)
         module = self._agree(wanted, rows, plan)
-        everyone: list[dict[str, bool]] = queue.peers.gather(self._loose(wanted, rows))
+        complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
+        in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
+        told = queue.peers.gather((self._loose(wanted, rows), in_shares))
+        everyone: list[dict[str, bool]] = [loose for loose, _ in told]
+        in_shares.intersection_update(*(theirs for _, theirs in told))
         loose = {name for one in everyone for name in one}
         mine, words, factor = everyone[queue.transport.rank], self._changes.in_words(), self._factor()
         gradients = {name: wanted[name].grad for name in loose & mine.keys() & wanted.keys()}
@@ -168,6 +174,7 @@ class Rejoin:
         carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
         used = self._rows.used_by
         self._send_values(module, loose)
+        queue.in_shares = Alive(wanted[name] for name in in_shares)
         queue.rebuild(wanted, plan)
         self._tracker.rebuild(list(wanted.values()))
         dtypes = members.options.reduce_dtypes(rows)

@@ -5,7 +5,8 @@ A gradient that is missing would be passed over in silence by ``clip_grad_norm_`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -61,18 +62,37 @@ def _refuse(values: Sequence[Any]) -> NoReturn:
     raise AssertionError  # it is called for one that is withheld
 
 
-def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters: Collection[int], rank: int) -> None:
+class Alive:
+    """Some parameters, held weakly, and known by identity: the ``id`` of one that is gone may be a later one's.
+
+    Args:
+        parameters: which.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._references = {id(one): weakref.ref(one) for one in parameters}
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of them."""
+        reference = self._references.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([one for reference in self._references.values() if (one := reference()) is not None])
+
+
+def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters: Alive, rank: int) -> None:
     """Buckets that hold none but these parameters are reduced no further than to each rank's share. Alike on all ranks.
 
     Args:
         buckets: all of a plan.
         names: of its parameters.
-        parameters: given by ``id``.
+        parameters: those.
         rank: for messages.
     """
     for bucket in buckets:
         alive, named = bucket.parameters, [names[index] for index in bucket.indices]
-        if not all(id(one) in parameters for one in alive):
+        if not all(map(parameters.holds, alive)):
             bucket.withheld = ()
         elif not bucket.withheld:
             bucket.withheld = [Withheld.of(one, f"rank {rank}", name) for one, name in zip(alive, named, strict=True)]

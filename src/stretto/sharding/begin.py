@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from ..errors import CommunicationError, ModelMismatchError, SetupError, StrettoError, name_list
+from ..errors import CommunicationError, ModelMismatchError, SetupError, StrettoError
 from ..peers import Peers
 from ..reducer import Reducer
+from .groups import difference, facts
 from .kinds import Kind, kind_of
-from .members import refuse_others
+from .members import refuse_others, refuse_taken
 from .optimizer import ShardedOptimizer
 from .shares import Shares
 
@@ -46,32 +48,31 @@ def begin(
     Raises:
         SetupError: see :func:`stretto.shard`.
     """
-    groups = [group for one in others if not one.ended for group in one.param_groups]
-    taken = [parameter for group in groups for parameter in group["params"]]
+    beside = next((one.beside for one in others), WeakSet[ShardedOptimizer]())
     if reducer is None or peers is None:
         if peers is not None:
             raise SetupError("shard: this handle has been detached.\nShard the optimizer before detach().")
-        kind_of(_refused(optimizer, module, taken, "shard"), "shard")
+        kind_of(_refused(optimizer, module, others, "shard"), "shard")
         reduced = [one for one in module.parameters() if one.requires_grad]
         refuse_others(optimizer, module, reduced, "shard")
-        return ShardedOptimizer(optimizer, module, None, "shard")
+        return ShardedOptimizer(optimizer, module, None, beside, "shard")
     kind, problem = Kind.ELEMENTWISE, None
     where = f"rank {reducer.transport.rank}, shard"
     try:
-        kind = kind_of(_refused(optimizer, module, taken, where), where)
+        kind = kind_of(_refused(optimizer, module, others, where), where)
         refuse_others(optimizer, module, reducer.parameters, where)
     except StrettoError as error:
         problem = error
     told = peers.gather((problem and str(problem), [] if problem else [asked, *_facts(optimizer, module)]))
     if problem is not None:
         raise problem
-    for rank, (theirs, facts) in enumerate(told):
+    for rank, (theirs, stated) in enumerate(told):
         if theirs is not None:
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
-        if facts != told[0][1]:
-            raise ModelMismatchError(f"{where}: {_difference(rank, facts, told[0][1])}\nBuild the same on all ranks.")
+        if stated != told[0][1]:
+            raise ModelMismatchError(f"{where}: {_difference(rank, stated, told[0][1])}\nBuild the same on all ranks.")
     shares = _shares(optimizer, kind, reducer, peers, asked)
-    return ShardedOptimizer(optimizer, module, shares, where)
+    return ShardedOptimizer(optimizer, module, shares, beside, where)
 
 
 def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
@@ -85,7 +86,7 @@ def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peer
 
 
 def _refused(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, taken: Iterable[torch.Tensor], where: str
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[ShardedOptimizer], where: str
 ) -> torch.optim.Optimizer:
     """The optimizer, unless it cannot be sharded whatever the ranks are."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -97,13 +98,7 @@ def _refused(
             f"{where}: the optimizer has stepped already.\nShard it before its first step. To go on with its state: "
             "state = optimizer.state_dict(), build it anew, shard that, load_state_dict(state)."
         )
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    twice = {id(one) for one in taken}
-    both = [names.get(id(one), "?") for group in optimizer.param_groups for one in group["params"] if id(one) in twice]
-    if both:
-        raise SetupError(
-            f"{where}: {name_list(both)} belong to another sharded optimizer.\nGive each parameter to one optimizer."
-        )
+    refuse_taken(optimizer, module, others, where)
     return optimizer
 
 
@@ -115,28 +110,15 @@ def _has_stepped(state: dict[str, Any]) -> bool:
 def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[Any]:
     """What must be equal on all ranks."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    groups = optimizer.param_groups
-    options = [{key: str(value) for key, value in group.items() if key != "params"} for group in groups]
-    return [type(optimizer).__qualname__, options, *[[names[id(one)] for one in group["params"]] for group in groups]]
+    return [type(optimizer).__qualname__, *facts(optimizer, names)]
 
 
 def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
     if theirs[0] != first[0]:
         return f"rank {rank} was given {_shown(theirs[0])}, rank 0 {_shown(first[0])}."
-    theirs, first = theirs[1:], first[1:]
-    if theirs[0] != first[0]:
-        return f"rank {rank} has {theirs[0]}, rank 0 {first[0]}."
-    theirs, first = theirs[1:], first[1:]
-    if len(theirs) != len(first):
-        return f"rank {rank} has {len(theirs) - 1} parameter groups, rank 0 {len(first) - 1}."
-    for number, (names, other_names) in enumerate(zip(theirs[1:], first[1:], strict=True)):
-        if names != other_names:
-            here = sorted({*names} ^ {*other_names}) or names
-            return f"parameter group {number} differs between rank 0 and rank {rank}: {name_list(here)}."
-    number = next(i for i, (one, other) in enumerate(zip(theirs[0], first[0], strict=True)) if one != other)
-    one, other = theirs[0][number], first[0][number]
-    key = next(key for key in one | other if one.get(key) != other.get(key))
-    return f"parameter group {number} has {key}={one.get(key)} on rank {rank}, {key}={other.get(key)} on rank 0."
+    if theirs[1] != first[1]:
+        return f"rank {rank} has {theirs[1]}, rank 0 {first[1]}."
+    return difference(rank, theirs[2:], first[2:])
 
 
 def _shown(asked: Asked) -> str:

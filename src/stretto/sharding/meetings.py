@@ -34,7 +34,8 @@ class Meetings:
     def __init__(self, transport: Transport, peers: Peers) -> None:
         self._transport: Any = transport
         self._peers = peers
-        self._refused = torch.zeros(1, dtype=torch.int32)
+        self._words = torch.zeros(2, dtype=torch.int64)
+        """How many ranks refuse, and the sum of what their groups say."""
         self.broken: BaseException | None = None
         """Why no step can follow."""
         self.is_spoiled = False
@@ -48,18 +49,19 @@ class Meetings:
         """
         self._peers.wait_for(self._come(0), what)
 
-    def _come(self, refused: int) -> Work:
-        self._refused.fill_(refused)
+    def _come(self, refused: int, number: int = 0) -> Work:
+        self._words[0], self._words[1] = refused, number
         carrier = self._transport
         named = hasattr(carrier, "meet")
-        work: Work = carrier.meet(self._refused, b"optimizer.step") if named else carrier.all_reduce(self._refused)
+        work: Work = carrier.meet(self._words, b"optimizer.step") if named else carrier.all_reduce(self._words)
         return work
 
-    def meet_before(self, parameters: Iterable[torch.nn.Parameter], *, refused: bool = False) -> None:
-        """The first meeting. Collective.
+    def meet_before(self, parameters: Iterable[torch.nn.Parameter], number: int = 0, *, refused: bool = False) -> bool:
+        """The first meeting: whether all ranks have come with the same number. Collective.
 
         Args:
             parameters: what is to be stepped.
+            number: less than 2**40.
             refused: this rank will not step.
 
         Raises:
@@ -67,14 +69,15 @@ class Meetings:
         """
         work: Any = None
         try:
-            work = self._come(int(refused))
+            work = self._come(int(refused), number)
             self._peers.wait_for(work, "the optimizer's step")
         except BaseException as error:
             self.fail(error)
             if work is None or not work.will_never_begin():
                 self.spoil(error, parameters)
             raise
-        if (count := int(self._refused)) and not refused:
+        count, total = self._words.tolist()
+        if count and not refused:
             told = self._peers.failures("step", count)
             ranks = describe_ranks([note.rank for note in told]) if told else f"{count} of the other ranks"
             quoted = "".join(f"  {note}\n" for note in told)
@@ -82,6 +85,7 @@ class Meetings:
                 f"{self._peers.where}: the step of an optimizer was refused on {ranks}, before any rank had stepped.\n"
                 f"{quoted}Remove the cause; then all ranks can go on."
             )
+        return bool(total == number * self._transport.world_size)
 
     def refuse(self, problem: Exception, *, meets: bool) -> None:
         """Tell the others why this rank will not step.

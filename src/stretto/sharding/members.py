@@ -1,4 +1,4 @@
-"""Whether the handle reduces what an optimizer steps."""
+"""Whether the handle reduces what an optimizer steps, and no other steps it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..errors import SetupError
+from ..errors import SetupError, name_list
 
 
 def refuse_others(
@@ -23,3 +23,16 @@ def refuse_others(
                     f"{where}: {who} is stepped by the optimizer, and not reduced by this handle.\n"
                     "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
                 )
+
+
+def refuse_taken(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[torch.optim.Optimizer], where: str
+) -> None:
+    """Raise if the optimizer steps a parameter that one of the others steps."""
+    twice = {id(parameter) for one in others for group in one.param_groups for parameter in group["params"]}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    both = [names.get(id(one), "?") for group in optimizer.param_groups for one in group["params"] if id(one) in twice]
+    if both:
+        raise SetupError(
+            f"{where}: {name_list(both)} belong to another sharded optimizer.\nGive each parameter to one optimizer."
+        )

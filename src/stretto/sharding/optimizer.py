@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
-from .members import refuse_others
+from .members import refuse_others, refuse_taken
 from .shares import Shares
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, shares: Shares | None, where: str
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: torch.nn.Module,
+        shares: Shares | None,
+        beside: WeakSet[ShardedOptimizer],
+        where: str,
     ) -> None:
         self.original = optimizer
         """The one that was sharded. It keeps the groups, and no state."""
@@ -47,6 +53,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._module = module
         self._shares = shares
         self._where = where
+        self.beside = beside
+        """All that step parts of one model, weakly: as each other's they would live until a garbage collection."""
+        beside.add(self)
         self.ended = False
         """By ``unshard()``, or with the handle."""
         self.param_groups = optimizer.param_groups
@@ -99,14 +108,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """As of torch's optimizers, on all ranks alike.
 
         Raises:
-            SetupError: a parameter is not reduced by the handle that the optimizer was sharded with.
+            SetupError: a parameter is not reduced by the handle that the optimizer was sharded with, or belongs to
+                another optimizer that was.
         """
-        if self._shares is None:
+        if "beside" not in self.__dict__:  # torch's constructor, with groups of which all that is asked for is true
             super().add_param_group(param_group)
             return
         self.original.add_param_group(param_group)
         try:
-            refuse_others(self.original, self._module, self._shares.reduced, self._where)
+            refuse_taken(self.original, self._module, self.beside - {self}, self._where)
+            if self._shares is not None:
+                refuse_others(self.original, self._module, self._shares.reduced, self._where)
         except SetupError:
             self.original.param_groups.pop()
             raise
@@ -185,6 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Parameters get memory of their own. Not collective; the state of this rank's share is lost."""
         if self._shares is not None:
             self._shares.release()
+        self.beside.discard(self)
         self._shares, self.ended = None, True
 
     def __reduce__(self) -> Any:

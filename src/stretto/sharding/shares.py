@@ -9,7 +9,6 @@ See meetings.py for [Note: two meetings] and [Note: half a step].
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
 from ..specs import counted
-from ..withheld import Withheld
+from .groups import Groups
 from .keeping import Keeping
 from .kinds import Kind, build_like, options_of
 from .layout import Layout
@@ -30,6 +29,7 @@ from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Kept, State, flat_state, follow_dtype, shaped, whole_states
 from .stretches import Stretch, Stretches, most_elements, part_of_state
+from .withholding import Withholding
 
 
 class Shares:
@@ -56,17 +56,20 @@ class Shares:
     ) -> None:
         self._optimizer = optimizer
         self._kind = kind
-        self.keep_grads = keep_grads
         self._overlap = overlap
         self._reducer = reducer
         self._peers = peers
         self.meetings = Meetings(reducer.transport, peers)
-        if not keep_grads and kind is Kind.ELEMENTWISE:
-            reducer.queue.withhold({*reducer.queue.in_shares, *self._ids()})
+        self._groups = Groups(optimizer, reducer.queue)
+        elementwise = kind is Kind.ELEMENTWISE
+        self._withholding = Withholding(self._groups, reducer.queue, wanted=elementwise and not keep_grads)
+        self._number = len(peers.seat.steps)
+        peers.seat.steps.append(0)
+        self._withholding.follow()
         try:
             self._lay_out()
         except BaseException:
-            self._withhold_no_more()
+            self._withholding.end()
             raise
         try:
             self._divide(self._optimizer.state)
@@ -89,7 +92,7 @@ class Shares:
     def _lay_out(self) -> None:
         """Lay the parameters out along the plan in use. Collective."""
         plan, transport = self._reducer.plan, self._reducer.transport
-        known = {id(one) for group in self._groups for one in group["params"]}
+        known = {id(one) for one in self._groups.parameters}
         mine = {
             index: parameter
             for bucket in self._reducer.queue.buckets
@@ -108,17 +111,13 @@ class Shares:
             self._pieces = [
                 part for one in self._pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))
             ]
-        self._spread = Spread(layout, owned, transport, self._peers.wait_for, self._spoil, overlap=self._overlap)
+        wait_for, overlap = self._peers.wait_for, self._overlap
+        self._spread = Spread(layout, owned, transport, wait_for, self._spoil, self._compare, overlap=overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
-        self._members = [[*group["params"]] for group in self._groups]
-        self._dtypes = {id(one): one.dtype for group in self._groups for one in group["params"]}
+        self._groups.remember()
         inside = {id(parameter) for parameter in mine.values()}
-        self._apart = [one for group in self._groups for one in group["params"] if id(one) not in inside]
+        self._apart = [one for one in self._groups.parameters if id(one) not in inside]
         """Frozen ones, empty ones, and those with sparse gradients: every rank steps them, in memory of its own."""
-
-    def _withhold_no_more(self) -> None:
-        if not self.keep_grads:
-            self._reducer.queue.withhold({*self._reducer.queue.in_shares} - self._ids())
 
     def _divide(self, states: Mapping[torch.Tensor, State]) -> None:
         """Make the stretches of this rank's share, and the optimizer that steps them.
@@ -142,26 +141,26 @@ class Shares:
         mine = self.layout.parameters
         self.stretches.forget()
         if self._kind is Kind.ELEMENTWISE:
-            group_of = self._group_of
+            group_of = self._groups.number_of
             self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
         self._build(mine, whole)
 
     def _build(self, mine: Mapping[int, torch.nn.Parameter], whole_states: Mapping[torch.Tensor, State]) -> None:
-        parameters: list[list[torch.nn.Parameter]] = [[] for _ in self._groups]
+        parameters: list[list[torch.nn.Parameter]] = [[] for _ in self._groups.all]
         states: dict[torch.Tensor, State] = {}
         for stretch in self.stretches.all:
             parameters[stretch.group].append(stretch.parameter)
             states[stretch.parameter] = stretch.state
         whole = {id(mine[piece.index]) for piece in self._pieces} if self._kind is Kind.WHOLE else set()
         whole |= {id(one) for one in self._apart}
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self._groups.all):
             for one in group["params"]:
                 if id(one) in whole:
                     parameters[number].append(one)
                     states[one] = whole_states.get(one, {})
         self.inner = build_like(
             self._optimizer,
-            [{**options_of(group), "params": own} for group, own in zip(self._groups, parameters, strict=True)],
+            [{**options_of(group), "params": own} for group, own in zip(self._groups.all, parameters, strict=True)],
         )
         for parameter, state in states.items():
             if state:
@@ -169,27 +168,18 @@ class Shares:
         step = type(self.inner).step  # torch's wrapper calls hooks for every optimizer, and has called them by now
         self._step_inner = getattr(step, "__wrapped__", step)
 
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        return groups
-
-    @property
-    def _group_of(self) -> dict[int, int]:
-        return {id(one): number for number, group in enumerate(self._groups) for one in group["params"]}
-
-    def _ids(self) -> set[int]:
-        return {*self._group_of}
-
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
-        if self._reducer.plan is not self.layout.plan or not self._same_members():
+        try:
             self.lay_out_again()
+        except BaseException as error:  # what is laid out anew is new memory: no rank has stepped
+            self.meetings.fail(error)
+            raise
 
     def lay_out_again(self) -> None:
         """Along the plan in use now; state goes with its elements. Collective."""
-        before, dtypes = self.layout, self._dtypes
-        states: dict[torch.Tensor, State] = dict(self.states())
+        before, states = self.layout, dict[torch.Tensor, State](self.states())
+        dtypes = {id(one): self._groups.dtype_before(one) for one in states}
         self.stretches.forget()
         self._lay_out()
         for parameter, state in states.items():
@@ -197,12 +187,6 @@ class Shares:
         self._divide(states)
         now = {id(one) for one in self.layout.parameters.values()}
         before.release([index for index, one in before.parameters.items() if id(one) in now])
-
-    def _same_members(self) -> bool:
-        now = [group["params"] for group in self._groups]
-        return [*map(len, now)] == [*map(len, self._members)] and all(
-            all(map(operator.is_, ours, known)) for ours, known in zip(now, self._members, strict=True)
-        )
 
     # The step
 
@@ -217,41 +201,50 @@ class Shares:
             if is_shared:
                 meetings.meet_before(self._everything(), refused=True)
             raise
-        if is_shared:
-            meetings.meet_before(self._everything())
-        try:
+        number = self._groups.number()
+        alike = not is_shared or meetings.meet_before(self._everything(), number)
+        moves, has_moved = self._reducer.plan is not self.layout.plan, self._groups.have_moved()
+        if not alike or ((moves or has_moved) and not is_shared):
+            self._peers.seat.calls += 1
+            self._groups.refuse_others(self._peers)
+        if moves or has_moved:
             self._follow()
-        except BaseException as error:  # what is laid out anew is new memory: no rank has stepped
-            meetings.fail(error)
-            raise
+        self._peers.seat.steps[self._number] += 1
         try:
             self._step()
-            self._spread.send()
+            self._spread.send(number)
         except BaseException as error:
             meetings.fail(error)
             self._spoil(error)
             raise
+        if has_moved:  # not before: what is there now is in the shares of this pass
+            self._withholding.follow()
+            self._withholding.drop(self._everything())
 
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]
+
+    def _compare(self, numbers: Sequence[int]) -> None:
+        """What each rank's groups were when it stepped. Raises ``ModelMismatchError`` if they were not alike."""
+        if len({*numbers}) > 1:
+            self._groups.refuse_patchwork(numbers, self.rank, self._peers.where)
 
     def _spoil(self, error: BaseException) -> None:
         self.meetings.spoil(error, self._everything())
 
     def _step(self) -> None:
         self.layout.bring_back(self._pieces)
-        for own, group in zip(self.inner.param_groups, self._groups, strict=True):
+        for own, group in zip(self.inner.param_groups, self._groups.all, strict=True):
             own.update(options_of(group))
         self.stretches.take_gradients(self._split)
         self._step_inner(self.inner)
-        for own, group in zip(self.inner.param_groups, self._groups, strict=True):
+        for own, group in zip(self.inner.param_groups, self._groups.all, strict=True):
             group.update(options_of(own))  # some keep numbers there
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
         parameters = self._everything()
         torch.autograd.graph.increment_version(parameters)
-        if not self.keep_grads:
-            self._drop_withheld()
+        self._withholding.drop(parameters)
 
     def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         state = self.inner.state.pop(stretch.parameter, {})
@@ -275,6 +268,7 @@ class Shares:
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
+        self._peers.seat.calls += 1
         specs = dict(enumerate(self.layout.plan.parameters))
         carrier, gather = self._reducer.transport, self._peers.gather
         for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, gather, self._wait_for):
@@ -298,7 +292,8 @@ class Shares:
 
     def load(self, states: Mapping[torch.Tensor, State]) -> None:
         """Take what this rank owns of these whole states. Collective."""
-        everything = [one for group in self._groups for one in group["params"]]
+        self._peers.seat.calls += 1
+        everything = self._groups.parameters
         told = self._peers.gather([place for place, one in enumerate(everything) if one in states])
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
@@ -332,15 +327,10 @@ class Shares:
 
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
-        self._withhold_no_more()
+        self._withholding.end()
         with contextlib.suppress(CommunicationError):  # told to whoever looks at a parameter
             self._spread.finish()
         self.stretches.forget()
         if not self.meetings.is_spoiled:
             self.layout.release()
-            self._drop_withheld()
-
-    def _drop_withheld(self) -> None:
-        for parameter in self.layout.parameters.values():
-            if isinstance(parameter.grad, Withheld):
-                parameter.grad = None
+            self._withholding.drop(self._everything())

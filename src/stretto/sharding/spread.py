@@ -44,6 +44,7 @@ class Spread:
         transport: carries them.
         wait_for: waits for a collective, named by a noun.
         failed: told why a share will never come.
+        compare: given the numbers with which all ranks have sent; raises if they cannot be.
         overlap: False to wait for all of them at once.
     """
 
@@ -54,12 +55,14 @@ class Spread:
         transport: Transport,
         wait_for: Callable[[Work, str], None],
         failed: Callable[[BaseException], None],
+        compare: Callable[[Sequence[int]], None],
         *,
         overlap: bool,
     ) -> None:
         self._transport: Any = transport
         self._wait_for = wait_for
         self._failed = failed
+        self._compare = compare
         self._overlap = overlap
         self._under_way: list[Arrival] = []
         self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
@@ -67,11 +70,22 @@ class Spread:
         self.is_needed = len(layout.homes) > 1
         numbers = reversed(range(len(layout.plan.buckets))) if self.is_needed else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
+        self._numbers: list[torch.Tensor] = []
+        """Of all ranks, in elements of the first bucket's dtype. Where memory is shared they have met before."""
+        if self._buckets and not layout.is_shared and self._buckets[0].parameters[0].is_cpu:
+            first, dtype = self._buckets[0], self._buckets[0].parameters[0].dtype
+            self._numbers = [torch.zeros(2, dtype=torch.int64).view(dtype) for _ in owned]
+            flats = [[*flats, number] for flats, number in zip(first.flats, self._numbers, strict=True)]
+            self._buckets[0] = Shares(flats, first.parameters)
 
-    def send(self) -> None:
-        """Put all shares under way. Collective."""
+    def send(self, number: int) -> None:
+        """Put all shares under way, and the number with the first. Collective."""
+        if self._numbers:
+            self._numbers[self._transport.rank].view(torch.int64).fill_(number)
         for shares in self._buckets:
             receive = self._exchange(shares) if hasattr(self._transport, "spread_share") else self._broadcast(shares)
+            if self._numbers and shares is self._buckets[0]:
+                receive = functools.partial(self._receive_first, receive)
             self._under_way.append(Arrival(shares.parameters, functools.partial(self._arrive, receive)))
         if not self._overlap or self._compiler.is_at_work:
             self.finish()
@@ -89,6 +103,10 @@ class Spread:
             self._under_way.clear()
             self._failed(error)
             raise
+
+    def _receive_first(self, receive: Callable[[], None]) -> None:
+        receive()
+        self._compare([int(number.view(torch.int64)[0]) for number in self._numbers])
 
     def _exchange(self, shares: Shares) -> Callable[[], None]:
         numels, rank = shares.numels, self._transport.rank

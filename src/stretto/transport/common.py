@@ -22,12 +22,10 @@ class CommonMemory:
 
     Args:
         buffer: the memory; it lives as long as any tensor in it.
-        keeps: whatever must live as long as it is to be shared.
     """
 
-    def __init__(self, buffer: memoryview, keeps: object = None) -> None:
+    def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
-        self._keeps = keeps
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements from byte ``start`` on, flat, as a tensor with a storage of its own."""
@@ -56,9 +54,12 @@ class Offer:
         self._host = host
 
     def begin(self, entries: Sequence[bytes]) -> None:
-        """Open it."""
-        location = Entry.unpack(entries[0]).location
-        self.memory = CommonMemory(self._host.peers[0].memory.buffer_at(location, self.numel), self.tensor)
+        """Open it; the first rank has it open, and would count it twice."""
+        if self.tensor is not None:
+            self.memory = CommonMemory(self._host.page.arena.buffer_of(self.tensor))
+        else:
+            location = Entry.unpack(entries[0]).location
+            self.memory = CommonMemory(self._host.peers[0].memory.buffer_at(location, self.numel))
 
     def end(self) -> None:
         """Nothing is left."""

@@ -213,6 +213,7 @@ class Arena:
         self._rank = rank
         self._lines: dict[int, tuple[int, int, int]] = {}  # base address: line, number of the segment, end address
         self._bases: list[int] = []  # in order
+        self._mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
         self._in_use = 0  # bytes
         self._free_lines = list(range(SEGMENTS))
         self._made = 0
@@ -255,6 +256,12 @@ class Arena:
         line, number, end = self._lines[base]
         return Location(line, number, address - base) if address < end else None
 
+    def buffer_of(self, tensor: torch.Tensor) -> memoryview:
+        """The bytes of a tensor of this arena, by which its segment lives as long as anything made of them."""
+        address = tensor.data_ptr()
+        base = self._bases[bisect.bisect_right(self._bases, address) - 1]
+        return memoryview(self._mappings[base])[address - base : address - base + tensor.nbytes]
+
     def _new_segment(self, needed: int) -> mmap.mmap:
         nbytes = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
         if not self._free_lines:
@@ -273,6 +280,7 @@ class Arena:
         self._made += 1
         line, base = self._free_lines.pop(0), torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         self._lines[base] = (line, self._made, base + nbytes)
+        self._mappings[base] = mapping
         bisect.insort(self._bases, base)
         self._in_use += nbytes
         LINE.pack_into(self._table, line * LINE.size, self._made, fd, nbytes)

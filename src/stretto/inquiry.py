@@ -1,0 +1,83 @@
+"""Where the others are, asked once while one waits, and whether that rules out that they come."""
+
+from __future__ import annotations
+
+import sys
+
+from .blame import apart, gone_apart
+from .channel import Answer, Channel, Seat
+from .whereabouts import place_of_frame
+
+ASK_SECONDS = 5.0
+"""How long a rank waits before it asks."""
+ANSWER_SECONDS = 4.0
+"""How long it takes at most until all have answered who can."""
+
+
+class Inquiry:
+    """One, for one wait.
+
+    Args:
+        seat: of the handle.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._asked: dict[int, str] | None = None
+        self._is_over = False
+
+    def go_on(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
+        """Ask, or look for answers; those that there are, once, when all are there or should be. Does not block.
+
+        Args:
+            channel: to the others.
+            waited: for so many seconds this rank has waited.
+        """
+        if self._is_over or waited <= ASK_SECONDS:
+            return None
+        told: dict[int, Answer] = {}
+        try:
+            if self._asked is None:
+                self._asked = channel.ask(self._seat.handle)
+                return None
+            told = channel.heard(self._asked)
+        except RuntimeError:  # the store has gone
+            self._is_over = True
+            return None
+        self._is_over = len(told) == len(self._asked) or waited > ASK_SECONDS + ANSWER_SECONDS
+        return told if self._is_over else None
+
+
+def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told: dict[int, Answer]) -> None:
+    """Raise if what is awaited will never come, though all live.
+
+    Args:
+        where: how the message begins.
+        seat: of the handle.
+        rank: this one.
+        channel: to the others.
+        told: what they have answered.
+
+    Raises:
+        PeerError: some have called other things than this rank.
+    """
+    others = gone_apart(seat.progress, {other: answer.progress for other, answer in told.items()})
+    if others:
+        raise apart(where, seat.progress, others, places(rank, channel, told))
+
+
+def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float | None = None) -> str:
+    """Where all are, in a line.
+
+    Args:
+        rank: this one.
+        channel: to the others.
+        told: what they have answered.
+        waited: for so many seconds this rank has waited.
+    """
+    since = "" if waited is None else f" since {waited:.0f} s"
+    lines = [f"rank {rank} waits{since} at {place_of_frame(sys._getframe())}"]
+    for other in channel.others():
+        silent = "does not answer" if channel.person(other) else "has not come here so far"
+        lines.append(f"rank {other} {told[other].text if other in told else silent}")
+    return "; ".join(lines)

@@ -1,0 +1,160 @@
+"""What the parameter groups of an optimizer say, whether that has changed, and whether it is the same on all ranks.
+
+[Note: one number]  Each rank steps its share with its own groups. Were they not alike, the model would be a patchwork,
+in silence. So ranks compare a number where they meet anyhow: made of plain numbers and of whose parameters are in which
+group, with Python's own hash, which for those is the same in each process and costs some microseconds a step. It leaves
+out what costs more to look at: texts, and tensors of an accelerator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..agreement import describe_ranks
+from ..errors import ModelMismatchError, name_list
+from ..launch import LaunchQueue
+from ..peers import Peers
+from .kinds import options_of
+
+_PLAIN = frozenset((float, int, bool))
+_MASK = (1 << 40) - 1
+
+
+class Groups:
+    """Those of one optimizer.
+
+    Args:
+        optimizer: has them.
+        queue: knows which parameters are reduced, by name and in which order.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, queue: LaunchQueue) -> None:
+        self._optimizer = optimizer
+        self._queue = queue
+        self.remember()
+
+    @property
+    def all(self) -> list[dict[str, Any]]:
+        """As they are now."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Of all groups."""
+        return [one for group in self.all for one in group["params"]]
+
+    @property
+    def number_of(self) -> dict[int, int]:
+        """The group of each parameter, given by ``id``."""
+        return {id(one): number for number, group in enumerate(self.all) for one in group["params"]}
+
+    # Changes
+
+    def remember(self) -> None:
+        """Whose parameters are in which group now."""
+        self._members = [[*group["params"]] for group in self.all]
+        self._dtypes: dict[int, torch.dtype] = {id(one): one.dtype for group in self._members for one in group}
+        self._plan = self._queue.plan
+        places = {id(one()): place for place, one in enumerate(self._queue.parameters)}
+        members = [[places.get(id(one), -1 - one.numel()) for one in group] for group in self._members]
+        self._mark = hash(tuple(map(tuple, members)))
+
+    def have_moved(self) -> bool:
+        """Whether parameters are in other groups than remembered, or are others."""
+        now = [group["params"] for group in self.all]
+        return [*map(len, now)] != [*map(len, self._members)] or not all(
+            all(map(operator.is_, ours, known)) for ours, known in zip(now, self._members, strict=True)
+        )
+
+    def dtype_before(self, parameter: torch.Tensor) -> torch.dtype:
+        """Of a parameter that is remembered."""
+        return self._dtypes[id(parameter)]
+
+    # Ranks
+
+    def number(self) -> int:
+        """The same on all ranks whose groups are alike: see [Note: one number]. Less than 2**40."""
+        mark = self._mark
+        if self._queue.plan is not self._plan or self.have_moved():  # what is remembered goes with the layout
+            mark = Groups(self._optimizer, self._queue)._mark
+        options = [
+            value if type(value) in _PLAIN and value == value else _number_of(value)
+            for group in self.all
+            for key, value in group.items()
+            if key != "params"
+        ]
+        return hash((mark, *options)) & _MASK
+
+    def refuse_others(self, peers: Peers) -> None:
+        """Compare in words, since numbers differ. Collective.
+
+        Raises:
+            ModelMismatchError: with the first difference. On all ranks.
+        """
+        names = {id(one()): name for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
+        told = peers.gather(facts(self._optimizer, names))
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise ModelMismatchError(
+                    f"{peers.where}: {difference(rank, theirs, told[0])}\n"
+                    "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+                )
+
+    def refuse_patchwork(self, numbers: Sequence[int], rank: int, where: str) -> NoReturn:
+        """Raise since ranks have stepped with groups that are not alike.
+
+        Args:
+            numbers: of all ranks.
+            rank: this one.
+            where: how the message begins.
+        """
+        others = [other for other, number in enumerate(numbers) if number != numbers[rank]]
+        raise ModelMismatchError(
+            f"{where}: the last step was taken with other parameter groups on {describe_ranks(others)} than here "
+            f"({self._in_words()}), so the model is a patchwork.\n"
+            "Set the same on all ranks, schedules included, and start again from the last checkpoint."
+        )
+
+    def _in_words(self) -> str:
+        return "; ".join(", ".join(f"{key}={value}" for key, value in options_of(group).items()) for group in self.all)
+
+
+def _number_of(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_number_of, value))
+    if isinstance(value, torch.Tensor):
+        return _number_of(value.item()) if value.numel() == 1 and value.is_cpu else 0
+    return value if type(value) in _PLAIN and value == value else 0  # of NaN each has another hash
+
+
+def facts(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Any]:
+    """What must be equal on all ranks: options of each group, and whose parameters it has.
+
+    Args:
+        optimizer: has the groups.
+        names: of parameters, by ``id``.
+    """
+    options = [{key: str(value) for key, value in options_of(group).items()} for group in optimizer.param_groups]
+    members = [
+        [names.get(id(one), str(tuple(one.shape))) for one in group["params"]] for group in optimizer.param_groups
+    ]
+    return [options, *members]
+
+
+def difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
+    """In words, between what ``facts`` gave on a rank and on rank 0, which are not equal."""
+    if len(theirs) != len(first):
+        return f"rank {rank} has {len(theirs) - 1} parameter groups, rank 0 {len(first) - 1}."
+    for number, (names, other_names) in enumerate(zip(theirs[1:], first[1:], strict=True)):
+        if names != other_names:
+            here = sorted({*names} ^ {*other_names}) or names
+            return f"parameter group {number} differs between rank 0 and rank {rank}: {name_list(here)}."
+    number = next(i for i, (one, other) in enumerate(zip(theirs[0], first[0], strict=True)) if one != other)
+    one, other = theirs[0][number], first[0][number]
+    key = next(key for key in one | other if one.get(key) != other.get(key))
+    return f"parameter group {number} has {key}={one.get(key)} on rank {rank}, {key}={other.get(key)} on rank 0."

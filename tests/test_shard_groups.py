@@ -1,0 +1,289 @@
+"""Parameter groups of sharded optimizers that change, on all ranks or on one alone; layers that are replaced."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_hierarchical import on_hosts
+from test_shard import CARRIERS, Net, assert_same, attached, backward, pair, train
+from test_shared_memory import shared
+
+import stretto
+from stretto.testing import run_ranks, spawn_ranks
+from stretto.withheld import Alive, Withheld
+
+
+@pytest.fixture(params=["threads", "shared memory"])
+def carrier(request: pytest.FixtureRequest) -> Any:
+    return CARRIERS[request.param]
+
+
+# Whose parameters
+
+
+def test_a_group_with_parameters_of_another_sharded_optimizer_is_refused(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        one = stretto.shard(torch.optim.AdamW(model.first.parameters()), sync)
+        other = stretto.shard(torch.optim.SGD(model.last.parameters(), lr=0.1), sync)
+        with pytest.raises(stretto.SetupError) as caught:
+            other.add_param_group({"params": [*model.second.parameters(), model.first.bias]})
+        assert str(caught.value) == (
+            f"rank {transport.rank}, shard: first.bias belong to another sharded optimizer.\n"
+            "Give each parameter to one optimizer."
+        )
+        assert len(other.param_groups) == 1
+        other.add_param_group({"params": model.second.parameters()})
+        with pytest.raises(stretto.SetupError, match=r"second\.weight belong to another sharded optimizer"):
+            one.add_param_group({"params": [model.second.weight]})
+        with pytest.raises(stretto.SetupError, match=r"second\.bias belong to another sharded optimizer"):
+            stretto.shard(torch.optim.SGD([model.second.bias], lr=0.1), sync)
+        for step in range(2):
+            backward(model, transport.rank, step)
+            one.step()
+            other.step()
+        one.unshard()
+        other.add_param_group({"params": [model.first.bias]})  # nobody else's by now
+
+    carrier(worker, 2)
+
+
+def test_alone_a_parameter_has_one_optimizer_too() -> None:
+    model = Net()
+    sync = stretto.attach(model)
+    one = stretto.shard(torch.optim.AdamW(model.first.parameters()), sync)
+    other = stretto.shard(torch.optim.AdamW(model.last.parameters()), sync)
+    with pytest.raises(stretto.SetupError) as caught:
+        other.add_param_group({"params": [model.first.bias]})
+    assert str(caught.value) == (
+        "shard: first.bias belong to another sharded optimizer.\nGive each parameter to one optimizer."
+    )
+    assert len(other.param_groups) == 1 and one.param_groups
+    sync.detach()
+
+
+# One rank alone
+
+
+def leave_out(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> None:
+    group = optimizer.param_groups[0]
+    group["params"] = [one for one in group["params"] if one is not parameter]
+
+
+CHANGES = {
+    "lr": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5),
+    "weight_decay": lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
+    "betas": lambda model, optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    "params": lambda model, optimizer: leave_out(optimizer, model.first.bias),
+}
+SAID = {
+    "lr": "parameter group 0 has lr=0.5 on rank 1, lr=0.01 on rank 0.",
+    "weight_decay": "parameter group 0 has weight_decay=0.5 on rank 1, weight_decay=0.01 on rank 0.",
+    "betas": "parameter group 0 has betas=(0.5, 0.6) on rank 1, betas=(0.9, 0.999) on rank 0.",
+    "params": "parameter group 0 differs between rank 0 and rank 1: first.bias.",
+}
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("what", SAID)
+def test_what_one_rank_alone_has_changed_is_named_before_any_has_stepped(what: str, keep_grads: bool) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            net.zero_grad()
+            backward(net, transport.rank, 3)
+        before = dict(sharded.param_groups[0])
+        if transport.rank == 1:
+            CHANGES[what](model, sharded)
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            sharded.step()
+        assert str(caught.value) == (
+            f"rank {transport.rank}, pass 4: {SAID[what]}\n"
+            "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+        )
+        assert_same(model, plain)
+        sharded.param_groups[0].update(before)
+        sharded.step()
+        optimizer.step()
+        train(model, sharded, transport.rank, range(4, 6))
+        train(plain, optimizer, transport.rank, range(4, 6))
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
+@pytest.mark.parametrize("hosts", [(2, 1), (2, 2)])
+def test_between_hosts_too(hosts: tuple[int, ...]) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        backward(model, transport.rank, 2)
+        sharded.param_groups[0]["lr"] = 0.01 if transport.rank else 0.25
+        try:
+            with pytest.raises(stretto.ModelMismatchError, match=r"lr=0\.01 on rank 1, lr=0\.25 on rank 0"):
+                sharded.step()
+        finally:
+            sync.detach()
+            gc.collect()
+
+    on_hosts(worker, hosts)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_without_shared_memory_the_patchwork_is_named(keep_grads: bool, overlap: bool) -> None:
+    """There is no meeting before the step; what others have stepped brings what they had."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, keep_grads=keep_grads, overlap=overlap)
+        train(model, sharded, transport.rank, range(3))
+        backward(model, transport.rank, 3)
+        mine = 0.5 if transport.rank == 1 else 0.01
+        sharded.param_groups[0]["lr"] = mine
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            sharded.step()
+            model.state_dict()
+        others = "rank 1" if transport.rank != 1 else "ranks 0, 2"
+        told = f"lr={mine}, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, "
+        assert str(caught.value).startswith(
+            f"rank {transport.rank}, pass 4: the last step was taken with other parameter groups on {others} than "
+            f"here ({told}"
+        )
+        assert str(caught.value).endswith(
+            "), so the model is a patchwork.\n"
+            "Set the same on all ranks, schedules included, and start again from the last checkpoint."
+        )
+        for look in (model.first.weight.sum, sharded.step):
+            with pytest.raises(stretto.CommunicationError, match="has failed, so the model may be stepped in part"):
+                look()
+
+    run_ranks(worker, 3)
+
+
+def test_without_shared_memory_other_members_are_named_before_the_step(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        backward(model, transport.rank, 2)
+        leave_out(sharded, model.first.bias if transport.rank else model.last.weight)
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            sharded.step()
+        assert str(caught.value) == (
+            f"rank {transport.rank}, pass 3: parameter group 0 differs between rank 0 and rank 1: first.bias, "
+            "last.weight.\nNo rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+        )
+
+    carrier(worker, 2)
+
+
+def test_options_that_cannot_be_compared_are_no_difference(carrier: Any) -> None:
+    """NaN equals nothing, and the hash of a text is another one in each process."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        sharded.param_groups[0].update(note=f"{os.getpid()}"[:0], nothing=float("nan"), lr=torch.tensor(0.01))
+        train(model, sharded, transport.rank, range(3))
+
+    carrier(worker, 2)
+
+
+# Layers that are replaced
+
+
+def test_a_later_parameter_is_not_taken_for_one_that_is_gone() -> None:
+    kept = torch.nn.Parameter(torch.ones(3))
+    known, place = gone(kept)
+    for _ in range(10_000):
+        later = torch.nn.Parameter(torch.ones(3))
+        if id(later) == place:
+            break
+    assert id(later) == place, "nothing has taken its place"
+    assert not known.holds(later) and known.holds(kept)
+    assert [one is kept for one in known] == [True]
+
+
+def gone(kept: torch.nn.Parameter) -> tuple[Alive, int]:
+    """Two that are known, of which one has gone, and its ``id``."""
+    first = torch.nn.Parameter(torch.ones(3))
+    return Alive([first, kept]), id(first)
+
+
+def test_a_layer_that_one_rank_alone_replaces_is_whole_on_all(carrier: Any) -> None:
+    """With ``keep_grads=False`` it would be in shares on one rank, and not on the other."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=False)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+        for net in (model, plain):
+            net.zero_grad()
+            if transport.rank == 1:
+                old = net.back
+                net.back = torch.nn.Linear(70, 40)
+                with torch.no_grad():
+                    net.back.weight.copy_(old.weight)
+                    net.back.bias.copy_(old.bias)
+            backward(net, transport.rank, 3)
+        assert torch.equal(model.back.weight.grad, plain.back.weight.grad), "what the old buckets had is in it"
+        for net in (model, plain):
+            net.zero_grad()
+            backward(net, transport.rank, 4)
+        assert torch.equal(model.back.weight.grad, plain.back.weight.grad)
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            sharded.step()
+        assert "parameter group 0 differs between rank 0 and rank 1: (40, 70), (40,), back.bias, back.weight." in str(
+            caught.value
+        )
+
+    carrier(worker, 2)
+
+
+def test_what_is_added_is_in_shares_from_the_next_pass_on(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        sharded = stretto.shard(torch.optim.AdamW(model.first.parameters()), sync, keep_grads=False)
+        plain, _ = attached(transport)
+        optimizer = torch.optim.AdamW(plain.first.parameters())
+        for step in range(6):
+            for net, one in ((model, sharded), (plain, optimizer)):
+                if step == 2:
+                    rest = [p for p in net.parameters() if not any(p is mine for mine in net.first.parameters())]
+                    one.add_param_group({"params": rest})
+                net.zero_grad()
+                backward(net, transport.rank, step)
+                if step > 2 and net is model:
+                    assert all(isinstance(p.grad, Withheld) for p in model.parameters() if p.numel())
+                one.step()
+                if step >= 2 and net is model:
+                    assert all(p.grad is None for p in model.parameters() if p.numel())
+        assert_same(model, plain)
+        sync.detach()
+
+    carrier(worker, 2)
+
+
+# Memory
+
+
+def maps_of_parameters(rank: int) -> int:
+    model = torch.nn.Linear(1500, 1500)
+    sync = stretto.attach(model, transport="shared_memory")
+    stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+    model(torch.ones(1, 1500)).sum().backward()
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [([int(end, 16) for end in line[0].split("-")], line[4]) for line in lines]
+    address = model.weight.data_ptr()
+    own = next(file for (start, stop), file in spans if start <= address < stop)
+    return sum(file == own for _, file in spans)
+
+
+@pytest.mark.ranks
+def test_every_rank_maps_the_parameters_once() -> None:
+    """The first one, in whose arena they lie, had them twice: what each counts in proportion was uneven."""
+    assert spawn_ranks(maps_of_parameters, 3) == [1, 1, 1]

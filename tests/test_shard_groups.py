@@ -268,6 +268,29 @@ def test_what_is_added_is_in_shares_from_the_next_pass_on(carrier: Any) -> None:
     carrier(worker, 2)
 
 
+def test_a_module_is_as_it_was_if_what_is_in_shares_cannot_be_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were names and parameters the new ones by then, and buckets those of before, no later pass could be right."""
+
+    def fail(*args: Any) -> None:
+        raise stretto.CommunicationError("a rank has gone")
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport, keep_grads=False)
+        train(model, sharded, transport.rank, range(3))
+        before = sync.plan
+        model.back = torch.nn.Linear(70, 40)
+        transport.all_gather_object(None)
+        monkeypatch.setattr("stretto.rejoin.complete", fail, raising=False)
+        monkeypatch.setattr("stretto.launch.complete", fail)
+        with pytest.raises(stretto.CommunicationError, match="a rank has gone"):
+            backward(model, transport.rank, 3)
+        old = {id(one()) for one in sync._reducer.queue.parameters}
+        assert sync.plan is before and id(model.back.weight) not in old
+        assert stretto.reducer.reducer_of(model.back.weight) is None
+
+    shared(worker, 2)
+
+
 # Memory
 
 

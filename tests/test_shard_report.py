@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -103,6 +104,49 @@ def test_what_is_described() -> None:
     )
     assert shared(lambda t: lines(t, torch.optim.Adafactor), 2)[1].startswith(
         "Adafactor: each parameter whole on one rank: this rank steps 16448 of 81984 elements and keeps "
+    )
+
+
+def test_how_gradients_arrive_is_told_with_the_reason() -> None:
+    def told(transport: Any, *args: Any, **options: Any) -> str:
+        *_, sync = prepared(transport, *args, keep_grads=False, **options)
+        report, line = sync.report(), sync.describe().splitlines()[3]
+        sync.detach()
+        gc.collect()
+        assert line.endswith(f"; {str(report).splitlines()[-1].partition(': ')[2]}")
+        return report.arriving[0]
+
+    assert shared(told, 2) == ["AdamW: gradients arrive in shares"] * 2
+    assert (
+        shared(lambda t: told(t, torch.optim.Adafactor), 2)
+        == ["Adafactor: gradients arrive whole, since each parameter is stepped whole on one rank"] * 2
+    )
+    assert (
+        CARRIERS["hosts"](told, 3)
+        == ["AdamW: gradients arrive whole, since hosts have unequal numbers of ranks (2, 1)"] * 3
+    )
+    assert CARRIERS["hosts"](told, 4) == ["AdamW: gradients arrive in shares"] * 4
+    assert (
+        CARRIERS["threads"](told, 2)
+        == ["AdamW: gradients arrive whole, since local (threads of one process) sends no shares"] * 2
+    )
+
+
+def test_gradients_that_are_in_shares_in_some_buckets() -> None:
+    def worker(transport: Any, **attached: Any) -> str:
+        model = two_layers()
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=0.1, **attached)
+        stretto.shard(torch.optim.AdamW([*model[0].parameters(), model[1].bias]), sync, keep_grads=False)
+        line: str = sync.describe().splitlines()[3]
+        return line.rpartition("; ")[2]
+
+    assert (
+        shared(lambda t: worker(t, reduce="sum"), 2)
+        == ["gradients arrive whole, since what is reduced is no plain mean"] * 2
+    )
+    (told, _) = shared(worker, 2)
+    assert told == (
+        "gradients arrive in shares in 1 of 2 buckets, since the others hold parameters of no such optimizer"
     )
 
 

@@ -279,7 +279,7 @@ class Synchronizer:
         if self._reducer is None or self._peers is None or self.sampler is None:
             return nothing_seen(self.rank, self.world_size, self.plan)
         report = report_of(self._reducer, self._peers, self.sampler.records, tied_names(self.module))
-        return with_memory(report, [one.footprint() for one in self.sharded], self._peers.gather)
+        return with_memory(report, self.sharded, self._peers.gather)
 
     @contextlib.contextmanager
     def trace(self, folder: str | os.PathLike[str]) -> Iterator[None]:

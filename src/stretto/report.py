@@ -138,6 +138,8 @@ class Report:
     """What each rank would hold without :func:`stretto.shard`; None if no optimizer is sharded."""
     sharded: tuple[Footprint, ...] = ()
     """What each holds, in rank order."""
+    arriving: tuple[str, ...] = ()
+    """How gradients arrive that were asked for in shares (``keep_grads=False``), and why, for each such optimizer."""
 
     @property
     def told(self) -> bool:
@@ -203,7 +205,7 @@ class Report:
             for name, one in named
         ]
         head = "   memory  parameters  gradients  optimizer state       all"
-        return ["", "what each rank holds for sharded optimizers, and would hold without", head, *rows]
+        return ["", "what each rank holds for sharded optimizers, and would hold without", head, *rows, *self.arriving]
 
     def _end(self) -> list[str]:
         lines = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,24 +17,33 @@ def state_bytes(state: Mapping[str, Any]) -> int:
     return sum(value.nbytes for value in state.values() if torch.is_tensor(value) and value.dim())
 
 
-def with_memory(
-    report: Report, held: Sequence[tuple[Footprint, Footprint] | None], gather: Callable[[Any], list[Any]]
-) -> Report:
+class Holder(Protocol):
+    """An optimizer that may have shares."""
+
+    def footprint(self) -> tuple[Footprint, Footprint] | None:
+        """What this rank holds, and would without shares but for the state of others; None if it has no share."""
+
+    def describe_gradients(self) -> str:
+        """How they arrive; empty if whole, as asked."""
+
+
+def with_memory(report: Report, holders: Sequence[Holder], gather: Callable[[Any], list[Any]]) -> Report:
     """The report with what each rank would hold, and what each does. Collective, if an optimizer has shares.
 
     Args:
         report: without that.
-        held: of each optimizer what this rank holds, and would without shares, but for the state that others have;
-            None if it has no share.
+        holders: the optimizers.
         gather: the values of all ranks.
     """
-    pairs = [pair for pair in held if pair]
+    pairs = [pair for one in holders if (pair := one.footprint())]
     if not pairs:
         return report
     own, alone = (_added([pair[place] for pair in pairs]) for place in (0, 1))
     everyone: tuple[Footprint, ...] = tuple(gather(own))
     state = alone.state + sum(one.state - alone.state for one in everyone)
-    return replace(report, unsharded=Footprint(alone.parameters, alone.gradients, state), sharded=everyone)
+    unsharded = Footprint(alone.parameters, alone.gradients, state)
+    arriving = tuple(told for one in holders if (told := one.describe_gradients()))
+    return replace(report, unsharded=unsharded, sharded=everyone, arriving=arriving)
 
 
 def _added(several: Sequence[Footprint]) -> Footprint:

@@ -182,6 +182,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A line for ``sync.describe()``; empty if it has no share."""
         return f"{type(self.original).__name__}: {self._shares.describe()}" if self._shares else ""
 
+    def describe_gradients(self) -> str:
+        """How they arrive, for reports; empty if whole, as asked."""
+        told = self._shares.describe_gradients() if self._shares else ""
+        return told and f"{type(self.original).__name__}: {told}"
+
     def unshard(self) -> torch.optim.Optimizer:
         """Give back the optimizer that was sharded, with its whole state on every rank. Collective.
 

@@ -61,8 +61,8 @@ class Shares:
         self._peers = peers
         self.meetings = Meetings(reducer.transport, peers)
         self._groups = Groups(optimizer, reducer.queue)
-        elementwise = kind is Kind.ELEMENTWISE
-        self._withholding = Withholding(self._groups, reducer.queue, wanted=elementwise and not keep_grads)
+        divisible = kind is Kind.ELEMENTWISE
+        self._withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
         self._number = len(peers.seat.steps)
         peers.seat.steps.append(0)
         self._withholding.follow()
@@ -313,7 +313,13 @@ class Shares:
         """What is done with them, in plain words."""
         numels = sum(piece.numel for piece in self._pieces), sum(map(torch.numel, self.layout.views.values()))
         whole, late = self._kind is Kind.WHOLE, self._overlap
-        return describe_shares(self.layout.homes, self.rank, numels, self.footprint()[0].state, whole=whole, late=late)
+        nbytes, homes = self.footprint()[0].state, self.layout.homes
+        arriving = f"; {words}" if (words := self.describe_gradients()) else ""
+        return describe_shares(homes, self.rank, numels, nbytes, whole=whole, late=late) + arriving
+
+    def describe_gradients(self) -> str:
+        """How they arrive, if in shares was asked for."""
+        return self._withholding.in_words(self.layout.homes)
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""

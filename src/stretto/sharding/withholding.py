@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,13 +17,16 @@ class Withholding:
     Args:
         groups: of the optimizer.
         queue: asked to leave them in shares.
-        wanted: False to leave every gradient whole.
+        asked: False to leave every gradient whole.
+        divisible: False where each parameter is stepped whole on one rank, which needs its whole gradient.
     """
 
-    def __init__(self, groups: Groups, queue: LaunchQueue, *, wanted: bool) -> None:
+    def __init__(self, groups: Groups, queue: LaunchQueue, *, asked: bool, divisible: bool) -> None:
         self._groups = groups
         self._queue = queue
-        self._wanted = wanted
+        self._asked = asked
+        self._divisible = divisible
+        self._wanted = asked and divisible
         self._mine = Alive()
 
     def follow(self) -> None:
@@ -46,3 +49,28 @@ class Withholding:
         for parameter in parameters if self._wanted else ():
             if isinstance(parameter.grad, Withheld):
                 parameter.grad = None
+
+    def in_words(self, homes: Sequence[Sequence[int]]) -> str:
+        """How gradients arrive, and why so; empty if they were to be whole.
+
+        Args:
+            homes: groups of ranks that share memory.
+        """
+        if not self._asked:
+            return ""
+        sizes, queue = [*map(len, homes)], self._queue
+        why = ""
+        if not self._divisible:
+            why = "each parameter is stepped whole on one rank"
+        elif queue.comm_hook is not None or not queue.scaling.is_plain_mean:
+            why = "what is reduced is no plain mean"
+        elif len({*sizes}) > 1:
+            why = f"hosts have unequal numbers of ranks ({', '.join(map(str, sizes))})"
+        elif not hasattr(queue.transport, "reduce_shares"):
+            why = f"{queue.transport.name} sends no shares"
+        if why:
+            return f"gradients arrive whole, since {why}"
+        mine = [bucket for bucket in queue.buckets if any(map(self._mine.holds, bucket.parameters))]
+        divided = sum(bool(bucket.withheld) for bucket in mine)
+        rest = f" in {divided} of {len(mine)} buckets, since the others hold parameters of no such optimizer"
+        return "gradients arrive in shares" + rest * (divided < len(mine))

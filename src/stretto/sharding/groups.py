@@ -2,15 +2,16 @@
 
 [Note: one number]  Each rank steps its share with its own groups. Were they not alike, the model would be a patchwork,
 in silence. So ranks compare a number where they meet anyhow: made of plain numbers and of whose parameters are in which
-group, with Python's own hash, which for those is the same in each process and costs some microseconds a step. It leaves
-out what costs more to look at: texts, and tensors of an accelerator.
+group, with Python's own hash, which for those is the same in each process, and which is made again only where some
+option is another object than before. It leaves out texts, and tensors of an accelerator.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -24,6 +25,15 @@ _PLAIN = frozenset((float, int, bool))
 _MASK = (1 << 40) - 1
 
 
+class _Seen(NamedTuple):
+    """What was looked at in the last step, and what it gave: most options stay the same objects."""
+
+    mark: int
+    values: Sequence[Any]
+    """Empty if one of them could change in place."""
+    number: int
+
+
 class Groups:
     """Those of one optimizer.
 
@@ -35,6 +45,7 @@ class Groups:
     def __init__(self, optimizer: torch.optim.Optimizer, queue: LaunchQueue) -> None:
         self._optimizer = optimizer
         self._queue = queue
+        self._seen = _Seen(0, (), 0)
         self.remember()
 
     @property
@@ -77,18 +88,24 @@ class Groups:
 
     # Ranks
 
-    def number(self) -> int:
-        """The same on all ranks whose groups are alike: see [Note: one number]. Less than 2**40."""
+    def number(self, *, has_moved: bool) -> int:
+        """The same on all ranks whose groups are alike: see [Note: one number]. Less than 2**40.
+
+        Args:
+            has_moved: what ``have_moved`` says.
+        """
         mark = self._mark
-        if self._queue.plan is not self._plan or self.have_moved():  # what is remembered goes with the layout
+        if has_moved or self._queue.plan is not self._plan:  # what is remembered goes with the layout
             mark = Groups(self._optimizer, self._queue)._mark
-        options = [
-            value if type(value) in _PLAIN and value == value else _number_of(value)
-            for group in self.all
-            for key, value in group.items()
-            if key != "params"
-        ]
-        return hash((mark, *options)) & _MASK
+        values = [*chain.from_iterable(group.values() for group in self.all)]
+        seen = self._seen
+        if mark == seen.mark and len(values) == len(seen.values) and all(map(operator.is_, values, seen.values)):
+            return seen.number
+        options = [value for group in self.all for key, value in group.items() if key != "params"]
+        number = hash((mark, *map(_number_of, options))) & _MASK
+        changeable = any(isinstance(value, (torch.Tensor, list)) for value in options)
+        self._seen = _Seen(mark, [] if changeable else values, number)
+        return number
 
     def refuse_others(self, peers: Peers) -> None:
         """Compare in words, since numbers differ. Collective.

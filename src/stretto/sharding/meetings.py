@@ -11,6 +11,7 @@ first meeting that fails leaves the model readable only if it is certain that no
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,7 +35,8 @@ class Meetings:
     def __init__(self, transport: Transport, peers: Peers) -> None:
         self._transport: Any = transport
         self._peers = peers
-        self._words = torch.zeros(2, dtype=torch.int64)
+        self._said = array.array("q", (0, 0))  # to index a tensor costs some microseconds
+        self._words = torch.frombuffer(self._said, dtype=torch.int64)
         """How many ranks refuse, and the sum of what their groups say."""
         self.broken: BaseException | None = None
         """Why no step can follow."""
@@ -50,7 +52,7 @@ class Meetings:
         self._peers.wait_for(self._come(0), what)
 
     def _come(self, refused: int, number: int = 0) -> Work:
-        self._words[0], self._words[1] = refused, number
+        self._said[0], self._said[1] = refused, number
         carrier = self._transport
         named = hasattr(carrier, "meet")
         work: Work = carrier.meet(self._words, b"optimizer.step") if named else carrier.all_reduce(self._words)
@@ -76,7 +78,7 @@ class Meetings:
             if work is None or not work.will_never_begin():
                 self.spoil(error, parameters)
             raise
-        count, total = self._words.tolist()
+        count, total = self._said
         if count and not refused:
             told = self._peers.failures("step", count)
             ranks = describe_ranks([note.rank for note in told]) if told else f"{count} of the other ranks"

@@ -201,13 +201,16 @@ class Shares:
             if is_shared:
                 meetings.meet_before(self._everything(), refused=True)
             raise
-        number = self._groups.number()
+        has_moved = self._groups.have_moved()
+        number, moves = (
+            self._groups.number(has_moved=has_moved),
+            has_moved or self._reducer.plan is not self.layout.plan,
+        )
         alike = not is_shared or meetings.meet_before(self._everything(), number)
-        moves, has_moved = self._reducer.plan is not self.layout.plan, self._groups.have_moved()
-        if not alike or ((moves or has_moved) and not is_shared):
+        if not alike or (moves and not is_shared):
             self._peers.seat.calls += 1
             self._groups.refuse_others(self._peers)
-        if moves or has_moved:
+        if moves:
             self._follow()
         self._peers.seat.steps[self._number] += 1
         try:

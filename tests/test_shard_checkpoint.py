@@ -103,6 +103,47 @@ def test_two_ranks_write_and_three_or_one_read(name: str, keep_grads: bool, tmp_
     alone(load_in_shares, name, folder, options)
 
 
+def wide_net() -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    """Each rank's share of its weight is stepped in four stretches."""
+    model = torch.nn.Linear(1024, 1024)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train_wide(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 1024), 1.0 + rank + step)).square().mean().backward()
+        optimizer.step()
+
+
+def write_and_read_wide(rank: int, folder: str) -> None:
+    model, optimizer = wide_net()
+    sharded = stretto.shard(optimizer, stretto.attach(model))
+    train_wide(model, sharded, rank)
+    dcp.save({"optimizer": sharded.stateful()}, checkpoint_id=f"{folder}/checkpoint")
+    again, other = wide_net()
+    other = stretto.shard(other, stretto.attach(again))
+    dcp.load({"optimizer": other.stateful()}, checkpoint_id=f"{folder}/checkpoint")
+    written, read = sharded.state_dict(), other.state_dict()
+    if rank == 0:
+        assert_same_state(read, written)
+        torch.save(written, f"{folder}/whole")
+
+
+@pytest.mark.ranks
+def test_a_share_of_one_parameter_that_is_stepped_in_several_stretches(tmp_path: Path) -> None:
+    spawn_ranks(write_and_read_wide, 2, str(tmp_path))
+    model, optimizer = wide_net()
+    optimizer.load_state_dict(torch.load(tmp_path / "whole"))
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    for one in state["optimizer"]["state"].values():
+        for value in one.values():
+            value.zero_()
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert_same_state(optimizer.state_dict(), torch.load(tmp_path / "whole"))
+
+
 @pytest.mark.ranks
 def test_what_a_plain_program_has_written_is_read_in_shares(tmp_path: Path) -> None:
     folder = str(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -49,16 +50,22 @@ class Keeping:
             apart: those that every rank steps.
         """
         held, found = self.held(), list[Kept]()
-        for piece in self.pieces:
-            spec, one = self.layout.plan.parameters[piece.index], self.layout.parameters[piece.index]
-            parts = held.get(piece.index) or [Held(piece.first, piece.numel, {}, {})]
-            found.append(Kept(one, spec.shape, spec.strides, parts[0], is_new=piece.index not in held))
+        for index, pieces in groupby(self.pieces, lambda piece: piece.index):
+            spec, one = self.layout.plan.parameters[index], self.layout.parameters[index]
+            parts = held.get(index) or [Held(piece.first, piece.numel, {}, {}) for piece in pieces]
+            found.append(Kept(one, spec.shape, spec.strides, _joined(parts), is_new=index not in held))
         by_piece = {id(one.parameter) for one in found} if self.kind is Kind.ELEMENTWISE else set[int]()
         found += [one for one in map(self._apart, apart) if not one.is_new or one.parameter.requires_grad]
         return with_first_states(self.optimizer, found, by_piece)
 
     def _apart(self, parameter: torch.nn.Parameter) -> Kept:
         return kept_whole(parameter, self.inner.state.get(parameter))
+
+
+def _joined(parts: Sequence[Held]) -> Held:
+    """Consecutive elements of one parameter, which were stepped in several stretches."""
+    flat = {key: torch.cat([part.flat[key] for part in parts]) for key in parts[0].flat} if parts[1:] else parts[0].flat
+    return Held(parts[0].first, sum(part.numel for part in parts), flat, parts[0].rest)
 
 
 def kept_whole(parameter: torch.nn.Parameter, state: State | None) -> Kept:

@@ -282,15 +282,18 @@ class Shares:
                 yield parameter, dict(kept)
 
     def kept(self) -> list[Kept]:
-        """What this rank keeps of each parameter, in views of its state where that is by element."""
+        """What this rank keeps of each parameter."""
         return self._keeping().kept(self._apart)
 
     def take(self, kept: Sequence[Kept]) -> None:
         """Keep this from here on, in place of what was kept."""
         self._spread.finish()
-        states = {id(one.parameter): one.state for one in kept}
-        mine = self.layout.parameters
-        own = {piece: states[id(mine[piece.index])] for piece in self._pieces if id(mine[piece.index]) in states}
+        by_id = {id(one.parameter): one for one in kept}
+        own: dict[Piece, State] = {}
+        for piece in self._pieces:
+            if one := by_id.get(id(self.layout.parameters[piece.index])):
+                first, numel = piece.first - one.held.first, one.held.numel
+                own[piece] = part_of_state(one.state, numel, first, first + piece.numel)
         self._cut(own, {one.parameter: one.state for one in kept})
 
     def load(self, states: Mapping[torch.Tensor, State]) -> None:

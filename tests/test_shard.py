@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -1150,3 +1151,103 @@ def test_what_is_withheld_goes_with_the_optimizer(carrier: Any) -> None:
         assert model.first.bias.grad.norm() > 0
 
     carrier(worker, 3)
+
+
+# By itself
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_rank_looks_at_the_model_by_itself_after_a_step(carrier: str) -> None:
+    has_looked = threading.Event()
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport, bucket_cap_mb=0.008)
+        optimizer = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
+        train(model, optimizer, transport.rank, range(2))
+        if transport.rank == 0:
+            copy.deepcopy(model.state_dict())
+            model(batch(0, 7))
+            has_looked.set()
+        assert has_looked.wait(30), "it waits for ranks that do something else"
+
+    CARRIERS[carrier](worker, 4)
+
+
+# Options that change
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Steps elements, or by the norm of the whole where it is asked to."""
+
+    def __init__(self, params: Any, lr: float = 0.1, by_norm: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "by_norm": by_norm})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    divisor = one.grad.norm() if group["by_norm"] else 1
+                    with torch.no_grad():
+                        one.sub_(group["lr"] * one.grad / divisor)
+
+
+def test_an_option_that_changes_how_an_optimizer_can_be_divided_is_refused() -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport, bucket_cap_mb=0.008)
+        optimizer = stretto.shard(ByNorm([one for one in model.parameters() if one.numel()]), sync)
+        train(model, optimizer, transport.rank, range(2))
+        before = copy.deepcopy(model)
+        for by_norm in (True, False):
+            optimizer.param_groups[0]["by_norm"] = by_norm
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.zero_grad()
+            backward(model, transport.rank, 2)
+            if by_norm:
+                with pytest.raises(stretto.SetupError) as raised:
+                    optimizer.step()
+                assert str(raised.value) == (
+                    f"rank {transport.rank}, pass 3: with the options that the groups of ByNorm have now, the step of "
+                    "an element depends on all of its parameter, and parameters are divided by elements.\n"
+                    "Build the optimizer with these options, shard it, and load the state_dict() of this one."
+                )
+                assert_same(model, before)
+            else:
+                optimizer.step()
+
+    shared(worker, 2)
+
+
+def test_a_state_from_before_the_first_step_is_kept_in_shares_alone() -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport, bucket_cap_mb=0.008)
+        plain = OPTIMIZERS["Adagrad"](model.parameters())
+        assert plain.state
+        optimizer = stretto.shard(plain, sync)
+        assert not plain.state
+        state = optimizer.state_dict()["state"]
+        assert bool(state) == (transport.rank == 0)
+
+    shared(worker, 2)
+
+
+def test_other_strides_are_taken_back_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Conv2d(3, 4, 3)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        plain = copy.deepcopy(model)
+        model.to(memory_format=torch.channels_last)
+        images = torch.linspace(-1, 1, 150).view(2, 3, 5, 5)
+        model(images).sum().backward()
+        plain(images).sum().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        optimizer.step()
+        assert model.weight.is_contiguous()
+        assert_same(model, plain, 1e-6)  # a convolution over other strides
+
+    shared(worker, 2)
+    assert sorted(caplog.messages) == [
+        f"rank {rank}, pass 1: weight had other strides than in the plan, and get those back, with their values.\n"
+        "Call .to(memory_format=...) before stretto.attach()."
+        for rank in range(2)
+    ]

@@ -313,6 +313,42 @@ def said_by(rank: int, number: int) -> str:
     )
 
 
+def fail_behind_new_memory(rank: int, tell: Tell, way: Way) -> Any:
+    model, _, optimizer = build(way)
+    plans = set[str]()
+    real = Shares._divide
+
+    def divide(self: Shares, states: Any) -> None:
+        if rank == 1:
+            raise MemoryError("no room for the state")
+        real(self, states)
+
+    Shares._divide = divide  # type: ignore[method-assign]
+    while True:
+        before = fingerprint(model)
+        try:
+            step(model, optimizer, rank)
+        except (MemoryError, stretto.CommunicationError) as error:
+            plans.add(str(error))
+            break
+    time.sleep(1.5)  # the others step meanwhile
+    looks = looks_at(model)
+    return plans.pop(), looks, not any(looks) and fingerprint(model) == before, tried(optimizer.step)
+
+
+def ranks_of_which_one_has_no_room(folder: str, way: Way) -> list[Any]:
+    ranks = fork_ranks(fail_behind_new_memory, 3, folder, way)
+    return [(rank.hear(), rank.end()) for rank in ranks]
+
+
+def test_a_rank_that_cannot_follow_a_new_plan_sees_nothing_of_what_the_others_step(tmp_path: Path) -> None:
+    found = in_warm_process(ranks_of_which_one_has_no_room, str(tmp_path), Way("shared_memory", True))
+    for rank, ((text, looks, is_whole, again), code) in enumerate(found):
+        assert "no room for the state" in text and code == 0
+        assert is_whole if rank == 1 else all(looks), (rank, looks)
+        assert ("the model is whole" in again) == (rank == 1)
+
+
 @ways
 @pytest.mark.parametrize("error", [ValueError("no more numbers"), KeyboardInterrupt()], ids=["fails", "ctrl-c"])
 def test_a_step_that_fails_on_one_rank_is_told_to_all(tmp_path: Path, way: Way, error: BaseException) -> None:

@@ -100,7 +100,7 @@ def test_what_is_described() -> None:
         "parameters come from other ranks before step() returns"
     )
     assert CARRIERS["hosts"](lines, 3)[0].endswith(
-        "parameters lie once for ranks 0, 1 and come from other hosts while the next forward runs"
+        "parameters lie once for ranks 0, 1 and come from other hosts before step() returns"
     )
     assert shared(lambda t: lines(t, torch.optim.Adafactor), 2)[1].startswith(
         "Adafactor: each parameter whole on one rank: this rank steps 16448 of 81984 elements and keeps "

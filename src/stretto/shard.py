@@ -27,7 +27,7 @@ def shard(
 
     Ranks of a host share the parameters: whoever changes them by hand on every rank (``p.mul_(0.9)`` under ``no_grad``)
     does so as often as there are ranks. To copy values into them (``load_state_dict``) is fine with a barrier before
-    and after: another rank may still compute with them.
+    and after: another rank may still compute with them. What is to be put back later is copied before the first.
 
     Args:
         optimizer: of any class whose step of an element depends on that element alone (SGD, Adam, AdamW, RMSprop,
@@ -39,7 +39,8 @@ def shard(
             send. ``.grad`` raises then when it is read; ``step`` sets it to None, ``sync.clip_grad_norm_`` clips.
             Without effect where parameters stay whole.
         overlap: where ranks do not share memory, let what was stepped travel while the next forward goes on; whoever
-            reads a parameter, in whatever way, waits until it is there. False to wait for all of it in ``step``.
+            reads a parameter, in whatever way, waits until it is there. False to wait for all of it in ``step``, as is
+            done anyway where hosts have several ranks each.
 
     Returns:
         The optimizer to use from here on. The one given keeps the parameter groups, and no state. ``sync.detach()``

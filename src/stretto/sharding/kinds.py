@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import SetupError, UnsupportedError
 
 _STEPS = 8
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
@@ -50,6 +50,53 @@ def kind_of(optimizer: torch.optim.Optimizer, name: str = "shard") -> Kind:
     with torch.random.fork_rng(devices=[]):
         kinds = {_kind_of_group(optimizer, group, name) for group in optimizer.param_groups}
     return Kind.WHOLE if Kind.WHOLE in kinds else Kind.ELEMENTWISE
+
+
+class KindWatch:
+    """Whether an optimizer can still be divided as it was, whatever has been written into its groups.
+
+    Args:
+        optimizer: with its groups.
+        kind: how it was divided.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
+        self._optimizer = optimizer
+        self._kind = kind
+        self._known = self._characters()
+
+    def _characters(self) -> list[dict[str, Any]]:
+        return [{key: _character(value) for key, value in group.items()} for group in self._optimizer.param_groups]
+
+    def refuse_change(self, where: str) -> None:
+        """Try again, if options have changed by more than a number.
+
+        Args:
+            where: how the message begins.
+
+        Raises:
+            SetupError: an element's step depends on all of its parameter now, which is divided.
+            UnsupportedError: parameters depend on each other now.
+        """
+        found = self._characters()
+        if found == self._known:
+            return
+        if self._kind is Kind.ELEMENTWISE and kind_of(self._optimizer, where) is Kind.WHOLE:
+            raise SetupError(
+                f"{where}: with the options that the groups of {type(self._optimizer).__name__} have now, the step of "
+                "an element depends on all of its parameter, and parameters are divided by elements.\nBuild the "
+                "optimizer with these options, shard it, and load the state_dict() of this one."
+            )
+        self._known = found
+
+
+def _character(value: object) -> object:
+    """What of an option can decide what a step depends on: whether it is 0, not how much it is."""
+    if isinstance(value, (bool, str, type(None))):
+        return value
+    if isinstance(value, (int, float)):
+        return value != 0
+    return tuple(map(_character, value)) if isinstance(value, tuple) else type(value)
 
 
 def build_like(

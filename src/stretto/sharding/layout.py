@@ -13,19 +13,22 @@ often as there are ranks. To copy values into them, as ``load_state_dict`` does,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
-from ..errors import SetupError
+from ..errors import SetupError, name_list
 from ..plan import BucketPlan
+from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from .ownership import Piece
 from .state import laid_flat
 
 _ALIGNMENT = 128
+log = logging.getLogger("stretto")
 
 
 class Layout:
@@ -126,7 +129,7 @@ class Layout:
         return [index for index, one in self.parameters.items() if one.data_ptr() != addresses[index]]
 
     def refuse_other_sizes(self, where: str, *, planned: bool) -> None:
-        """Of parameters that have been changed by hand.
+        """Of parameters that have been changed by hand. Strides that have are told in a line of the log.
 
         Args:
             where: how the message begins.
@@ -135,8 +138,11 @@ class Layout:
         Raises:
             SetupError: with the name of one.
         """
+        restrided = []
         for index in self.strayed() if planned else self.parameters:
             parameter, spec = self.parameters[index], self.plan.parameters[index]
+            if slot_strides(parameter.shape, parameter.stride()) != spec.strides:
+                restrided.append(spec.name)
             if parameter.shape != spec.shape or (planned and parameter.dtype is not spec.dtype):
                 raise SetupError(
                     f"{where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
@@ -144,6 +150,11 @@ class Layout:
                     "Run a backward before the step where the dtype has changed; where the size has, build another "
                     "parameter, and another optimizer for it."
                 )
+        if restrided:
+            log.warning(
+                f"{where}: {name_list(restrided)} had other strides than in the plan, and get those back, with their "
+                "values.\nCall .to(memory_format=...) before stretto.attach()."
+            )
 
     def bring_back(self, pieces: Sequence[Piece]) -> None:
         """Values that were put somewhere else. Each rank writes what it owns of them, then all lie here.

@@ -21,7 +21,7 @@ from ..report import Footprint
 from ..specs import counted
 from .groups import Groups
 from .keeping import Keeping
-from .kinds import Kind, build_like, options_of
+from .kinds import Kind, KindWatch, build_like, options_of
 from .layout import Layout
 from .meetings import Meetings
 from .memory import describe_shares, state_bytes
@@ -56,6 +56,7 @@ class Shares:
     ) -> None:
         self._optimizer = optimizer
         self._kind = kind
+        self._kinds = KindWatch(optimizer, kind)
         self._overlap = overlap
         self._reducer = reducer
         self._peers = peers
@@ -76,6 +77,7 @@ class Shares:
         except BaseException:
             self.release()
             raise
+        self._optimizer.state.clear()  # Adagrad has one before its first step
 
     @property
     def rank(self) -> int:
@@ -172,19 +174,29 @@ class Shares:
         """The plan, or the groups, if they have changed since the last step."""
         try:
             self.lay_out_again()
-        except BaseException as error:  # what is laid out anew is new memory: no rank has stepped
+        except BaseException as error:  # this rank's parameters lie where no rank has stepped
             self.meetings.fail(error)
             raise
 
     def lay_out_again(self) -> None:
-        """Along the plan in use now; state goes with its elements. Collective."""
+        """Along the plan in use now; state goes with its elements. Collective.
+
+        If it fails the parameters lie where they lay, since other ranks may go on and step what is new.
+        """
         before, states = self.layout, dict[torch.Tensor, State](self.states())
         dtypes = {id(one): self._groups.dtype_before(one) for one in states}
+        lying = [(one, one.data) for one in self._groups.parameters]
         self.stretches.forget()
-        self._lay_out()
-        for parameter, state in states.items():
-            follow_dtype(state, dtypes[id(parameter)], parameter.dtype)
-        self._divide(states)
+        try:
+            self._lay_out()
+            for parameter, state in states.items():
+                follow_dtype(state, dtypes[id(parameter)], parameter.dtype)
+            self._divide(states)
+        except BaseException:
+            self.layout = before
+            for one, data in lying:
+                one.data = data
+            raise
         now = {id(one) for one in self.layout.parameters.values()}
         before.release([index for index, one in before.parameters.items() if id(one) in now])
 
@@ -196,6 +208,7 @@ class Shares:
         meetings, is_shared = self.meetings, self.layout.is_shared
         try:
             self.layout.refuse_other_sizes(self._peers.where, planned=self._reducer.plan is self.layout.plan)
+            self._kinds.refuse_change(self._peers.where)
         except SetupError as problem:
             meetings.refuse(problem, meets=is_shared)
             if is_shared:
@@ -318,7 +331,7 @@ class Shares:
     def describe(self) -> str:
         """What is done with them, in plain words."""
         numels = sum(piece.numel for piece in self._pieces), sum(map(torch.numel, self.layout.views.values()))
-        whole, late = self._kind is Kind.WHOLE, self._overlap
+        whole, late = self._kind is Kind.WHOLE, self._spread.is_late
         nbytes, homes = self.footprint()[0].state, self.layout.homes
         arriving = f"; {words}" if (words := self.describe_gradients()) else ""
         return describe_shares(homes, self.rank, numels, nbytes, whole=whole, late=late) + arriving

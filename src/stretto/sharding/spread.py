@@ -3,6 +3,10 @@
     step ──> share of each bucket ──> under way, in the order in which forward reads ──> whoever reads a parameter waits
 
 Gradients arrive from the last layer to the first, so forward needs the plan's last bucket first.
+
+[Note: by themselves]  Messages of several ranks of a host go on only while all of these are inside stretto. One that
+looked at a parameter by itself, to save it, would wait for others that are in a barrier and do not come. So where
+ranks share a host nothing is left under way when ``step`` returns; a process group has threads of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class Spread:
         wait_for: waits for a collective, named by a noun.
         failed: told why a share will never come.
         compare: given the numbers with which all ranks have sent; raises if they cannot be.
-        overlap: False to wait for all of them at once.
+        overlap: False to wait for all of them at once; see also [Note: by themselves].
     """
 
     def __init__(
@@ -63,7 +67,8 @@ class Spread:
         self._wait_for = wait_for
         self._failed = failed
         self._compare = compare
-        self._overlap = overlap
+        self.is_late = overlap and not layout.is_shared
+        """Whether messages are under way when a step has ended."""
         self._under_way: list[Arrival] = []
         self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
         self._compiler = CompilerWatch(self.finish)
@@ -87,7 +92,7 @@ class Spread:
             if self._numbers and shares is self._buckets[0]:
                 receive = functools.partial(self._receive_first, receive)
             self._under_way.append(Arrival(shares.parameters, functools.partial(self._arrive, receive)))
-        if not self._overlap or self._compiler.is_at_work:
+        if not self.is_late or self._compiler.is_at_work:
             self.finish()
 
     def finish(self) -> None:

@@ -14,29 +14,34 @@ log = logging.getLogger("stretto")
 
 
 class CompilerWatch:
-    """Calls ``begins`` whenever something is to be compiled in this process.
+    """Whether something was to be compiled in this process, from now on."""
 
-    Args:
-        begins: a bound method, whose object is not kept alive.
-    """
-
-    def __init__(self, begins: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
 
         self.is_at_work = False
-        method, watch = weakref.WeakMethod(begins), weakref.ref(self)
+        self._begins: weakref.WeakMethod[Callable[[], None]] | None = None
+        watch = weakref.ref(self)
 
         def start(_: Any) -> None:
-            alive, act = watch(), method()
-            if alive is not None and not alive.is_at_work:
-                alive.is_at_work = True
-                log.info("torch.compile is in use: what ranks have stepped is waited for in step(), not in forward.")
-            if act is not None:
-                act()
+            if (alive := watch()) is not None:
+                alive._start()
 
         callback_handler.register_start_callback(start)
         self._end = weakref.finalize(self, _forget, callback_handler, start)
         self._end.atexit = False
+
+    def call(self, begins: Callable[[], None]) -> None:
+        """From now on call this bound method, held weakly, before anything is compiled."""
+        self._begins = weakref.WeakMethod(begins)
+
+    def _start(self) -> None:
+        if not self.is_at_work:
+            self.is_at_work = True
+            log.info("torch.compile is in use: what ranks have stepped is waited for in step(), not in forward.")
+        act = self._begins and self._begins()
+        if act:
+            act()
 
 
 def _forget(handler: Any, start: Callable[[Any], None]) -> None:

@@ -8,6 +8,7 @@ from itertools import groupby
 
 import torch
 
+from .inner import Inner
 from .kinds import Kind, first_states
 from .layout import Layout
 from .ownership import Piece
@@ -21,7 +22,7 @@ class Keeping:
 
     optimizer: torch.optim.Optimizer
     """The user's, with its groups."""
-    inner: torch.optim.Optimizer
+    inner: Inner
     """What steps the share of this rank, and has its state."""
     kind: Kind
     layout: Layout

@@ -19,16 +19,18 @@ from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
 from ..specs import counted
+from .compiled import CompilerWatch
 from .groups import Groups
+from .inner import Inner
 from .keeping import Keeping
-from .kinds import Kind, KindWatch, build_like, options_of
+from .kinds import Kind, KindWatch
 from .layout import Layout
 from .meetings import Meetings
 from .memory import describe_shares, state_bytes
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Kept, State, flat_state, follow_dtype, shaped, whole_states
-from .stretches import Stretch, Stretches, most_elements, part_of_state
+from .stretches import Stretches, most_elements, part_of_state
 from .withholding import Withholding
 
 
@@ -58,6 +60,7 @@ class Shares:
         self._kind = kind
         self._kinds = KindWatch(optimizer, kind)
         self._overlap = overlap
+        self._compiler = CompilerWatch()
         self._reducer = reducer
         self._peers = peers
         self.meetings = Meetings(reducer.transport, peers)
@@ -113,8 +116,8 @@ class Shares:
             self._pieces = [
                 part for one in self._pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))
             ]
-        wait_for, overlap = self._peers.wait_for, self._overlap
-        self._spread = Spread(layout, owned, transport, wait_for, self._spoil, self._compare, overlap=overlap)
+        told = self._peers.wait_for, self._spoil, self._compare, self._compiler
+        self._spread = Spread(layout, owned, transport, *told, overlap=self._overlap)
         self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._groups.remember()
         inside = {id(parameter) for parameter in mine.values()}
@@ -145,30 +148,9 @@ class Shares:
         if self._kind is Kind.ELEMENTWISE:
             group_of = self._groups.number_of
             self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-        self._build(mine, whole)
-
-    def _build(self, mine: Mapping[int, torch.nn.Parameter], whole_states: Mapping[torch.Tensor, State]) -> None:
-        parameters: list[list[torch.nn.Parameter]] = [[] for _ in self._groups.all]
-        states: dict[torch.Tensor, State] = {}
-        for stretch in self.stretches.all:
-            parameters[stretch.group].append(stretch.parameter)
-            states[stretch.parameter] = stretch.state
-        whole = {id(mine[piece.index]) for piece in self._pieces} if self._kind is Kind.WHOLE else set()
-        whole |= {id(one) for one in self._apart}
-        for number, group in enumerate(self._groups.all):
-            for one in group["params"]:
-                if id(one) in whole:
-                    parameters[number].append(one)
-                    states[one] = whole_states.get(one, {})
-        self.inner = build_like(
-            self._optimizer,
-            [{**options_of(group), "params": own} for group, own in zip(self._groups.all, parameters, strict=True)],
-        )
-        for parameter, state in states.items():
-            if state:
-                self.inner.state[parameter] = state
-        step = type(self.inner).step  # torch's wrapper calls hooks for every optimizer, and has called them by now
-        self._step_inner = getattr(step, "__wrapped__", step)
+        steps_whole = {id(mine[piece.index]) for piece in self._pieces} if self._kind is Kind.WHOLE else set()
+        steps_whole |= {id(one) for one in self._apart}
+        self.inner = Inner(self._optimizer, self._groups, self.stretches.all, steps_whole, whole)
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -250,29 +232,14 @@ class Shares:
 
     def _step(self) -> None:
         self.layout.bring_back(self._pieces)
-        for own, group in zip(self.inner.param_groups, self._groups.all, strict=True):
-            own.update(options_of(group))
-        self.stretches.take_gradients(self._split)
-        self._step_inner(self.inner)
-        for own, group in zip(self.inner.param_groups, self._groups.all, strict=True):
-            group.update(options_of(own))  # some keep numbers there
+        self.inner.follow()
+        self.stretches.take_gradients(self.inner.split)
+        self.inner.step()
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
         parameters = self._everything()
         torch.autograd.graph.increment_version(parameters)
         self._withholding.drop(parameters)
-
-    def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
-        state = self.inner.state.pop(stretch.parameter, {})
-        numel = stretch.parameter.numel()
-        for part in parts:
-            first = part.start - stretch.start
-            own = part_of_state(state, numel, first, first + part.parameter.numel())
-            if own:
-                self.inner.state[part.parameter] = own
-        parameters = self.inner.param_groups[stretch.group]["params"]
-        place = next(i for i, one in enumerate(parameters) if one is stretch.parameter)
-        parameters[place : place + 1] = [part.parameter for part in parts]
 
     # State
 

@@ -49,6 +49,7 @@ class Spread:
         wait_for: waits for a collective, named by a noun.
         failed: told why a share will never come.
         compare: given the numbers with which all ranks have sent; raises if they cannot be.
+        compiler: whether it is at work; what is under way is waited for when it begins, and then on.
         overlap: False to wait for all of them at once; see also [Note: by themselves].
     """
 
@@ -60,6 +61,7 @@ class Spread:
         wait_for: Callable[[Work, str], None],
         failed: Callable[[BaseException], None],
         compare: Callable[[Sequence[int]], None],
+        compiler: CompilerWatch,
         *,
         overlap: bool,
     ) -> None:
@@ -71,7 +73,8 @@ class Spread:
         """Whether messages are under way when a step has ended."""
         self._under_way: list[Arrival] = []
         self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
-        self._compiler = CompilerWatch(self.finish)
+        self._compiler = compiler
+        compiler.call(self.finish)
         self.is_needed = len(layout.homes) > 1
         numbers = reversed(range(len(layout.plan.buckets))) if self.is_needed else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]

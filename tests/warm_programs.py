@@ -29,7 +29,7 @@ from typing import Any
 
 import warm_spawn
 
-PRELOAD = ["stretto.testing", "torch.optim", "torch._dynamo", "torch.utils.data"]
+PRELOAD = ["stretto.testing", "torch._dynamo", "torch.utils.data", "torch.distributed.optim", "matplotlib.figure"]
 _interpreter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import multiprocessing.context
 import multiprocessing.forkserver
 import multiprocessing.process
@@ -17,7 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import reduction, resource_tracker
+from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn, util
 from typing import Any, NamedTuple
 
 PR_SET_PDEATHSIG = 1
@@ -50,11 +51,38 @@ def serve() -> Server:
 
 def use(server: Server, folder: str) -> None:
     """From here on "spawn" asks the server. ``folder`` is where this program began."""
-    client = multiprocessing.forkserver._forkserver
-    client._forkserver_address, client._forkserver_alive_fd = server
-    client.ensure_running = resource_tracker.ensure_running  # it is, and it is no child of ours to be waited for
+    CLIENT._forkserver_address, CLIENT._forkserver_alive_fd = server
+    CLIENT.ensure_running = resource_tracker.ensure_running  # it is, and it is no child of ours to be waited for
     multiprocessing.process.ORIGINAL_DIR = folder
     multiprocessing.context._concrete_contexts["spawn"] = Spawn()
+
+
+CLIENT = multiprocessing.forkserver.ForkServer()
+"""Not the one of "forkserver", which a program may use too."""
+
+
+class Popen(popen_forkserver.Popen):
+    """Its own, which asks the one server of a program, with ours in its place."""
+
+    def _launch(self, process: Any) -> None:
+        text = io.BytesIO()
+        multiprocessing.context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process._name), text)
+            reduction.dump(process, text)
+        finally:
+            multiprocessing.context.set_spawning_popen(None)
+        self.sentinel, write = CLIENT.connect_to_new_process(self._fds)
+        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(write), self.sentinel))  # the child sees our end
+        with open(write, "wb") as file:
+            file.write(text.getbuffer())
+        self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
+
+
+class Process(multiprocessing.context.ForkServerProcess):
+    """Started by it."""
+
+    _Popen = staticmethod(Popen)
 
 
 class Spawn(multiprocessing.context.ForkServerContext):
@@ -74,7 +102,7 @@ class Spawn(multiprocessing.context.ForkServerContext):
     ) -> Any:
         """One that begins as if this process had started it."""
         all_args = (Here(), target, tuple(args), dict(kwargs or {}))
-        return multiprocessing.context.ForkServerProcess(group, _call, name, all_args, daemon=daemon)
+        return Process(group, _call, name, all_args, daemon=daemon)
 
 
 class Here:

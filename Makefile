@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 CODE := $(wildcard src tests examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench figures clean
+.PHONY: help demo test quick check format bench figures clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -13,8 +13,11 @@ help: ## say what there is
 demo: $(STAMP) ## train a model on two processes, compare it with torch DDP (about a minute)
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## run all tests (a few minutes)
+test: $(STAMP) ## run all tests (some 25 minutes on two quiet cores)
 	@$(BIN)/python -m pytest
+
+quick: $(STAMP) ## run three in four of them: those without ranks in processes (some six minutes)
+	@$(BIN)/python -m pytest -m "not ranks and not slow"
 
 check: $(STAMP) ## format, lint and types
 	@$(BIN)/ruff format --check $(CODE)

@@ -297,10 +297,8 @@ def commands_on_the_overlap_page() -> list[str]:
 
 def printed_by(command: str, folder: Path) -> str:
     words = command.split()
-    run = (
-        [sys.executable, str(ROOT / words[1])] if words[0] == "python" else [sys.executable, "-m", "stretto", words[1]]
-    )
-    done = subprocess.run([*run, *words[2:]], cwd=folder, capture_output=True, text=True, timeout=300)
+    run = [ROOT / words[1]] if words[0] == "python" else ["-m", "stretto", words[1]]
+    done = warm_programs.run([*run, *words[2:]], cwd=folder, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

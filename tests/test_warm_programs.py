@@ -10,7 +10,27 @@ from pathlib import Path
 import pytest
 import warm_programs
 
+SPAWNED = """
+print(os.environ["X"], os.getcwd(), sys.argv, signal.pthread_sigmask(0, []), threading.active_count(), flush=True)
+print("aside", file=sys.stderr, flush=True)
+heard.put(os.getppid() > 1)
+sys.exit(7)
+"""
+SPAWNS = f"""
+import multiprocessing, os, signal, sys, threading
+if __name__ == "__main__":
+    os.environ["X"] = "mine"
+    os.chdir("/")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    context = multiprocessing.get_context("spawn")
+    names = {{"heard": context.SimpleQueue()}}
+    process = context.Process(target=exec, args=("import os, signal, sys, threading" + {SPAWNED!r}, names))
+    process.start()
+    process.join()
+    print(process.exitcode, names["heard"].get(), multiprocessing.active_children())
+"""
 PROGRAMS = {
+    "spawns": SPAWNS,
     "runs": "import sys; print(__name__, sys.argv, sys.path[0]); print('aside', file=sys.stderr)",
     "exit code": "import sys; sys.exit(3)",
     "a word at the end": "import sys; sys.exit('no')",

@@ -5,14 +5,14 @@
 
 To import torch takes seconds of a core, for every rank of every test. So one interpreter does it, once, and forks at
 its outermost line: the child runs the program there and ends as any other does, through the interpreter's own end,
-with its exit handlers, its traceback and its exit code. What a program imports first, and the interpreter's options
+with its exit handlers, its traceback and its exit code. What it spawns is forked too (warm_spawn.py). What a program
+imports first, and the interpreter's options
 (``-W``, ``-X``), need a real start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,8 +27,9 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PRELOAD = ["stretto.testing", "torch.optim", "torch._dynamo", "torch.utils.data"]
-_PR_SET_PDEATHSIG = 1
+import warm_spawn
+
+PRELOAD = ["stretto.testing", "torch._dynamo", "torch.utils.data", "torch.distributed.optim", "matplotlib.figure"]
 _interpreter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
@@ -162,6 +163,7 @@ def _become_one() -> tuple[Any, dict[str, Any]]:
     for name in PRELOAD:
         importlib.import_module(name)
     gc.freeze()  # else each child's collector touches, and so copies, all of torch's modules
+    server = warm_spawn.serve()
     ready = select.poll()
     ready.register(control, select.POLLIN)
     children: dict[int, tuple[int, int]] = {}  # by pidfd: pid, where its end is told
@@ -186,7 +188,7 @@ def _become_one() -> tuple[Any, dict[str, Any]]:
                 for one in [*children, *(other for _, other in children.values()), news]:
                     os.close(one)
                 control.close()
-                return _prepare(request, said, complained, parent)
+                return _prepare(request, said, complained, parent, server)
             os.write(news, pid.to_bytes(8, "little", signed=True))
             os.close(said), os.close(complained)
             pidfd = os.pidfd_open(pid)
@@ -201,8 +203,10 @@ def _exactly(control: socket.socket, length: int) -> bytes:
     return text
 
 
-def _prepare(request: dict[str, Any], said: int, complained: int, parent: int) -> tuple[Any, dict[str, Any]]:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _prepare(
+    request: dict[str, Any], said: int, complained: int, parent: int, server: warm_spawn.Server
+) -> tuple[Any, dict[str, Any]]:
+    warm_spawn.die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     os.dup2(said, 1), os.dup2(complained, 2)
@@ -210,8 +214,8 @@ def _prepare(request: dict[str, Any], said: int, complained: int, parent: int) -
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # torch has read it already
-        sys.modules["torch"].set_num_threads(int(threads))
+    warm_spawn.set_threads()
+    warm_spawn.use(server, request["cwd"])
     kind, *rest = request["args"]
     if kind in ("-c", "-m"):
         text = rest[0] if kind == "-c" else f"__import__('runpy')._run_module_as_main({rest[0]!r})"

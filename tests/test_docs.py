@@ -323,6 +323,9 @@ def test_the_four_pictures_show_what_the_page_says_of_them(tmp_path: Path) -> No
     drawn = tmp_path / "docs" / "pictures"
     words = {path.stem: " ".join(ElementTree.parse(path).getroot().itertext()) for path in drawn.iterdir()}
     assert set(words) == set(hidden) == {"naive", "unbucketed", "not-overlapped", "overlapped"}
+    shown = ROOT / "docs" / "pictures"
+    assert sorted(path.name for path in drawn.iterdir()) == sorted(path.name for path in shown.iterdir())
+    assert all(path.stat().st_size < 100_000 for path in shown.iterdir())
     buckets = {name: len(set(re.findall(r"\bbucket (\d+)", text))) for name, text in words.items()}
     assert buckets == {"naive": 1, "unbucketed": 24, "not-overlapped": 7, "overlapped": 7}
     assert hidden["naive"] == hidden["not-overlapped"] == 0, "nothing is hidden"
@@ -338,6 +341,7 @@ def test_the_four_pictures_show_what_the_page_says_of_them(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_sketch_of_the_overlap_page_shows_one_backward(tmp_path: Path) -> None:
     lines = printed_by(SKETCH, tmp_path).splitlines()
+    assert lines[8].startswith("exposed ") and " % of communication hidden behind backward; " in lines[10]
     assert re.match(r"backward +==", lines[0]) and [line[:8] for line in lines[1:8]] == [
         f"bucket {n}" for n in range(7)
     ]

@@ -65,23 +65,6 @@ def test_text_runs_on_two_ranks_and_resumes(tmp_path: Path) -> None:
     assert len(first) == len(second) and second[-1] < first[0], "the second epoch alone, from where the first ended"
 
 
-def test_overlap_draws_a_picture() -> None:
-    picture = run(ROOT / "examples" / "overlap.py")
-    assert picture.startswith("backward ") and "\nbucket 0 " in picture and "\nexposed " in picture
-    assert " % of communication hidden behind backward; " in picture
-
-
-@pytest.mark.slow
-def test_overlap_makes_the_pictures_of_the_docs_and_compares_sizes(tmp_path: Path) -> None:
-    told = run(ROOT / "examples" / "overlap.py", "--pictures", tmp_path, "--sizes", 1)
-    lines = told.splitlines()
-    assert lines[0].startswith("bucket_cap_mb=1       2 buckets: ") and lines[1].startswith("naive ")
-    assert "0 % of communication hidden" in lines[1] and "0 % of communication hidden" not in lines[4]
-    made = sorted(path.name for path in tmp_path.iterdir())
-    assert made == sorted(path.name for path in (ROOT / "docs" / "pictures").iterdir())
-    assert all((ROOT / "docs" / "pictures" / name).stat().st_size < 100_000 for name in made)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_demo_keeps_what_it_promises() -> None:

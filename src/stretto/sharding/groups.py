@@ -19,6 +19,7 @@ from ..agreement import describe_ranks
 from ..errors import ModelMismatchError, name_list
 from ..launch import LaunchQueue
 from ..peers import Peers
+from .attributes import comparable
 from .kinds import options_of
 
 _PLAIN = frozenset((float, int, bool))
@@ -156,7 +157,7 @@ def facts(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[An
         optimizer: has the groups.
         names: of parameters, by ``id``.
     """
-    options = [{key: str(value) for key, value in options_of(group).items()} for group in optimizer.param_groups]
+    options = [{key: comparable(value) for key, value in options_of(group).items()} for group in optimizer.param_groups]
     members = [
         [names.get(id(one), str(tuple(one.shape))) for one in group["params"]] for group in optimizer.param_groups
     ]

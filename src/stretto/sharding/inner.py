@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .attributes import hand_on
 from .groups import Groups
-from .kinds import build_like, options_of
+from .kinds import bare_step, build_like, options_of
 from .state import State
 from .stretches import Stretch, part_of_state
 
@@ -22,6 +23,7 @@ class Inner:
         stretches: of parameters that are divided.
         whole: parameters that this rank steps as they are, by ``id``.
         states: of those, where there is one.
+        before: what stepped the share so far, which may count its steps on itself.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Inner:
         stretches: Sequence[Stretch],
         whole: set[int],
         states: Mapping[torch.Tensor, State],
+        before: Inner | None = None,
     ) -> None:
         self._groups = groups
         parameters: list[list[torch.nn.Parameter]] = [[] for _ in groups.all]
@@ -44,10 +47,9 @@ class Inner:
                     own.append(one)
                     first[one] = states.get(one, {})
         built = [{**options_of(group), "params": own} for group, own in zip(groups.all, parameters, strict=True)]
-        self._optimizer = build_like(optimizer, built)
+        self._optimizer: torch.optim.Optimizer = build_like(before._optimizer if before else optimizer, built)
         self.state.update({parameter: state for parameter, state in first.items() if state})
-        step = type(self._optimizer).step  # torch's wrapper calls hooks for every optimizer, and has called them by now
-        self._step = getattr(step, "__wrapped__", step)
+        self._step = bare_step(self._optimizer)  # hooks have been called by now
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
@@ -61,9 +63,13 @@ class Inner:
 
     def step(self) -> None:
         """Step what has a gradient."""
-        self._step(self._optimizer)
+        self._step()
         for own, group in zip(self._optimizer.param_groups, self._groups.all, strict=True):
             group.update(options_of(own))  # some keep numbers there
+
+    def hand_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """What it keeps on itself, to the user's, which goes on without it."""
+        hand_on(self._optimizer, optimizer)
 
     def split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         """A stretch was split into these: so is its state."""

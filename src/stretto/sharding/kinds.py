@@ -7,15 +7,17 @@ each element is stepped by itself; if parameters by themselves do, each paramete
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 
 from ..errors import SetupError, UnsupportedError
+from .attributes import hand_on
 
 _STEPS = 8
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
@@ -105,18 +107,36 @@ def build_like(
     """Another optimizer of the same class and options, for other groups.
 
     Raises:
-        UnsupportedError: its constructor asks for what is not among its defaults.
+        UnsupportedError: its constructor asks for what is not among its defaults; it keeps on itself what cannot be
+            handed on.
     """
     kind = type(optimizer)
-    wanted = _keywords(kind)
-    options = {key: value for key, value in optimizer.defaults.items() if key in wanted}
+    options = {key: optimizer.defaults[key] for key in _keywords(kind, optimizer.defaults)}
     try:
-        return kind([dict(group) for group in groups], **options)
+        like = kind([dict(group) for group in groups], **options)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"
             "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
         ) from error
+    like.defaults = dict(optimizer.defaults)
+    if (other := hand_on(optimizer, like)) is not None:
+        raise UnsupportedError(
+            f"{name}: {kind.__name__} cannot be built again for a part of its parameters: what it keeps as {other} is "
+            "no plain value, and is not what its constructor makes of its defaults.\n"
+            "Keep options in the parameter groups, and what belongs to a parameter in state, as torch's do."
+        )
+    return like
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Its step, without torch's wrapper around it, which calls the hooks of all optimizers."""
+    step = type(optimizer).step
+    wrapped = getattr(step, "__code__", None) is _WRAPPER
+    return functools.partial(step.__wrapped__ if wrapped else step, optimizer)  # type: ignore[attr-defined]
+
+
+_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,20 +163,22 @@ def first_states(
     like = build_like(optimizer, divided)
     if parameters:
         with torch.random.fork_rng(devices=[]):
-            like.step()
+            bare_step(like)()
     return [like.state.get(one, {}) for one in parameters]
 
 
-def _keywords(kind: type[torch.optim.Optimizer]) -> set[str]:
-    """What the constructor takes by name; one that hands on ``**options`` takes what the next class does."""
+def _keywords(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> set[str]:
+    """What the constructor takes by name of these; one that hands on ``**options`` takes what the next class does."""
     found: set[str] = set()
     for one in kind.__mro__:
+        if one is torch.optim.Optimizer:  # which takes them all; this one torch puts there itself, in load_state_dict
+            return {*defaults} - ({"differentiable"} - found)
         if "__init__" in vars(one):
             parameters = inspect.signature(one.__init__).parameters  # type: ignore[misc]
             found |= parameters.keys()
             if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
                 break
-    return found
+    return found & defaults.keys()
 
 
 def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:
@@ -210,11 +232,14 @@ def _stepped(
         build_like(optimizer, [{**options, "params": [parameters[id(value)] for value in part]}], name)
         for part in divided
     ]
-    for step in range(_STEPS):
+    steps = [*map(bare_step, optimizers)]
+    for number in range(_STEPS):
         for value in values:
-            parameters[id(value)].grad = torch.cos(value * 3 + step)
-        for one in optimizers:
-            one.step()
+            parameters[id(value)].grad = torch.cos(value * 3 + number)
+        for step in steps:
+            step()
+    for one, part in zip(optimizers, divided, strict=True):  # as happens when shares are laid out anew
+        build_like(one, [{**options, "params": [parameters[id(value)] for value in part]}], name)
     return _joined(parameters.values())
 
 

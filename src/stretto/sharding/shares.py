@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -150,7 +149,8 @@ class Shares:
             self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
         steps_whole = {id(mine[piece.index]) for piece in self._pieces} if self._kind is Kind.WHOLE else set()
         steps_whole |= {id(one) for one in self._apart}
-        self.inner = Inner(self._optimizer, self._groups, self.stretches.all, steps_whole, whole)
+        before = getattr(self, "inner", None)
+        self.inner = Inner(self._optimizer, self._groups, self.stretches.all, steps_whole, whole, before)
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -243,9 +243,6 @@ class Shares:
 
     # State
 
-    def _wait_for(self, work: Any, what: str) -> None:
-        self._peers.wait_for(work, what)
-
     def _keeping(self) -> Keeping:
         return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces, self.stretches.all)
 
@@ -253,8 +250,8 @@ class Shares:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
         self._peers.seat.calls += 1
         specs = dict(enumerate(self.layout.plan.parameters))
-        carrier, gather = self._reducer.transport, self._peers.gather
-        for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, gather, self._wait_for):
+        carrier, peers = self._reducer.transport, self._peers
+        for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, peers.gather, peers.wait_for):
             state = {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()}
             yield self.layout.parameters[index], state | rest
         for parameter in self._apart:

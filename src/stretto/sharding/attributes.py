@@ -1,0 +1,86 @@
+"""What an optimizer keeps on itself, beside its groups and its state: an option (``self.twice = twice``), or a count.
+
+The optimizer that is built for a share must have the same, and so must the next one when shares are laid out anew. What
+is neither plain nor made by the constructor cannot be handed on: buffers on the optimizer are those of its parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from enum import Enum
+from numbers import Number
+from typing import Any
+
+import torch
+
+_OF_TORCH = frozenset(
+    {
+        "defaults",
+        "param_groups",
+        "state",
+        "step",  # schedulers put a wrapper there
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+    }
+)
+_SEQUENCES = (tuple, list, set, frozenset)
+
+
+def comparable(value: Any) -> Any:
+    """Equal for equal programs, in any process: plain values and tensors as they are, other things by their type."""
+    if isinstance(value, torch.Tensor) and _has_values(value):
+        return comparable(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(comparable(key)): comparable(one) for key, one in value.items()}
+    if isinstance(value, _SEQUENCES) and not (value and all(isinstance(one, torch.nn.Parameter) for one in value)):
+        found = [*map(comparable, value)]
+        return (
+            tuple(found) if isinstance(value, tuple) else found if isinstance(value, list) else sorted(found, key=str)
+        )
+    if _is_scalar(value):
+        differs_from_itself = isinstance(value, Number) and value != value
+        return str(value) if differs_from_itself or isinstance(value, (Enum, torch.dtype, torch.device)) else value
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def hand_on(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str | None:
+    """Give the other what this one keeps on itself.
+
+    Returns:
+        The name of something that cannot be handed on, if there is.
+    """
+    theirs = _attributes(other)
+    for key, value in _attributes(optimizer).items():
+        if key in theirs and comparable(theirs[key]) == comparable(value):
+            continue
+        if not _is_plain(value):
+            return key
+        vars(other)[key] = copy.deepcopy(value)
+    return None
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _OF_TORCH and not key.startswith("_optimizer_")
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.dim() and _has_values(value)
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, (*value, *value.values())))
+    return _is_scalar(value) or (isinstance(value, _SEQUENCES) and all(map(_is_plain, value)))
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, (Number, str, bytes, Enum, torch.dtype, torch.device))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not (tensor.requires_grad or tensor.is_meta) and tensor.layout is torch.strided

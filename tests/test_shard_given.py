@@ -1,0 +1,276 @@
+"""A sharded optimizer is as the one that was given: its options, hooks and groups, and the state that it is handed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_shared_memory import shared
+
+import stretto
+from stretto.sharding.attributes import comparable
+from stretto.sharding.kinds import kind_of
+from stretto.testing import run_ranks
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(30, 50), torch.nn.Linear(50, 20)
+        self.scale, self.shift = torch.nn.Parameter(torch.tensor(1.5)), torch.nn.Parameter(torch.tensor(0.5))
+        self.late: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x))) * self.scale + self.shift
+        return x if self.late is None else self.late(x)
+
+
+START = Two()
+
+
+def train(model: torch.nn.Module, optimizer: Any, rank: int, steps: range = range(3)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def pair(
+    transport: Any, make: Callable[[Any], torch.optim.Optimizer], **options: Any
+) -> tuple[Two, Any, stretto.Synchronizer, Two, torch.optim.Optimizer]:
+    """A model with a sharded optimizer, and one with a plain one."""
+    model, plain = copy.deepcopy(START), copy.deepcopy(START)
+    sync = stretto.attach(model, transport=transport)
+    stretto.attach(plain, transport=transport)
+    return model, stretto.shard(make(model.parameters()), sync, **options), sync, plain, make(plain.parameters())
+
+
+def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+# Options that are not among the defaults
+
+
+class Signed(torch.optim.Optimizer):
+    """Steps by ``delta``."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, {"lr": 0.1, **defaults})
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return parameter.grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.sub_(group["lr"] * self.delta(group, one))
+
+
+class Twice(Signed):
+    def __init__(self, params: Any, twice: bool = False, bounds: Any = (0.0, [1.0])) -> None:
+        self.twice, self.bounds = twice, bounds
+        super().__init__(params, {})
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return parameter.grad.clamp(self.bounds[0], self.bounds[1][0]) * (2 if self.twice else 1)
+
+
+class Options(Signed):
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.base = options.get("base", 1.0)
+        super().__init__(params, {"k": 1.0, **options})
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return parameter.grad * self.defaults["k"] * self.base
+
+
+class Handed(Options):
+    def __init__(self, params: Any, more: float = 1.0, **options: Any) -> None:
+        super().__init__(params, more=more, **options)
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return super().delta(group, parameter) * self.defaults["more"]
+
+
+class Derived(Signed):
+    def __init__(self, params: Any, rates: tuple[float, float] = (1.0, 1.0)) -> None:
+        super().__init__(params, {"k": rates[0] * rates[1]})
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return parameter.grad * self.defaults["k"]
+
+
+class Counting(Signed):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.count, self.seen = 0, torch.tensor(0.0)
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.seen += 1
+        super().step()
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return parameter.grad / (self.count + self.seen)
+
+
+LIKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "on itself": lambda p: Twice(p, twice=True),
+    "several on itself": lambda p: Twice(p, twice=True, bounds=(-0.001, [0.002])),
+    "handed on to torch": lambda p: Options(p, k=2.0, base=3.0),
+    "handed on twice": lambda p: Handed(p, k=2.0, more=3.0),
+    "made of what is handed on": lambda p: Derived(p, rates=(2.0, 3.0)),
+    "a count of steps on itself": Counting,
+}
+
+
+@pytest.mark.parametrize("way", LIKE)
+def test_what_steps_a_share_has_all_options(way: str) -> None:
+    def worker(transport: Any) -> None:
+        rank = transport.rank
+        model, sharded, _, plain, optimizer = pair(transport, LIKE[way])
+        train(model, sharded, rank)
+        train(plain, optimizer, rank)
+        assert_same(model, plain)
+        for net in (model, plain):  # all is laid out anew
+            net.first.bias.requires_grad_(False)
+            net.zero_grad()
+        train(model, sharded, rank, range(3, 6))
+        train(plain, optimizer, rank, range(3, 6))
+        assert_same(model, plain)
+        train(model, sharded.unshard(), rank, range(6, 8))
+        train(plain, optimizer, rank, range(6, 8))
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
+class Strict(Signed):
+    def __init__(self, params: Any, **options: Any) -> None:
+        if {*options} - {"lr", "k"}:
+            raise TypeError(f"what is {options}?")
+        super().__init__(params, {"k": 1.0, **options})
+
+
+def test_torchs_own_option_is_not_handed_on() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, Strict)
+        sharded.load_state_dict(sharded.original.state_dict())
+        assert "differentiable" in sharded.original.defaults
+        train(model, sharded, transport.rank)
+
+    shared(worker, 2)
+
+
+class Buffered(Signed):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.buffers = [torch.zeros_like(one) for group in self.param_groups for one in group["params"]]
+
+
+class Lazily(Signed):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.cache: Any = {}
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return self.cache.setdefault(parameter, parameter.grad.clone())
+
+
+class Scheduled(Signed):
+    def __init__(self, params: Any, schedule: Any = None) -> None:
+        super().__init__(params, {})
+        self.schedule = schedule
+
+
+class Plainly(Signed):
+    """Lists of its parameters are made by the constructor."""
+
+    def __init__(self, params: Any, how: Any = torch.sign) -> None:
+        super().__init__(params, {})
+        self.all = [one for group in self.param_groups for one in group["params"]]
+        self.how = how
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return self.how(parameter.grad)
+
+
+def test_what_cannot_be_handed_on_is_refused_by_name() -> None:
+    parameters = [*START.parameters()]
+    kept = {Buffered: "buffers", Lazily: "cache", functools.partial(Scheduled, schedule=object()): "schedule"}
+    for make, name in kept.items():
+        optimizer: Any = make(parameters)
+        with pytest.raises(stretto.UnsupportedError) as caught:
+            kind_of(optimizer, "rank 0, shard")
+        assert str(caught.value) == (
+            f"rank 0, shard: {type(optimizer).__name__} cannot be built again for a part of its parameters: what it "
+            f"keeps as {name} is no plain value, and is not what its constructor makes of its defaults.\n"
+            "Keep options in the parameter groups, and what belongs to a parameter in state, as torch's do."
+        )
+    kind_of(Plainly(parameters))
+    with pytest.raises(stretto.UnsupportedError):
+        kind_of(Plainly(parameters, how=torch.relu))
+    optimizer = torch.optim.AdamW(parameters)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts its own there
+    kind_of(optimizer)
+
+
+# Options are compared over ranks
+
+
+class Tag:
+    """Without a ``repr`` of its own: it would say where it lies."""
+
+
+def test_options_are_compared_by_value_and_objects_by_type() -> None:
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+        extra = {
+            "tag": Tag(),
+            "by": lambda: 0,
+            "limit": float("nan"),
+            "of": (1, [Tag(), torch.float64]),
+            "to": {1: Tag()},
+        }
+        optimizer.param_groups[0].update(extra)
+        train(model, stretto.shard(optimizer, sync), transport.rank)
+
+    run_ranks(worker, 2)
+
+
+def test_tensors_that_print_alike_differ() -> None:
+    def worker(transport: Any) -> str:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            stretto.shard(torch.optim.SGD(model.parameters(), lr=rates[transport.rank]), sync)
+        return str(caught.value)
+
+    rates = [torch.tensor(1 + 2**-20), torch.tensor(1 + 2**-21)]
+    assert str(rates[0]) == str(rates[1])
+    for rank, text in enumerate(run_ranks(worker, 2)):
+        assert text == (
+            f"rank {rank}, shard: parameter group 0 has lr={1 + 2**-21} on rank 1, lr={1 + 2**-20} on rank 0.\n"
+            "Build the same on all ranks."
+        )
+
+
+def test_what_is_comparable() -> None:
+    assert comparable([1, (2.5, "a"), {"b": None}, {3, 2}]) == [1, (2.5, "a"), {"b": None}, [2, 3]]
+    assert comparable(torch.ones(2, 2)) == [[1.0, 1.0], [1.0, 1.0]]
+    assert comparable(torch.nn.Parameter(torch.ones(2))) == "torch.nn.parameter.Parameter"
+    assert comparable([torch.nn.Parameter(torch.ones(2))]) == comparable([*START.parameters()]) == "builtins.list"
+    assert comparable(float("nan")) == "nan" and comparable(torch.float32) == "torch.float32"
+    assert comparable(Tag) == comparable(Tag()) == f"{__name__}.Tag"
+    assert comparable(torch.empty(2, device="meta")) == "torch.Tensor"

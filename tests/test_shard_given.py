@@ -274,3 +274,30 @@ def test_what_is_comparable() -> None:
     assert comparable(float("nan")) == "nan" and comparable(torch.float32) == "torch.float32"
     assert comparable(Tag) == comparable(Tag()) == f"{__name__}.Tag"
     assert comparable(torch.empty(2, device="meta")) == "torch.Tensor"
+
+
+# State
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.RMSprop], ids=lambda one: one.__name__
+)
+def test_state_of_neighbours_without_dimensions_is_loaded(make: Any) -> None:
+    def worker(transport: Any) -> None:
+        rank = transport.rank
+        model, sharded, _, plain, optimizer = pair(transport, make)
+        train(model, sharded, rank)
+        train(plain, optimizer, rank)
+        state = transport.all_gather_object(sharded.state_dict())[0]
+        sharded.load_state_dict(copy.deepcopy(state))
+        optimizer.load_state_dict(copy.deepcopy(state))
+        train(model, sharded, rank, range(3, 6))
+        train(plain, optimizer, rank, range(3, 6))
+        assert_same(model, plain)
+        state = sharded.state_dict()
+        for index, theirs in optimizer.state_dict()["state"].items() if rank == 0 else ():
+            mine = state["state"][index]
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in theirs)
+
+    shared(worker, 2)

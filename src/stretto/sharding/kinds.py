@@ -167,6 +167,26 @@ def first_states(
     return [like.state.get(one, {}) for one in parameters]
 
 
+def keys_by_element(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> dict[torch.Tensor, set[str]]:
+    """What such an optimizer keeps for each element of a parameter, learnt from another size.
+
+    Args:
+        optimizer: with its groups; nothing of it is stepped.
+        parameters: of its groups.
+    """
+    if not parameters:
+        return {}
+    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    like = [one.detach().new_empty(2) for one in parameters]
+    states = first_states(optimizer, like, [group_of[id(one)] for one in parameters])
+    return {
+        one: {key for key, value in state.items() if torch.is_tensor(value) and value.shape == (2,)}
+        for one, state in zip(parameters, states, strict=True)
+    }
+
+
 def _keywords(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> set[str]:
     """What the constructor takes by name of these; one that hands on ``**options`` takes what the next class does."""
     found: set[str] = set()

@@ -22,7 +22,7 @@ from .compiled import CompilerWatch
 from .groups import Groups
 from .inner import Inner
 from .keeping import Keeping
-from .kinds import Kind, KindWatch
+from .kinds import Kind, KindWatch, keys_by_element
 from .layout import Layout
 from .meetings import Meetings
 from .memory import describe_shares, state_bytes
@@ -132,7 +132,9 @@ class Shares:
         mine, plan = self.layout.parameters, self.layout.plan
         own: dict[Piece, State] = {}
         if self._kind is Kind.ELEMENTWISE:
-            flat = {i: flat_state(states[one], plan.parameters[i]) for i, one in mine.items() if one in states}
+            known = {i: one for i, one in mine.items() if one in states}
+            keys = keys_by_element(self._optimizer, [one for one in known.values() if not one.dim()])
+            flat = {i: flat_state(states[one], plan.parameters[i], keys.get(one, ())) for i, one in known.items()}
             own = {
                 piece: part_of_state(flat[piece.index], plan.parameters[piece.index].numel, piece.first, piece.end)
                 for piece in self._pieces

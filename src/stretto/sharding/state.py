@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,14 +103,17 @@ def shaped(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
 
 
-def flat_state(state: State, spec: ParameterSpec) -> State:
+def flat_state(state: State, spec: ParameterSpec, keys: Collection[str]) -> State:
     """The state of a whole parameter as that of a flat one.
 
-    Of a parameter without dimensions it cannot be seen what is by element; ``step`` never is.
+    Args:
+        state: of the parameter.
+        spec: its own.
+        keys: what is by element, where the parameter has no dimensions, so that it cannot be seen.
     """
     return {
         key: laid_flat(value, spec)
-        if torch.is_tensor(value) and value.shape == spec.shape and (value.dim() or key != "step")
+        if torch.is_tensor(value) and value.shape == spec.shape and (value.dim() or key in keys)
         else value
         for key, value in state.items()
     }

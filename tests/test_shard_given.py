@@ -301,3 +301,70 @@ def test_state_of_neighbours_without_dimensions_is_loaded(make: Any) -> None:
             assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in theirs)
 
     shared(worker, 2)
+
+
+# Groups that grow
+
+
+def unfreeze(model: Two) -> None:
+    model.second.requires_grad_(True)
+
+
+def grow(model: Two) -> None:
+    model.late = torch.nn.Linear(20, 20)
+    model.late.load_state_dict({"weight": torch.eye(20), "bias": torch.ones(20)})
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("how", [unfreeze, grow])
+def test_parameters_are_added_before_the_backward_that_reaches_them(how: Any, keep_grads: bool) -> None:
+    def worker(transport: Any) -> None:
+        rank = transport.rank
+        model, plain = copy.deepcopy(START), copy.deepcopy(START)
+        optimizers: list[Any] = []
+        for net in (model, plain):
+            net.second.requires_grad_(how is grow)
+            sync = stretto.attach(net, transport=transport)
+            known = [one for one in net.parameters() if one.requires_grad]
+            one = torch.optim.AdamW(known, lr=0.01)
+            one = stretto.shard(one, sync, keep_grads=keep_grads) if net is model else one
+            train(net, one, rank)
+            how(net)
+            old = {id(each) for each in known}
+            one.add_param_group({"params": [each for each in net.parameters() if id(each) not in old], "lr": 0.02})
+            optimizers.append(one)
+            train(net, one, rank, range(3, 6))
+        assert_same(model, plain)
+        state = optimizers[0].state_dict()
+        assert rank or state["state"].keys() == optimizers[1].state_dict()["state"].keys()
+
+    shared(worker, 2)
+
+
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+def test_a_gradient_that_no_pass_has_reduced_is_not_stepped(run: Any) -> None:
+    def worker(transport: Any) -> str:
+        rank = transport.rank
+        model, sharded, sync, plain, optimizer = pair(transport, torch.optim.AdamW)
+        train(model, sharded, rank)
+        train(plain, optimizer, rank)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            grow(net)
+            one.add_param_group({"params": [*net.late.parameters()]})
+        before = [one.detach().clone() for one in model.parameters()]
+        with sync.no_sync():
+            model(torch.ones(2, 30)).sum().backward()
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.step()
+        assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+        if run is shared:  # all know that none has stepped
+            train(model, sharded, rank, range(3, 6))
+            train(plain, optimizer, rank, range(3, 6))
+            assert_same(model, plain)
+        return str(caught.value)
+
+    for rank, text in enumerate(run(worker, 2)):
+        assert text == (
+            f"rank {rank}, pass 3: late.weight has a gradient of this rank alone: no pass has reduced it since it was "
+            "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."
+        )

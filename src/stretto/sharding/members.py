@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ..errors import SetupError, name_list
+from ..membership import Membership
 
 
 def refuse_others(
@@ -36,3 +37,26 @@ def refuse_taken(
         raise SetupError(
             f"{where}: {name_list(both)} belong to another sharded optimizer.\nGive each parameter to one optimizer."
         )
+
+
+def refuse_unreduced(
+    optimizer: torch.optim.Optimizer, reduced: Iterable[torch.Tensor], members: Membership, where: str
+) -> None:
+    """Raise if it is about to step a parameter with a gradient of this rank alone.
+
+    Args:
+        optimizer: with its groups, to which parameters may have been added.
+        reduced: those that are reduced now.
+        members: what the module has.
+        where: how the message begins.
+    """
+    known = {id(parameter) for parameter in reduced}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, one in enumerate(group["params"]):
+            if one.requires_grad and one.grad is not None and id(one) not in known:
+                names = {id(parameter): name for name, parameter in members.everything().items()}
+                raise SetupError(
+                    f"{where}: {names.get(id(one), f'parameter {place} of group {number}')} has a gradient of this "
+                    "rank alone: no pass has reduced it since it was added to the optimizer.\n"
+                    "Run a backward outside no_sync() before the step, or zero_grad()."
+                )

@@ -25,6 +25,7 @@ from .keeping import Keeping
 from .kinds import Kind, KindWatch, keys_by_element
 from .layout import Layout
 from .meetings import Meetings
+from .members import refuse_unreduced
 from .memory import describe_shares, state_bytes
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
@@ -88,8 +89,9 @@ class Shares:
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
-        """The parameters that the handle reduces."""
-        return self._reducer.parameters
+        """The parameters that the handle reduces, or will from the pass on that reaches them."""
+        members = self._reducer.members
+        return [*self._reducer.parameters, *members.wanted().values(), *members.rows().values()]
 
     # Laying out
 
@@ -189,16 +191,17 @@ class Shares:
     def step(self) -> None:
         """Step this rank's share; all of the model is stepped when this returns. Collective."""
         self._spread.finish()
-        meetings, is_shared = self.meetings, self.layout.is_shared
+        meetings, is_shared, has_moved = self.meetings, self.layout.is_shared, self._groups.have_moved()
         try:
             self.layout.refuse_other_sizes(self._peers.where, planned=self._reducer.plan is self.layout.plan)
             self._kinds.refuse_change(self._peers.where)
+            if self._apart or has_moved:
+                refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, self._peers.where)
         except SetupError as problem:
             meetings.refuse(problem, meets=is_shared)
             if is_shared:
                 meetings.meet_before(self._everything(), refused=True)
             raise
-        has_moved = self._groups.have_moved()
         number, moves = (
             self._groups.number(has_moved=has_moved),
             has_moved or self._reducer.plan is not self.layout.plan,

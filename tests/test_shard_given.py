@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from test_shared_memory import shared
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import stretto
 from stretto.sharding.attributes import comparable
@@ -276,6 +277,74 @@ def test_what_is_comparable() -> None:
     assert comparable(torch.empty(2, device="meta")) == "torch.Tensor"
 
 
+# Hooks
+
+
+@pytest.fixture
+def steps() -> Iterator[list[str]]:
+    """Names of the optimizers whose steps torch's hooks for all optimizers have seen begin, and end."""
+    seen: list[str] = []
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append(type(optimizer).__name__)
+
+    handles = register_optimizer_step_pre_hook(hook), register_optimizer_step_post_hook(hook)
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_for_all_optimizers_see_one_step(world: int, steps: list[str]) -> None:
+    def worker(transport: Any = None) -> None:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.NAdam(model.parameters()), sync)
+        sharded.stateful().state_dict()
+        sharded.load_state_dict(sharded.original.state_dict())
+        train(model, sharded, sync.rank, range(2))
+
+    run_ranks(worker, 2) if world > 1 else worker()
+    assert steps == ["ShardedOptimizer"] * 2 * 2 * world
+
+
+def test_hooks_of_the_step_are_called_once_alone() -> None:
+    model = copy.deepcopy(START)
+    sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), stretto.attach(model))
+    called: list[str] = []
+    for one in (sharded, sharded.original):
+        one.register_step_pre_hook(lambda *_: called.append("before"))
+        one.register_step_post_hook(lambda *_: called.append("after"))
+    schedule = torch.optim.lr_scheduler.StepLR(sharded.original, 1)
+    train(model, sharded, 0, range(2))
+    schedule.step()  # it warns if it has seen no step
+    assert called == ["before", "before", "after", "after"] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_of_state_dicts_are_called_wherever_they_were_put(world: int) -> None:
+    def worker(transport: Any = None) -> list[str]:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        original, called = torch.optim.AdamW(model.parameters()), list[str]()
+        original.register_state_dict_post_hook(lambda _, state: state | {"mark": 1})
+        sharded = stretto.shard(original, sync)
+        train(model, sharded, sync.rank)
+        sharded.register_state_dict_pre_hook(lambda one: called.append(f"save {len(one.state)}"))
+        sharded.register_state_dict_post_hook(lambda _, state: state | {"marks": state["mark"] + 1})
+        sharded.register_load_state_dict_pre_hook(lambda _, state: called.append(f"load {state['marks']}"))
+        sharded.register_load_state_dict_post_hook(lambda one: called.append(f"loaded {len(one.state)}"))
+        state = sharded.state_dict()
+        if transport is not None:
+            state = transport.all_gather_object(state)[0]
+        sharded.load_state_dict(copy.deepcopy(state))
+        assert state["marks"] == 2
+        return called
+
+    told = run_ranks(worker, 2) if world > 1 else [worker()]
+    assert told == [[f"save {0 if rank else 6}", "load 2", "loaded 6"] for rank in range(world)]
+
+
 # State
 
 
@@ -301,6 +370,97 @@ def test_state_of_neighbours_without_dimensions_is_loaded(make: Any) -> None:
             assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in theirs)
 
     shared(worker, 2)
+
+
+ENDED = (
+    "{}shard: this sharded optimizer has ended with detach() or unshard().\n"
+    "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
+)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_after_detach_there_is_no_state_to_save_or_to_load(world: int) -> None:
+    def worker(transport: Any = None) -> None:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        train(model, sharded, sync.rank)
+        whole, late = sharded.state_dict(), sharded.stateful()
+        shares, groups = late.state_dict(), copy.deepcopy(sharded.param_groups)
+        sync.detach()
+        other = copy.deepcopy(whole)
+        other["param_groups"][0]["lr"] = 17.0
+        for use in (
+            sharded.state_dict,
+            lambda: sharded.load_state_dict(other),
+            sharded.unshard,
+            sharded.step,
+            sharded.stateful,
+            late.state_dict,
+            lambda: late.load_state_dict(shares),
+        ):
+            with pytest.raises(stretto.SetupError) as caught:
+                use()
+            assert str(caught.value) == ENDED.format(f"rank {sync.rank}, " if world > 1 else "")
+        assert sharded.param_groups[0]["lr"] == sharded.original.param_groups[0]["lr"] == groups[0]["lr"]
+
+    run_ranks(worker, 2) if world > 1 else worker()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_unshard_handed_back_is_saved_and_loaded_after_detach(world: int) -> None:
+    def worker(transport: Any = None) -> None:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        train(model, sharded, sync.rank)
+        plain = sharded.unshard()
+        sync.detach()
+        state = sharded.state_dict()
+        assert {int(one["step"]) for one in state["state"].values()} == {3} and len(state["state"]) == 6
+        assert sharded.unshard() is plain and len(plain.state) == 6
+        state["param_groups"][0]["lr"] = 0.25
+        sharded.load_state_dict(state)
+        assert plain.param_groups[0]["lr"] == sharded.param_groups[0]["lr"] == 0.25
+        assert len(plain.state) == 6 and len(sharded.stateful().state_dict()["state"]) == 6
+
+    run_ranks(worker, 2) if world > 1 else worker()
+
+
+def test_a_state_that_is_refused_leaves_groups_as_they_were() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, torch.optim.AdamW)
+        train(model, sharded, transport.rank)
+        state = sharded.state_dict()
+        state["param_groups"][0]["lr"] = 0.25
+        groups = sharded.param_groups
+        with pytest.raises(stretto.SetupError):
+            sharded.load_state_dict(state)  # whole on rank 0 alone
+        assert sharded.param_groups is sharded.original.param_groups is groups
+        assert groups[0]["lr"] == 0.001
+        train(model, sharded, transport.rank)
+
+    run_ranks(worker, 2)
+
+
+def test_a_share_that_is_refused_leaves_groups_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(START)
+    sharded = stretto.shard(torch.optim.AdamW(model.parameters()), stretto.attach(model))
+    train(model, sharded, 0)
+    stateful = sharded.stateful()
+    shares = stateful.state_dict()
+    shares["param_groups"][0] |= {"lr": 0.25, "more": 1}
+
+    def take(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("stretto.sharding.checkpoint.Alone.take", take)
+        with pytest.raises(MemoryError):
+            stateful.load_state_dict(shares)
+    assert sharded.param_groups[0]["lr"] == 0.001 and "more" not in sharded.param_groups[0]
+    stateful.load_state_dict(shares)
+    assert sharded.param_groups[0]["lr"] == 0.25
 
 
 # Groups that grow

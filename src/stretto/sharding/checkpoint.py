@@ -9,7 +9,7 @@ does not tell how many ranks have written it, or whether they had shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -88,12 +88,14 @@ class ShardedState:
 
     Args:
         optimizer: the one that was sharded: has the groups.
-        keeper: has the state.
+        keeper: returns who has the state now.
         names: of parameters in the checkpoint, by ``id``.
         where: how messages begin.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, keeper: Keeper, names: Mapping[int, str], where: str) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, keeper: Callable[[], Keeper], names: Mapping[int, str], where: str
+    ) -> None:
         self._optimizer = optimizer
         self._keeper = keeper
         self._names = names
@@ -102,7 +104,7 @@ class ShardedState:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank writes, or reads into. Not collective."""
-        self._kept = {self._names[id(one.parameter)]: one for one in self._keeper.kept()}
+        self._kept = {self._names[id(one.parameter)]: one for one in self._keeper().kept()}
         return {
             "state": {name: _shares_of(one) for name, one in self._kept.items()},
             "param_groups": [
@@ -118,24 +120,35 @@ class ShardedState:
         """Keep what was read into the last ``state_dict()``. Not collective, but for all ranks.
 
         Raises:
-            SetupError: it is something else, or has other parameter groups.
+            SetupError: it is something else, or has other parameter groups; the optimizer has ended. Groups are as they
+                were then.
         """
+        keeper = self._keeper()
         if self._kept is None or state_dict["state"].keys() != self._kept.keys():
             raise SetupError(
                 f"{self._where}: this is not what state_dict() of the same object has given.\n"
                 "Hand stateful() to torch.distributed.checkpoint.load(); a whole state is for load_state_dict() of "
                 "the optimizer."
             )
-        self._take_groups(state_dict["param_groups"])
+        self._refuse_other_groups(state_dict["param_groups"])
         read = [
             one._replace(held=one.held._replace(rest=_rest_of(one, values)))
             for one, values in ((one, state_dict["state"][name]) for name, one in self._kept.items())
             if not one.is_new or _was_read(values)
         ]
+        before = [{**group} for group in self._optimizer.param_groups]
+        try:
+            for group, theirs in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
+                group.update({key: value for key, value in theirs.items() if key != "params"})
+            keeper.take(read)
+        except BaseException:
+            for group, mine in zip(self._optimizer.param_groups, before, strict=True):
+                group.clear()
+                group.update(mine)
+            raise
         self._kept = None
-        self._keeper.take(read)
 
-    def _take_groups(self, loaded: Sequence[dict[str, Any]]) -> None:
+    def _refuse_other_groups(self, loaded: Sequence[dict[str, Any]]) -> None:
         for number, (group, theirs) in enumerate(zip(self._optimizer.param_groups, loaded, strict=True)):
             names = [self._names[id(one)] for one in group["params"]]
             if different := sorted({*names} ^ {*theirs["params"]}):
@@ -144,8 +157,6 @@ class ShardedState:
                     f"optimizer's: {name_list(different)} are in one of them alone.\n"
                     "Build the optimizer with the groups that it was saved with."
                 )
-        for group, theirs in zip(self._optimizer.param_groups, loaded, strict=True):
-            group.update({key: value for key, value in theirs.items() if key != "params"})
 
 
 class Alone:

@@ -12,6 +12,7 @@ import torch
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
+from .kinds import bare_step
 from .members import refuse_others, refuse_taken
 from .shares import Shares
 
@@ -24,6 +25,17 @@ class _Elsewhere(defaultdict[torch.Tensor, Any]):
 
     def __bool__(self) -> bool:
         return True
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Where torch keeps them."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -47,8 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shares: Shares | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = _Elsewhere(dict)
-        hooked = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if shares else ()
-        for hooks in hooked:  # whoever has put them there counts on them; alone, the other's step() calls them
+        for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
         self._module = module
         self._shares = shares
@@ -58,6 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         beside.add(self)
         self.ended = False
         """By ``unshard()``, or with the handle."""
+        self._handed_back = False
+        """By ``unshard()``: the original has the state."""
         self.param_groups = optimizer.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,8 +85,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             CommunicationError: a rank does not come, or has failed; the model may be stepped in part then.
         """
+        self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         if self._shares is None and not self.ended:
-            return self.original.step(closure)
+            return bare_step(self.original)(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -81,7 +95,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shares = self._usable()
         with torch.no_grad():
             shares.step()
-        self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -92,9 +105,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
         super().zero_grad(set_to_none)
 
+    def _has_it_whole(self) -> bool:
+        """Whether the original has the state: alone, or since ``unshard()``."""
+        return self._handed_back or (self._shares is None and not self.ended)
+
     def _usable(self) -> Shares:
         if self._shares is None:
-            raise SetupError(f"{self._where}: this sharded optimizer has ended with detach() or unshard().")
+            raise SetupError(
+                f"{self._where}: this sharded optimizer has ended with detach() or unshard().\n"
+                "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
+            )
         self._shares.refuse_fork()
         if self._shares.meetings.broken is not None:
             spoiled = self._shares.meetings.is_spoiled
@@ -126,13 +146,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the format of the optimizer that was sharded. Collective.
 
-        Whole on rank 0; on other ranks the groups alone.
+        Whole on rank 0; on other ranks the groups alone. Hooks are called with the optimizer that was sharded.
+
+        Raises:
+            SetupError: the handle was detached, and with it went the state.
         """
-        if self._shares is None:
+        if self._has_it_whole():
             return self.original.state_dict()
-        keep = self._shares.rank == 0
+        shares = self._usable()
+        keep = shares.rank == 0
         try:
-            for parameter, state in self._usable().states():
+            for parameter, state in shares.states():
                 if keep:
                     self.original.state[parameter] = state
             return self.original.state_dict()
@@ -143,15 +167,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it. Collective.
 
         Raises:
-            SetupError: ranks were given the states of different parameters. On all ranks.
+            SetupError: ranks were given the states of different parameters, on all ranks; the handle was detached.
+                All is as it was then.
         """
-        shares = self._shares
-        self.original.load_state_dict(state_dict)
-        self.param_groups = self.original.param_groups
-        if shares is not None:
-            try:
-                self._usable().load(dict(self.original.state))
-            finally:
+        shares = None if self._has_it_whole() else self._usable()
+        groups = self.original.param_groups
+        try:
+            self.original.load_state_dict(state_dict)
+            if shares is not None:
+                shares.load(dict(self.original.state))
+        except BaseException:
+            self.original.param_groups = groups
+            raise
+        finally:
+            self.param_groups = self.original.param_groups
+            if shares is not None:
                 self.original.state.clear()
 
     def stateful(self) -> ShardedState:
@@ -171,7 +201,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         from .checkpoint import Alone, ShardedState  # brings 700 modules of torch: import stretto would take seconds
 
         names = {id(one): name.replace("_orig_mod.", "") for name, one in self._module.named_parameters()}
-        keeper = Alone(self.original) if self._shares is None and not self.ended else self._usable()
+
+        def keeper() -> Shares | Alone:
+            return Alone(self.original) if self._has_it_whole() else self._usable()
+
+        keeper()  # has it ended?
         return ShardedState(self.original, keeper, names, self._where)
 
     def footprint(self) -> tuple[Footprint, Footprint] | None:
@@ -190,16 +224,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def unshard(self) -> torch.optim.Optimizer:
         """Give back the optimizer that was sharded, with its whole state on every rank. Collective.
 
-        Parameters get memory of their own.
+        Parameters get memory of their own. Harmless twice.
+
+        Raises:
+            SetupError: the handle was detached, and with it went the state.
         """
-        if self._shares is not None:
-            for parameter, state in self._usable().states():
+        if not self._has_it_whole():
+            shares = self._usable()
+            for parameter, state in shares.states():
                 self.original.state[parameter] = state
+            shares.inner.hand_back(self.original)
+        self._handed_back = True
         self.end()
         return self.original
 
     def end(self) -> None:
-        """Parameters get memory of their own. Not collective; the state of this rank's share is lost."""
+        """Parameters get memory of their own. Not collective, so the state of this rank's share is lost."""
         if self._shares is not None:
             self._shares.release()
         self.beside.discard(self)

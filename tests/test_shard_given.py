@@ -528,3 +528,25 @@ def test_a_gradient_that_no_pass_has_reduced_is_not_stepped(run: Any) -> None:
             f"rank {rank}, pass 3: late.weight has a gradient of this rank alone: no pass has reduced it since it was "
             "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."
         )
+
+
+# Norms
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("dtypes", ["float32 float32", "float32 float64", "float64 float64"])
+def test_a_norm_is_in_the_widest_dtype_of_gradients(dtypes: str, keep_grads: bool) -> None:
+    first, second = (getattr(torch, name) for name in dtypes.split())
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(30, 50).to(first), torch.nn.Linear(50, 20).to(second))
+        sync = stretto.attach(model, transport=transport)
+        stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync, keep_grads=keep_grads)
+        inputs = torch.full((2, 30), 0.5, dtype=first), torch.full((2, 50), 0.1, dtype=second)
+        torch.stack([one(x).sum().double() for one, x in zip(model, inputs, strict=True)]).sum().backward()
+        norm = sync.clip_grad_norm_(1.0)
+        exact = 2.0 * (50 * (30 * 0.5**2 + 1) + 20 * (50 * 0.1**2 + 1)) ** 0.5
+        assert norm.dtype is second
+        assert abs(norm.item() / exact - 1) < (1e-14 if first is torch.float64 else 1e-6)
+
+    run_ranks(worker, 2)

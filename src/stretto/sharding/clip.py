@@ -11,6 +11,8 @@ from ..transport import Transport, Work
 from ..withheld import Withheld
 from .ownership import pieces_of
 
+_DOUBLE = (torch.float64, torch.complex128)
+
 
 def shares_of(queue: LaunchQueue) -> list[torch.Tensor]:
     """This rank's share of the gradients that are withheld, flat, where they lie: to look at, or to change in place."""
@@ -32,7 +34,7 @@ def total_norm(
     transport: Transport,
     wait_for: Callable[[Work, str], None],
 ) -> torch.Tensor:
-    """The norm of all gradients together, 0-dim, the same bits on all ranks. Collective.
+    """The norm of all gradients together, 0-dim, the same bits on all ranks. Collective. In float64 if any of them is.
 
     Args:
         parameters: with gradients that are the same on all ranks, unless they are withheld.
@@ -48,8 +50,9 @@ def total_norm(
         own = torch.stack([_norm(one, norm_type) for one in mine])
         norms[transport.rank] = torch.linalg.vector_norm(own, norm_type)
     wait_for(transport.all_reduce(norms), "the norm of gradients")
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type).float()
-    return total
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    is_double = any(one.grad is not None and one.dtype in _DOUBLE for one in parameters)
+    return total if is_double else total.float()
 
 
 def clip_to(

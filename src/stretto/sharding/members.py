@@ -51,12 +51,11 @@ def refuse_unreduced(
         where: how the message begins.
     """
     known = {id(parameter) for parameter in reduced}
-    for number, group in enumerate(optimizer.param_groups):
-        for place, one in enumerate(group["params"]):
-            if one.requires_grad and one.grad is not None and id(one) not in known:
-                names = {id(parameter): name for name, parameter in members.everything().items()}
+    names = {id(parameter): name for name, parameter in members.everything().items()}
+    for group in optimizer.param_groups:
+        for one in group["params"]:  # what the module has no more is the user's own affair
+            if one.requires_grad and one.grad is not None and id(one) in names and id(one) not in known:
                 raise SetupError(
-                    f"{where}: {names.get(id(one), f'parameter {place} of group {number}')} has a gradient of this "
-                    "rank alone: no pass has reduced it since it was added to the optimizer.\n"
-                    "Run a backward outside no_sync() before the step, or zero_grad()."
+                    f"{where}: {names[id(one)]} has a gradient of this rank alone: no pass has reduced it since it was "
+                    "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."
                 )

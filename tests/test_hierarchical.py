@@ -322,11 +322,11 @@ def test_a_handle_leaves_the_transport_to_whoever_made_it() -> None:
         return str(caught.value)
 
     first, second, third = on_hosts(worker, (2, 1))
-    told = (
-        "this transport was closed, and the connections to other hosts with it.\n"
-        "Call close() after the last collective, or make another transport with stretto.transport.choose."
-    )
-    assert (first, third) == (f"rank 0: {told}", f"rank 2: {told}")
+    for rank, told in ((0, first), (2, third)):
+        assert told == (
+            f"rank {rank}: this transport was closed, and the connections to other hosts with it.\n"
+            "Call close() after the last collective, or make another transport with stretto.transport.choose."
+        )
     assert second == (
         "rank 1: rank 0 cannot go on: this transport was closed, and the connections to other hosts with it.\n"
         "Remove the cause and start again, on all ranks."
@@ -507,7 +507,7 @@ def give_up_a_wait(rank: int) -> list[str]:
     for _ in range(2):
         with pytest.raises(stretto.CommunicationError) as caught:
             one_pass(module, 100 * rank)
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        told.append(str(caught.value))
         store.set(f"gave up/{rank}", "")
     return told
 
@@ -515,18 +515,19 @@ def give_up_a_wait(rank: int) -> list[str]:
 @pytest.mark.ranks
 def test_after_a_wait_that_was_given_up_no_host_gets_a_wrong_sum() -> None:
     everyone = spawn_ranks(give_up_a_wait, 3, timeout=60)
-    failed = "the exchange with other hosts has failed: "
-    again = "Look at the first error in the other ranks' logs, and start again, on all ranks."
     for rank, told in enumerate(everyone):
-        for first, *rest in (text.splitlines() for text in told):
-            if rank == 1 and first.startswith("PeerError"):
-                assert first.startswith(f"PeerError: rank 1: rank 0 cannot go on: {failed}"), told
-                assert rest == ["Remove the cause and start again, on all ranks."]
-            elif rank == 1:  # its own patience was over before it has seen that
-                assert "not done within 3 s" in first
-            else:
-                assert first.startswith(f"CommunicationError: rank {rank}: {failed}["), told
-                assert rest == [again]
+        for text in told:
+            why = text.partition("failed: ")[2].split("\n")[0]
+            if rank != 1:
+                assert text == (
+                    f"rank {rank}: the exchange with other hosts has failed: {why}\n"
+                    "Look at the first error in the other ranks' logs, and start again, on all ranks."
+                )
+            elif "not done within 3 s" not in text:  # else its own patience was over first
+                assert text == (
+                    f"rank 1: rank 0 cannot go on: the exchange with other hosts has failed: {why}\n"
+                    "Remove the cause and start again, on all ranks."
+                )
 
 
 def test_other_hosts_do_not_sum_what_is_filled_again_after_a_wait_was_given_up() -> None:

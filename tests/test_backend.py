@@ -676,6 +676,67 @@ def test_who_does_not_come_within_the_timeout():
     spawn_ranks(late, 2)
 
 
+def given_up(rank, numel):
+    import stretto.backend  # noqa: F401
+
+    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=1))
+    dist.barrier(group)
+    tensors, told = [torch.full((numel,), 1.0 + rank) for _ in range(2)], []
+    for tensor in tensors:
+        if rank == 1:
+            dist.barrier()
+        try:
+            dist.all_reduce(tensor, group=group)
+            told.append("done")
+        except RuntimeError as error:
+            told.append(str(error))
+        if rank == 0:
+            if tensor is tensors[0]:
+                tensor.fill_(7.0)
+            dist.barrier()
+            dist.barrier()
+            assert tensors[0].unique().tolist() == [7.0], "the call that had failed was carried out"
+        else:
+            dist.barrier()
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("numel", [3, 2_000_000])
+def test_a_tensor_is_not_written_after_the_call_has_failed(numel):
+    first, second = spawn_ranks(given_up, 2, numel)
+    over = "a message was not done within 1 s, and rank 1 had not come"
+    called = "all_reduce in the group of ranks [0, 1] failed:"
+    again = ".\nLook at the first error in the other ranks' logs, and start again, on all ranks."
+    assert first == [f"rank 0: {called} not done within 1 s{again}", f"rank 0: {called} {over}{again}"]
+    peer = f"rank 1: {called} rank 0 cannot go on: {over}.\nRemove the cause and start again, on all ranks."
+    assert second == ["done" if numel == 3 else peer, peer]
+
+
+ROOT_ENDS = """
+    value = torch.full((1_000_000,), float(rank == 0))
+    dist.all_reduce(torch.ones(1))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        dist.broadcast(value, 0)
+        store.set("pid", str(os.getpid()))
+        del store
+    else:
+        pid, until = store.get("pid").decode(), time.monotonic() + 1
+        while os.path.exists("/proc/" + pid) and time.monotonic() < until: time.sleep(0.01)
+        dist.broadcast(value, 0)
+        print(value.sum().item(), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", "", "sys.exit(0)"])
+def test_the_root_of_a_broadcast_may_end_before_others_have_it(end):
+    (_, _, first), (said, _, second) = start(ROOT_ENDS.format(end=end))
+    assert (first, said, second) == (0, "1000000.0\n", 0)
+
+
 def test_importing_stretto_registers_nothing():
     program = "import stretto, torch.distributed as dist; assert 'stretto' not in dist.Backend.backend_list\n"
     program += "import stretto.backend; assert dist.Backend.STRETTO == 'stretto' and not dist.is_initialized()"

@@ -309,6 +309,46 @@ def test_training_gives_the_mean_with_the_same_bits_on_all_ranks(sizes: tuple[in
             torch.testing.assert_close(mine, theirs)
 
 
+def test_a_handle_leaves_the_transport_to_whoever_made_it() -> None:
+    def worker(transport: Transport) -> str:
+        modules = [torch.nn.Linear(100, 70), torch.nn.Linear(100, 70)]
+        first, _ = (stretto.attach(module, transport=transport) for module in modules)
+        assert [one_pass(module, transport.rank) for module in modules] == [1.0, 1.0]
+        first.detach()
+        assert one_pass(modules[1], transport.rank) == 1.0
+        transport.close()
+        with pytest.raises(stretto.CommunicationError) as caught:
+            transport.all_reduce(torch.ones(3)).wait()
+        return str(caught.value)
+
+    first, second, third = on_hosts(worker, (2, 1))
+    for rank, told in ((0, first), (2, third)):
+        assert told == (
+            f"rank {rank}: this transport was closed, and the connections to other hosts with it.\n"
+            "Call close() after the last collective, or make another transport with stretto.transport.choose."
+        )
+    assert second == (
+        "rank 1: rank 0 cannot go on: this transport was closed, and the connections to other hosts with it.\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+def test_ranks_that_broadcast_from_different_roots_are_told() -> None:
+    told: list[str] = []
+
+    def worker(transport: Transport) -> None:
+        with pytest.raises(RuntimeError) as caught:  # rank 2 waits for the other host in vain
+            transport.broadcast(torch.ones(3), transport.rank).wait()
+        told.append(str(caught.value).splitlines()[0])
+
+    run_ranks(lambda local: worker(choose(SeparateHosts(local, (2, 1)), "auto")), 3, timeout=5)
+    assert any(
+        "rank 1 called bcast from 1 of 12 elements, rank 0 bcast from 0 of 12 elements" in one for one in told
+    ) or (
+        any("rank 0 called bcast from 0 of 12 elements, rank 1 bcast from 1 of 12 elements" in one for one in told)
+    ), told
+
+
 # Choosing
 
 
@@ -411,6 +451,7 @@ def attach_in_groups(rank: int) -> list[Any]:
         module, sync = attach_apart((2, 1), some)
         results.append(one_pass(module, rank))
         sync.detach()
+        del module, sync  # and with them the transport, which is this function's own
     first, second = attach_apart((2, 2)), attach_apart((1, 3))
     for module, _ in (first, second, first):
         results.append(one_pass(module, rank))
@@ -453,6 +494,68 @@ def test_connections_end_with_the_group() -> None:
             f"rank {rank}: the process group was destroyed while a model is attached to it.\n"
             "Call detach() on the handle first, or dist.destroy_process_group() after the last backward."
         )
+
+
+def give_up_a_wait(rank: int) -> list[str]:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    store = dist.distributed_c10d._get_default_store()
+    module, _ = attach_apart((2, 1), group)
+    assert one_pass(module, rank) == 1
+    if rank == 2:  # alone on its host
+        store.wait(["gave up/0", "gave up/1"])
+    told = []
+    for _ in range(2):
+        with pytest.raises(stretto.CommunicationError) as caught:
+            one_pass(module, 100 * rank)
+        told.append(str(caught.value))
+        store.set(f"gave up/{rank}", "")
+    return told
+
+
+@pytest.mark.ranks
+def test_after_a_wait_that_was_given_up_no_host_gets_a_wrong_sum() -> None:
+    everyone = spawn_ranks(give_up_a_wait, 3, timeout=60)
+    for rank, told in enumerate(everyone):
+        for text in told:
+            why = text.partition("failed: ")[2].split("\n")[0]
+            if rank != 1:
+                assert text == (
+                    f"rank {rank}: the exchange with other hosts has failed: {why}\n"
+                    "Look at the first error in the other ranks' logs, and start again, on all ranks."
+                )
+            elif "not done within 3 s" not in text:  # else its own patience was over first
+                assert text == (
+                    f"rank 1: rank 0 cannot go on: the exchange with other hosts has failed: {why}\n"
+                    "Remove the cause and start again, on all ranks."
+                )
+
+
+def test_other_hosts_do_not_sum_what_is_filled_again_after_a_wait_was_given_up() -> None:
+    knows = threading.Event()
+
+    def worker(transport: Transport) -> str | list[float]:
+        tensor = transport.allocate(50_000, torch.float32, CPU).fill_(1.0)
+        if transport.rank == 2:
+            assert knows.wait(30)
+        work: Any = transport.all_reduce(tensor)
+        if transport.rank == 0:
+            while not transport._team.host._outside:  # type: ignore[attr-defined]
+                assert not work.is_completed()  # it looks whether rank 1 has come
+            transport.break_off("rank 0: enough")  # type: ignore[attr-defined]
+            tensor.fill_(7.0)
+        if transport.rank == 2:
+            work.wait()
+            return tensor.unique().tolist()
+        with pytest.raises(stretto.CommunicationError) as caught:
+            work.wait()
+        knows.set()
+        return str(caught.value)
+
+    assert on_hosts(worker, (2, 1)) == [
+        "rank 0: enough",
+        "rank 1: rank 0 cannot go on: enough.\nRemove the cause and start again, on all ranks.",
+        [3.0],
+    ]
 
 
 def die_in_a_pass(rank: int) -> None:

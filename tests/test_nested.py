@@ -271,6 +271,15 @@ def over_gloo(rank: int) -> list:
         model = Model()
         stretto.attach(model.inner, bucket_cap_mb=120 / 2**20)
         outer = stretto.attach(model, bucket_cap_mb=120 / 2**20, process_group=group, check_every=1)
+        assert not outer._reducer.delay, "each handle has its own counters and buffers in shared memory"
+        for number in range(6):
+            model.zero_grad()
+            model(batch(rank, number), ["abcd", "dcba"][(rank + number) % 2]).backward()
+        found.append(copies(model))
+    for group in (None, dist.new_group([0, 1])):
+        model, over = Model(), "process_group"
+        stretto.attach(model.inner, bucket_cap_mb=120 / 2**20, transport=over)
+        outer = stretto.attach(model, bucket_cap_mb=120 / 2**20, transport=over, process_group=group, check_every=1)
         assert outer._reducer.delay is (group is None)
         for number in range(6):
             model.zero_grad()
@@ -285,8 +294,68 @@ def over_gloo(rank: int) -> list:
 def test_over_one_process_group_and_over_two() -> None:
     everyone = spawn_ranks(over_gloo, 2, timeout=60)
     wanted = joined(["dcba", "abcd"], 5)
-    for way in range(2):
+    for way in range(4):
         compare([found[way] for found in everyone], wanted)
+
+
+def identity(state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+    return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def who_waits(rank: int) -> dict[str, bool]:
+    """Whether the second of two handles side by side sends after backward."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    turns: dict = {"process_groups": [first, second]}
+    found = {}
+    for name, one, other in (
+        ("shared memory", {}, {}),
+        ("takes turns, on its first group", turns, {"process_group": first, "transport": "process_group"}),
+        ("takes turns, on its second group", turns, {"process_group": second, "transport": "process_group"}),
+        ("takes turns, on another", turns, {"transport": "process_group"}),
+        ("shared memory, and a group", {}, {"transport": "process_group"}),
+        ("comm hooks over shared memory", {}, {}),
+    ):
+        parts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        earlier = stretto.attach(parts[0], bucket_cap_mb=30 / 2**20, **one)
+        later = stretto.attach(parts[1], bucket_cap_mb=30 / 2**20, beside=[earlier], **other)
+        if "hooks" in name:
+            for handle in (earlier, later):
+                handle.register_comm_hook(None, identity)
+        for number in range(4):
+            for part in parts:
+                part.zero_grad()
+            x = torch.full((1, WIDTH), 1.0 + rank)
+            for part in parts if rank else reversed(parts):  # so that gradients come in another order on each rank
+                x = torch.full((1, WIDTH), 1.0 + rank) * part(x).sum().mul(0).add(1) + part(x) * 0 + part.bias * 0
+            total = sum(
+                part(torch.full((1, WIDTH), (1.0 + rank) * 10**place)).sum() for place, part in enumerate(parts)
+            )
+            (total + x.sum() * 0).backward()
+            means = [part.weight.grad.unique().tolist() for part in parts]
+            assert means == [[1.5], [15.0]], (name, number, means)
+        if "hooks" not in name:
+            words = later.describe().splitlines()[1]
+            assert words == (
+                "gradients: mean over ranks, sent "
+                f"{'after backward' if later._reducer.delay else 'while backward runs'}, in place when backward returns"
+            )
+        found[name] = later._reducer.delay
+        later.detach()
+        earlier.detach()
+    return found
+
+
+@pytest.mark.ranks
+def test_handles_side_by_side_wait_for_each_other_only_where_their_buckets_could_mix() -> None:
+    for found in spawn_ranks(who_waits, 2, timeout=60):
+        assert found == {
+            "shared memory": False,
+            "takes turns, on its first group": True,
+            "takes turns, on its second group": True,
+            "takes turns, on another": False,
+            "shared memory, and a group": False,
+            "comm hooks over shared memory": True,
+        }
 
 
 # Side by side, without a word about each other

@@ -353,9 +353,28 @@ def test_fingerprint_sees_every_element(dtype: torch.dtype) -> None:
         other = tensor.clone()
         other[place] = 0
         seen.add(fingerprint(other))
-    assert len(seen) == 2
+    assert len(seen) == 6
     assert fingerprint(torch.empty(0)) == (0, 0)
     assert fingerprint(torch.ones(2, 3).t()) == fingerprint(torch.ones(6))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.int64, torch.uint8]
+)
+@pytest.mark.parametrize("shape", [(6, 6), (300, 300)])  # one piece, and several
+def test_fingerprint_sees_elements_that_have_changed_places(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    tensor = torch.randint(0, 200, shape).to(dtype)
+    tensor[0, 0], tensor[-1, -1], tensor[0, 1] = 1, 2, 3
+    swapped = tensor.clone()
+    swapped[0, 0], swapped[-1, -1] = 2, 1
+    others = [tensor, swapped, tensor.t(), tensor.flip(0), tensor.flip(1), tensor.roll(1, 0), tensor.roll(1, 1)]
+    assert len({fingerprint(other) for other in others}) == len(others)
+    assert fingerprint(tensor.t().contiguous().t()) == fingerprint(tensor)
+
+
+def test_fingerprint_sees_numbers_that_differ_in_their_sign_alone_change_places() -> None:
+    tensor = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)
+    assert fingerprint(tensor) != fingerprint(tensor.flip(0))
 
 
 # Complex parameters and reduce_dtype

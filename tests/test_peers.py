@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import torch
 import warm_programs
 
 import stretto
+from stretto.channel import Channel
 from stretto.engine import when_raised
+from stretto.notes import Note
 from stretto.testing import RecordingTransport, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -381,6 +385,64 @@ def test_thread_ranks_are_told_that_one_was_detached() -> None:
     )
 
 
+GIVEN_UP = """
+    def once(value):
+        model.zero_grad()
+        (model.weight.sum() * value).backward()
+        print("mean", *model.weight.grad.unique().tolist(), flush=True)
+
+    sync.detach()
+    model = torch.nn.Linear({width}, {width}, bias=False)
+    sync = stretto.attach(model, transport="shared_memory")
+    once(1.0)
+    while rank == 1 and not os.path.exists(f"{{folder}}/told0"):
+        time.sleep(0.02)
+    for value in (2.0, 100.0, 1000.0):
+        told(lambda: once(value))
+    open(f"{{folder}}/over{{rank}}", "w")
+    while not os.path.exists(f"{{folder}}/over{{1 - rank}}"):
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("width", [3, 300])
+def test_after_a_wait_that_was_given_up_nobody_gets_a_wrong_sum(tmp_path: Path, width: int) -> None:
+    """Rank 0 goes on after its error; rank 1 comes then. Summed in place or not."""
+    found = ranks(tmp_path, GIVEN_UP.format(width=width), patience=3.0, end=False)
+    first, second = (re.sub(r" after [\d.]+ s", "", words) for _, words, _ in found)
+    over = "pass 2 was not done within 3 s, and rank 1 had not come."
+    mean, told, *later = first.split("\n", 2)
+    assert (mean, told) == (
+        "mean 1.0",
+        "CommunicationError: rank 0, pass 2: bucket 0 (weight) could not be reduced over shared_memory: not done "
+        "within 3 s",
+    )
+    again = f"CommunicationError: rank 0: {over}\nStart again, on all ranks.\n"
+    assert later[0].endswith("logs.\n" + 2 * again), later
+    peer = f"PeerError: rank 1: rank 0 cannot go on: {over}\nRemove the cause and start again, on all ranks.\n"
+    assert second == "mean 1.0\n" + ("mean 2.0\n" + 2 * peer if width == 3 else 3 * peer)
+
+
+def test_a_rank_that_was_killed_between_number_and_note_silences_nobody() -> None:
+    store = torch.distributed.HashStore()
+    reader, writer = Channel(store, 0, 3), Channel(store, 2, 3)
+    below = torch.distributed.PrefixStore("stretto", store)
+    reader.read()
+    assert reader.notes == []
+    assert below.add("notes", 1) == 1  # and then it was killed
+    writer.post(Note(2, "forward"))
+    writer.post(Note(2, "backward"))
+    reader.read()
+    assert [note.phase for note in reader.notes] == ["forward", "backward"]
+    reader.read()
+    below.set("note/1", json.dumps({"rank": 1, "phase": "ended"}))  # it was only slow
+    writer.post(Note(2, "detached"))
+    reader.read()
+    reader.read()
+    assert [note.phase for note in reader.notes] == ["forward", "backward", "ended", "detached"]
+
+
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
     def elsewhere() -> None:
         time.sleep(3)
@@ -401,6 +463,31 @@ def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
         "rank 0 waits at test_peers.py:LINE in worker; rank 1 is at test_peers.py:LINE in elsewhere.\n"
         "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
     )
+
+
+def test_after_a_wait_that_was_given_up_no_thread_rank_gets_a_wrong_sum() -> None:
+    gave_up = threading.Event()
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1, bias=False)
+        stretto.attach(model, transport=transport)
+        if transport.rank == 1:
+            assert gave_up.wait(30)
+        told = []
+        for value in (1.0, 100.0):
+            model.zero_grad()
+            with pytest.raises(stretto.CommunicationError) as caught:
+                (model.weight.sum() * value).backward()
+            told.append(str(caught.value).splitlines()[0])
+            gave_up.set()
+        return told
+
+    why = "bucket 0 (weight) could not be reduced over local (threads of one process):"
+    over = "rank 0: pass 1 was not done within 2 s"
+    assert run_ranks(worker, 2, timeout=2) == [
+        [f"rank 0, pass 1: {why} not done within 2 s", f"rank 0, pass 2: {why} {over}"],
+        [f"rank 1, pass 1: {why} {over}", f"rank 1, pass 2: {why} {over}"],
+    ]
 
 
 class Plain:

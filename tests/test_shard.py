@@ -26,7 +26,7 @@ from stretto.sharding.ownership import Piece, pieces_of, whole_pieces_of
 from stretto.specs import describe_parameters
 from stretto.testing import run_ranks, spawn_ranks
 from stretto.transport import ProcessGroupTransport, slice_of
-from stretto.transport.hierarchical import Counterparts
+from stretto.transport.counterparts import Counterparts
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -52,8 +52,8 @@ def attach(
     and evaluation on one rank alone just works. All ranks start from rank 0's parameters and buffers.
 
     Parts of the module may be attached already: their handles go on with their parameters and their own ``no_sync``,
-    and this one takes the rest, which leaves when backward has ended unless it has another process group. Passes of
-    such handles begin and end together. Detach the outer one first.
+    and this one takes the rest, which leaves when backward has ended unless it goes through shared memory or has
+    another process group. Passes of such handles begin and end together. Detach the outer one first.
     The module may change afterwards, alike on all ranks: parameters that are frozen, unfrozen, added, replaced or
     converted are followed in the pass that meets them first, and new ones take rank 0's values when it ends.
 
@@ -65,7 +65,8 @@ def attach(
             that more than one is under way on backends that work through one after the other.
         transport: ``"auto"``, memory that the ranks share if all of them run on this host, both that and the
             network with several ranks on each of several hosts, else the process group;
-            ``"shared_memory"`` or ``"process_group"`` to insist; or an object that carries the buckets instead.
+            ``"shared_memory"`` or ``"process_group"`` to insist; or an object that carries the buckets instead, and
+            is closed by whoever made it.
             Tensors on accelerators, and several ``process_groups``, are left to the groups.
         bucket_cap_mb: a bucket holds at most so many MiB, unless one parameter alone is larger; default, what suits the
             transport (0.5 for shared memory, 4 for Gloo, 25 for NCCL).
@@ -135,13 +136,13 @@ def attach(
     others = [*beside]
     base = default_transport(process_group, process_groups) if isinstance(transport, str) else transport
     if base is None or base.world_size == 1:
-        return _attach_alone(module, base, options(), others)
+        return _attach_alone(module, base, options(), others, chosen=isinstance(transport, str))
     peers = Peers(base)
     try:
         settled = (process_groups and transport == "auto") or (transport == "process_group" and not init_sync)
         if isinstance(transport, str) and not settled:
             base = _choose(module, base, transport, peers)
-        return _attach(module, base, peers, options, others, init_sync=init_sync)
+        return _attach(module, base, peers, options, others, init_sync=init_sync, chosen=isinstance(transport, str))
     except BaseException as error:
         peers.tell_failed("attach", error, error.__traceback__, leaves=True)
         peers.close()
@@ -157,14 +158,20 @@ def _choose(module: torch.nn.Module, base: Transport, asked: TransportName, peer
 
 
 def _attach_alone(
-    module: torch.nn.Module, base: Transport | None, options: Options, beside: Sequence[Synchronizer]
+    module: torch.nn.Module,
+    base: Transport | None,
+    options: Options,
+    beside: Sequence[Synchronizer],
+    *,
+    chosen: bool,
 ) -> Synchronizer:
     """One rank, or none of a group: only what would fail with several fails here."""
     Scaling(1, options.reduce, options.predivide_factor, options.weighted)
     _refuse(module, options)
     dense, rows = _split(module, options)
     inside = _inside(module, options)
-    return Synchronizer(module, dense, plan_for(dense, options, base), base, options, rows, None, inside, beside)
+    plan = plan_for(dense, options, base)
+    return Synchronizer(module, dense, plan, base, options, rows, None, inside, beside, chosen=chosen)
 
 
 def _attach(
@@ -175,6 +182,7 @@ def _attach(
     beside: Sequence[Synchronizer],
     *,
     init_sync: bool,
+    chosen: bool,
 ) -> Synchronizer:
     """Collective. A rank that cannot attach takes part all the same, so that the others learn of it."""
     try:
@@ -199,7 +207,8 @@ def _attach(
         agree(state_model(parameters, tensors, facts), carrier.rank, peers.gather)
         values = [tensor.detach() for tensor in (*parameters.values(), *tensors.values())]
         broadcast_coalesced(values, carrier, peers.wait_for)
-    return Synchronizer(module, dense, plan, carrier, options, rows, peers, _inside(module, options), beside)
+    inside = _inside(module, options)
+    return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
 
 
 def default_transport(

@@ -114,6 +114,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         self._rank = rank
         self._ranks = options.global_ranks_in_group
         self._turn = threading.RLock()  # several threads may use one group, as they may with Gloo
+        self._transport: SharedMemoryTransport | None = None  # stays for late ranks when it goes, or the program ends
         self._asked = size == 1
         self._collectives: Collectives | Alone | None = Alone() if size == 1 else None
 
@@ -242,6 +243,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
                 self._asked = True  # before the question, which goes through this group
                 chosen = choose(ProcessGroupTransport(self), "auto")
                 if isinstance(chosen, SharedMemoryTransport):
+                    self._transport = chosen
                     self._collectives = Collectives(chosen.host)
         return self._collectives
 

@@ -1,6 +1,6 @@
 """One rank's end of the store that all ranks see: who they are, what they tell, where they are.
 
-    who/RANK     the process, while it has a handle       note/n      what ranks tell: notes.py
+    who/RANK     the process, while it has a handle       notes, note/n      how many, and what ranks tell: notes.py
     a waiting rank ──> ask/RANK/n ──> that rank's thread ──> at/RANK/n
 
 All handles of a process on one store share one channel, with one thread and one connection of its own.
@@ -84,6 +84,10 @@ class Channel:
         self.in_one_process = isinstance(store, HashStore)
         self.notes: list[Note] = []
         """All that were read, this rank's own too."""
+        self._numbers = 0
+        """How many notes have been given a number, as far as is known."""
+        self._missing: set[int] = set()
+        """Those of them that were not there yet."""
         self._given = store
         self._store = PrefixStore("stretto", store)
         self._rank = rank
@@ -178,8 +182,14 @@ class Channel:
             return
         store = store or self._store
         with self._lock, contextlib.suppress(RuntimeError):
-            while store.check([key := f"note/{len(self.notes) + 1}"]):
-                self.notes.append(Note(**json.loads(store.get(key))))
+            if self._numbers or store.check(["notes"]):
+                last = int(store.get("notes"))
+                self._missing.update(range(self._numbers + 1, last + 1))
+                self._numbers = last
+            for number in sorted(self._missing):  # a rank that was killed may have taken one, and written nothing
+                if store.check([key := f"note/{number}"]):
+                    self.notes.append(Note(**json.loads(store.get(key))))
+                    self._missing.discard(number)
 
     def told(self, handle: str) -> list[Note]:
         """What was read about a handle, and about the processes that ranks are now; this rank's own too."""

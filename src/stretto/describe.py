@@ -38,7 +38,7 @@ def _how(reducer: Reducer, options: Options) -> str:
     if reducer.comm_hook is not None:
         return f"comm hook {reducer.comm_hook.hook!r}"
     kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
-    return f"{kind} over ranks, sent {'after backward' if options.delay else 'while backward runs'}"
+    return f"{kind} over ranks, sent {'after backward' if reducer.delay else 'while backward runs'}"
 
 
 def _sparse(reducer: Reducer) -> list[str]:

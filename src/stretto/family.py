@@ -4,7 +4,8 @@
 themselves meet in whatever order their gradients come in, which can differ between ranks. So the members of a family
 begin, settle and give up together, in the order in which they were attached: a gradient of any member begins a pass of
 all, and a member that this backward does not reach says "absent" in its buckets, as any parameter would. While
-backward runs only the first member on a process group launches; the others' buckets leave when it has settled.
+backward runs only the first member on a channel launches; the others' buckets leave when it has settled. A channel is
+a process group, or the transport itself where it has a channel of its own.
 
 [Note: strangers]  Handles that were attached side by side, and every pair of drop-ins, are families of their own: those
 trained in turns should not send for each other. But in a backward that reaches several on the same ranks they are one
@@ -81,17 +82,20 @@ class Family:
         self._warned = False
         self._place = (-1, -1)
         self._checkpoints = ReentrantCheckpoints()
-        channels: list[object] = []
         for member in self.members():
             member.family = self
             member.queue.peers.seat.whose = weakref.ref(member)
-            channel = group_of(member.transport)
-            member.delay |= bool(channels) and (None in channels or channel is None or channel in channels)
-            channels.append(channel)
+        self.part()
 
     def members(self) -> list[Member]:
         """Those that are alive."""
         return [alive for reference in self._members if (alive := reference()) is not None]
+
+    def part(self) -> None:
+        """See who may launch while backward runs; again when a comm hook has come, which uses the process group."""
+        members = self.members()
+        for place, member in enumerate(members):
+            member.delay |= any(share_channel(member.queue, other.queue) for other in members[:place])
 
     def leave(self, member: Member) -> None:
         """It acts for itself from now on. All ranks must do so between the same passes.
@@ -126,7 +130,7 @@ class Family:
             if self._checkpoints.alive() or family._warned:
                 before = company[: company.index(family)]
             family._place = place
-            family.waits = any(_share_channel(family, other) for other in before)
+            family.waits = any(family._meets(other) for other in before)
             family._begin()
 
     def _begin(self) -> None:
@@ -186,10 +190,14 @@ class Family:
         members = [member for member in self.members() if member.synchronize]
         return any(will_arrive([parameter for member in members for parameter in member.parameters]))
 
+    def _meets(self, other: Family) -> bool:
+        """Whether buckets of both could mix."""
+        return any(share_channel(one.queue, another.queue) for one in self.members() for another in other.members())
+
     def _look_back(self, before: Sequence[Family]) -> None:
         """It runs, and one of those before it begins only now: nothing may have left."""
         queues = [member.queue for member in self.members() if member.running and member.queue.launched]
-        late = [family for family in before if not family._is_running() and _share_channel(self, family)]
+        late = [family for family in before if not family._is_running() and self._meets(family)]
         if self.waits or self._warned or not (queues and late):
             return
         self._warned = True
@@ -206,14 +214,19 @@ class Family:
         )
 
 
-def _share_channel(one: Family, other: Family) -> bool:
+def channels_of(queue: LaunchQueue) -> frozenset[object] | None:
+    """Where collectives of others that use the same can come between its buckets; None if that is not known."""
+    transport = queue.transport
+    if queue.has_own_channel:
+        return frozenset([id(transport)])
+    groups = frozenset(map(group_of, getattr(transport, "transports", [transport])))
+    return None if None in groups else groups
+
+
+def share_channel(one: LaunchQueue, other: LaunchQueue) -> bool:
     """Whether collectives of one can come between those of the other."""
-    return all(any(not _has_own_channel(member.queue) for member in family.members()) for family in (one, other))
-
-
-def _has_own_channel(queue: LaunchQueue) -> bool:
-    """A comm hook uses the process group, whatever the transport."""
-    return bool(getattr(queue.transport, "own_channel", False)) and queue.comm_hook is None
+    mine, theirs = channels_of(one), channels_of(other)
+    return mine is None or theirs is None or not mine.isdisjoint(theirs)
 
 
 def group_of(transport: Transport) -> object | None:

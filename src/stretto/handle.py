@@ -47,14 +47,14 @@ class Synchronizer:
         peers: Peers | None = None,
         inside: Sequence[Reducer] = (),
         beside: Sequence[Synchronizer] = (),
+        chosen: bool = True,
     ) -> None:
         self.module = module
         self.rank = transport.rank if transport else 0
         self.world_size = transport.world_size if transport else 1
         self._options = options
-        self._idle_plan = plan
-        self._last_statistics = Statistics()
-        self._transport = transport
+        self._idle_plan, self._last_statistics = plan, Statistics()
+        self._transport, self._closes = transport, chosen  # one that the user made may carry other handles too
         self._peers = peers
         self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
@@ -341,7 +341,7 @@ class Synchronizer:
             self._reducer = None
         if self.sampler is not None:
             self.sampler.stop()
-        if self._transport is not None:
+        if self._transport is not None and self._closes:
             self._transport.close()
 
 

@@ -158,11 +158,16 @@ class LaunchQueue:
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
         return self.comm_hook is None or not self.comm_hook.silent
 
+    @property
+    def has_own_channel(self) -> bool:
+        """Whether nobody else's collectives can come between its buckets; a comm hook's go over the process group."""
+        return self.comm_hook is None and bool(getattr(self.transport, "own_channel", False))
+
     def launch_full(self) -> None:
         """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
         while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].pending:
             bucket = self.buckets[self.launched]
-            if self.presence.under_way():
+            if self.has_own_channel and self.presence.under_way():
                 return  # asked again at the next gradient, and waited for when backward has ended
             if not self._skip(bucket):
                 self._launch(bucket)
@@ -241,7 +246,9 @@ class LaunchQueue:
         """
         for bucket in self.buckets:
             if bucket.work is not None:
-                self._wait_for(bucket)
+                self._wait_for_work(bucket.work, bucket)
+                if self.events.bucket_reduced:
+                    self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
         if self._footers is not None:
             self._footers.finish(self.wait_for)
             self._footers = None
@@ -313,12 +320,6 @@ class LaunchQueue:
         if self.preset is not None:
             bucket.remember({place: self.preset.before(one) for place, one in enumerate(bucket.parameters)})
         bucket.send(self.transport, self._weight)
-
-    def _wait_for(self, bucket: Bucket) -> None:
-        assert bucket.work is not None, "every bucket is launched before any is waited for"
-        self._wait_for_work(bucket.work, bucket)
-        if self.events.bucket_reduced:
-            self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
 
     def _wait_for_work(self, work: Work, bucket: Bucket) -> None:
         try:

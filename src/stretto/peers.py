@@ -21,15 +21,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch
-
 from .blame import EXPECTED, killed, left_early
 from .channel import Answer, Channel, Seat, channel_of
 from .errors import CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart
 from .notes import Note, text_of
 from .transport.base import Transport, Work
-from .waiting import FIRST_SLICE, SLICE, done_within, gather_by_sums, takes_time
+from .waiting import FIRST_SLICE, SLICE, done_within, equal_by_sums, gather_by_sums, takes_time
 from .whereabouts import place_of_failure, place_of_traceback
 
 NOTE_SECONDS = 2.0
@@ -80,7 +78,11 @@ class Peers:
     @property
     def where(self) -> str:
         """How messages begin."""
-        return f"rank {self._transport.rank}, " + (f"pass {self.seat.passes}" if self.seat.passes else self._occasion)
+        return f"rank {self._transport.rank}, {self._what}"
+
+    @property
+    def _what(self) -> str:
+        return f"pass {self.seat.passes}" if self.seat.passes else self._occasion
 
     @property
     def _kind(self) -> str:
@@ -151,16 +153,12 @@ class Peers:
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
-        transport = self._transport
         if self._patience is None:
             return len(set(self.gather(fingerprint))) == 1
-        brought = torch.zeros(transport.world_size, dtype=torch.int64)
-        brought[transport.rank] = int(fingerprint[:15], 16)
         try:
-            self.wait(transport.all_reduce(brought))
+            return equal_by_sums(fingerprint, self._transport, self.wait)
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
-        return bool((brought == brought[0]).all())
 
     def _name(self, handle: str) -> None:
         self.seat.handle = handle
@@ -189,17 +187,21 @@ class Peers:
 
         Args:
             work: to wait for.
-            patience: seconds that it may take at most; default, what the transport says.
+            patience: seconds that it may take at most, where it is not the transport's; default, what the transport
+                says, and when they are over it is broken off.
 
         Raises:
             PeerError: it will never be done.
             RuntimeError: as the transport's; hand it to ``fail``.
         """
-        patience = self._patience if patience is None else patience
-        if patience is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
+        limit = self._patience if patience is None else patience
+        if limit is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
-        elif not self._done_within(work, FIRST_SLICE):
-            self._wait_on(work, patience)
+        elif not self._done_within(work, FIRST_SLICE) and not self._comes(work, limit):
+            if patience is None and (break_off := getattr(self._transport, "break_off", None)) is not None:
+                told = f"rank {self._transport.rank}: {self._what} was not done within {limit:.0f} s"
+                break_off(f"{told}\nStart again, on all ranks.")
+            raise RuntimeError(f"not done within {limit:.0f} s")
 
     def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
         """The same for ``what``, a noun, with an error that says who did not come.
@@ -212,7 +214,7 @@ class Peers:
         except RuntimeError as error:
             self.fail(f"{what} could not be reduced", error)
 
-    def _wait_on(self, work: Any, patience: float) -> None:
+    def _comes(self, work: Any, patience: float) -> bool:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
         self._open()
         inquiry, suspected = Inquiry(self.seat), False
@@ -225,11 +227,11 @@ class Peers:
             self._quote(quoted)
             waited = time.monotonic() - began
             if waited > patience:
-                raise RuntimeError(f"not done within {patience:.0f} s")
+                return False
             if self._channel is not None and (told := inquiry.go_on(self._channel, waited)) is not None:
                 self._say_where(self._channel, told, waited)
             if self._done_within(work, SLICE):
-                return
+                return True
 
     def _done_within(self, work: Any, seconds: timedelta) -> bool:
         try:

@@ -59,14 +59,13 @@ class Presence:
         self._work = None if later else self._transport.all_reduce(self._map)
 
     def under_way(self) -> bool:
-        """Whether the map is not there yet and the buckets may leave later: only where nobody else uses the channel.
+        """Whether the map is not there yet. Buckets may leave later then, but only where nobody else uses the channel.
 
         On a process group what another model or the user sends in this backward would stand between other buckets on
         each rank, by who is faster. There the map is waited for.
         """
         done = getattr(self._work, "is_completed", None)
-        mine = getattr(self._transport, "own_channel", False)
-        return mine and self.active and self._used is None and done is not None and not done()
+        return self.active and self._used is None and done is not None and not done()
 
     def unused(self, bucket: int, wait: Callable[[Work, str], None]) -> bool:
         """Whether no rank has anything for the bucket. Waits for the map when it is asked first in a pass."""

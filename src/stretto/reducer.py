@@ -85,8 +85,7 @@ class Reducer:
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         self._events = events
         self.stop_watching = events.remove
-        self.members = members
-        self.delay = delay
+        self.members, self.delay = members, delay
         self._inspection = inspection
         self._beside = Beside(self._queue, places, sparse, events)
         self.running = False
@@ -168,6 +167,7 @@ class Reducer:
     @comm_hook.setter
     def comm_hook(self, hook: CommHook) -> None:
         self._queue.use(hook)
+        self.family.part()
 
     def detach(self) -> None:
         """Remove the hooks. ``.grad`` stays as it is.

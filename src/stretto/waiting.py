@@ -64,3 +64,11 @@ def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], obje
     wait(transport.all_reduce(flat))
     whole = ctypes.string_at(flat.data_ptr(), flat.numel())
     return [pickle.loads(whole[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+
+
+def equal_by_sums(fingerprint: str, transport: Transport, wait: Callable[[Work], object]) -> bool:
+    """Whether all ranks bring the same fingerprint, hexadecimal, in one all-reduce on the host. Collective."""
+    brought = torch.zeros(transport.world_size, dtype=torch.int64)
+    brought[transport.rank] = int(fingerprint[:15], 16)
+    wait(transport.all_reduce(brought))
+    return bool((brought == brought[0]).all())

@@ -11,6 +11,8 @@ from types import FrameType, TracebackType
 
 import torch
 
+from .transport.life import is_over, started_at
+
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
@@ -33,13 +35,12 @@ class Person:
         """Whether it is known not to run any more; of another host, or where there is no /proc, nothing is known."""
         if not self.host or self.host != _host():
             return False
-        state, started = _state_of(self.pid)
-        return state in ("", "Z", "X") or started != self.started
+        return is_over(self.pid, self.started)
 
 
 def myself() -> Person:
     """This process, and the thread that calls."""
-    return Person(_host(), os.getpid(), _state_of(os.getpid())[1], threading.get_ident())
+    return Person(_host(), os.getpid(), started_at(os.getpid()), threading.get_ident())
 
 
 def _host() -> str:
@@ -47,15 +48,6 @@ def _host() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _state_of(pid: int) -> tuple[str, str]:
-    """State letter and start time; empty where there is no such process. A killed child that nobody reaped is ``Z``."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
 
 
 # Places

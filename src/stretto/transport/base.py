@@ -31,14 +31,16 @@ class Transport(Protocol):
     again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
     ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
     world size, for less than it costs to divide before. ``own_channel`` is true if nobody else's collectives can come
-    between this transport's. ``process_group`` is the group beneath, for comm hooks.
+    between this transport's. ``process_group`` is the group beneath, for comm hooks; ``transports`` are those beneath
+    where several take turns.
     ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements, and
     ``spread_share(received, share, numels)`` gives each rank the shares of the others (exchange.py).
     ``homes`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes
     ``common(nbytes)``, a collective that gives a home memory to share (common.py).
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
     go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
-    any more.
+    any more. ``break_off(reason)`` ends the transport when the patience is over, on all ranks: what was waited for may
+    be filled again, and must not be summed when a late rank comes.
     """
 
     name: str

@@ -17,8 +17,8 @@ from datetime import timedelta
 import torch
 
 from ..specs import dtype_name
-from .host import Host, Posted
-from .message import Message
+from .host import Host
+from .message import Message, Posted
 from .page import ENTRIES, Entry
 from .staging import Staging
 from .sums import Copy

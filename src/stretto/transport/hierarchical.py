@@ -16,22 +16,17 @@ See host.py for how the ranks of a host meet; the all-reduce between hosts is th
 from __future__ import annotations
 
 import abc
-import ctypes
-import datetime
-import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..specs import dtype_name
 from .base import Transport, Work
 from .common import Offered
-from .exchange import all_to_all
+from .counterparts import Counterparts
 from .host import Host
 from .host_shares import HostShares
 from .ordinary import elements
@@ -139,6 +134,10 @@ class HierarchicalTransport:
         """Let the others have what they need of this rank, as far as they come within so many seconds."""
         self._team.host.flush(seconds)
 
+    def break_off(self, reason: str) -> None:
+        """Nothing will ever be done again on this host, for this reason; other hosts wait in vain."""
+        self._team.host.lose_patience(reason)
+
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""
         self._team.host.flush(CLOSE_SECONDS)
@@ -177,70 +176,6 @@ class Team:
         """First and last (excluded) element of what this rank owns; small messages are not cut, the first owns all."""
         slices = 1 if numel * dtype.itemsize <= SMALL_BYTES else self.slices
         return slice_of(numel, self.host.place, slices)
-
-
-class Counterparts:
-    """The owners of one slice, one on each host, in the order of the hosts.
-
-    [Note: a group of our own]  ``new_group`` is collective over all ranks there are, though only those of one handle
-    attach. With ``use_local_synchronization`` it is not, but then names the group after the number of groups that this
-    rank has already: ranks that are in different numbers of them look for each other under different names until the
-    time is over. So the backend itself is made here, in a place of the store that no other handle has. It ends with
-    this transport, with the base's group and with the interpreter, whichever comes first: its threads, running into the
-    end of the interpreter, could abort it.
-
-    Args:
-        base: its store is where counterparts find each other.
-        seconds: that a collective may take.
-    """
-
-    def __init__(self, base: Transport, seconds: float) -> None:
-        self._store: Store | None = getattr(base, "store", None)
-        self._seconds = seconds
-        self._groups: list[Any] = []  # one or none
-        self._sum = dist.AllreduceOptions()  # its default is a sum
-        self._close = weakref.finalize(self, _end, self._groups, os.getpid())
-        if (group := getattr(base, "process_group", None)) is not None:
-            weakref.finalize(group, _end, self._groups, os.getpid()).atexit = False
-
-    def connect(self, name: str, number: int, hosts: int) -> None:
-        """Find the others. Collective among them.
-
-        Raises:
-            RuntimeError: they did not come, or cannot be reached.
-        """
-        assert self._store is not None, "asked by why_not"
-        store = PrefixStore(f"stretto/hosts/{name}", self._store)
-        limit = datetime.timedelta(seconds=self._seconds)
-        self._groups.append(dist.ProcessGroupGloo(store, number, hosts, limit))
-
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Sum over hosts, in place."""
-        work: Work = self._groups[0].allreduce([tensor], self._sum)
-        return work
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, numels: Sequence[int]) -> Work:
-        """One part of ``sent`` to each of them, given their lengths, and equally long ones from all."""
-        return all_to_all(self._groups[0], received, sent, [len(received) // len(numels)] * len(numels), numels)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """From host number ``root``."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        work: Work = self._groups[0].broadcast([tensor], options)
-        return work
-
-    def close(self) -> None:
-        """Let go of the others. Harmless twice."""
-        self._close()
-
-
-def _end(groups: list[Any], pid: int) -> None:
-    if pid == os.getpid():
-        groups.clear()
-    else:  # its threads did not follow the fork, and would be waited for: leave it to the end of the process
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
 
 
 @dataclass(frozen=True)
@@ -340,7 +275,7 @@ class Copy(Message):
     def __init__(self, team: Team, flat: torch.Tensor, root: int) -> None:
         self._from, place = team.home_of(root)
         source = place if self._from == team.home else 0
-        super().__init__(team, b"broadcast from" + root.to_bytes(2, "little"), flat, staged=True, source=source)
+        super().__init__(team, f"bcast from {root}".encode(), flat, staged=True, source=source)
         if self._from == team.home and place == team.host.place:
             self.tensor[: self.numel].copy_(flat)
 

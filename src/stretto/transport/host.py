@@ -10,8 +10,8 @@ begun when those it needs have published, ended at once or when what goes on out
 own part, or for some everybody's, has ended. Nothing but ``wait`` ever waits, so a late peer stops nobody's backward.
 
 [Note: broken]  A rank whose sequence of messages has come to an end (they called something else, there is no memory,
-Ctrl-C stopped it amid a message) is broken: it publishes nothing any more, and says why in its page. Whoever waits
-looks every 0.2 s whether a rank that is behind has died or is broken, and is broken then too.
+Ctrl-C stopped it amid a message, its patience is over) is broken: it publishes nothing any more, and says why in its
+page. Whoever waits looks every 0.2 s whether a rank that is behind has died or is broken, and is broken then too.
 
 See futex.py for [Note: memory order] and [Note: nobody sleeps].
 """
@@ -26,14 +26,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 
 from ..errors import CommunicationError, PeerError
 from . import memory
 from .memory import Location
-from .message import Message
+from .message import Message, Posted
 from .ordinary import Routes
 from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, Entry, Missing, Page, Peer, behind, first_dead
 
@@ -45,38 +44,6 @@ _OUTSIDE_SECONDS = 0.002
 """How long it waits for what goes on outside, while messages wait for peers: one cannot sleep on both."""
 _SHORTEST_SECONDS = 0.001
 """Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
-
-
-class Posted:
-    """A message under way: the :class:`~stretto.transport.Work` of this transport."""
-
-    __slots__ = ("_host", "is_over", "message", "number", "outside")
-
-    def __init__(self, host: Host, message: Message, number: int) -> None:
-        self._host = host
-        self.message = message
-        self.number = number
-        self.outside: Any = None
-        self.is_over = False
-
-    def is_completed(self) -> bool:
-        """Whether the result is there, or never will be. Does what can be done for it."""
-        self._host.advance()
-        return self.is_over or self._host.broken is not None
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Until the result is there.
-
-        Raises:
-            PeerError: a rank that has a part in it has died, or will never go on.
-            CommunicationError: ranks called different things, or there was no memory.
-            RuntimeError: it lasts longer than ``timeout``.
-        """
-        self._host.wait(self, timeout)
-
-    def will_never_begin(self) -> bool:
-        """Whether a rank without which no rank can begin has ended, or will never go on, before it came to this."""
-        return self._host.will_never_begin(self)
 
 
 class Host:
@@ -194,7 +161,13 @@ class Host:
             if work is not None:
                 if not work.is_completed():
                     return
-                work.wait()
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise CommunicationError(
+                        f"rank {self._me.rank}: the exchange with other hosts has failed: {error}\n"
+                        "Look at the first error in the other ranks' logs, and start again, on all ranks."
+                    ) from error
             self._outside.popleft()
             posted.message.end()
             posted.is_over = not posted.message.by_all
@@ -234,13 +207,14 @@ class Host:
 
     # Waiting
 
-    def wait(self, posted: Posted, timeout: timedelta | None, *, by_all: bool = False) -> None:
+    def wait(self, posted: Posted, timeout: timedelta | None, *, by_all: bool = False, again: bool = False) -> None:
         """Do what can be done, and sleep in between. Raises as :meth:`Posted.wait`.
 
         Args:
             posted: what is waited for.
             timeout: default, the patience of the host.
             by_all: wait until everybody is done with it, not only until the result is here.
+            again: the message goes on when the time is over, as whoever waits comes back; else it ends this host.
         """
         seconds = self.patience if timeout is None else timeout.total_seconds()
         spins, until = 0, 0.0
@@ -258,6 +232,8 @@ class Host:
                 now = time.monotonic()
                 until = until or now + seconds
                 if now >= until:
+                    if not again:
+                        self.lose_patience(f"a message was not done within {seconds:.0f} s")
                     raise RuntimeError(f"not done within {seconds:.0f} s")
                 if not self._sleep(posted, min(_LOOK_SECONDS, until - now)):
                     self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
@@ -272,7 +248,7 @@ class Host:
         under_way = self._waiting or self._outside or self._held
         if under_way and self.broken is None:
             with contextlib.suppress(RuntimeError):
-                self.wait(under_way[-1], timedelta(seconds=seconds), by_all=True)
+                self.wait(under_way[-1], timedelta(seconds=seconds), by_all=True, again=True)
 
     def _sleep(self, posted: Posted, seconds: float) -> bool:
         """Until a word has changed without which nothing goes on. False if time went by instead."""
@@ -305,6 +281,18 @@ class Host:
             self.page.say_broken(reason)
             self._futex.wake(self._me.base + PUBLISHED)
             self._futex.wake(self._me.base + FINISHED)
+
+    def lose_patience(self, reason: str) -> None:
+        """Nobody waits any more: the memory may be filled again, and whoever comes late would sum that."""
+        first = next(iter(self._waiting), None)
+        missing = None if first is None else self._unpublished(first)
+        told, _, advice = reason.partition("\n")
+        late = "" if missing is None else f", and rank {missing[0].rank} had not come"
+        self.break_off(f"{told}{late}" + (f".\n{advice}" if advice else ""))
+        for posted in self._outside:  # Gloo cannot drop what is under way, and another host would sum this memory yet
+            if posted.outside is not None:
+                with contextlib.suppress(RuntimeError):
+                    posted.outside.wait()
 
     def _stopped_by(self, error: BaseException) -> None:
         opening = isinstance(error, OSError)  # somebody's memory

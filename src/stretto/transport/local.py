@@ -141,6 +141,10 @@ class LocalTransport:
         self._meet("all_gather_object", box, spread).wait()
         return gathered
 
+    def break_off(self, reason: str) -> None:
+        """Nothing will ever be done again, on any rank, for this reason."""
+        self._group.abort(reason)
+
     def close(self) -> None:
         """Nothing is held."""
 

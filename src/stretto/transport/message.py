@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from .host import Host
 
 
 class Message(Protocol):
@@ -42,3 +46,36 @@ class Message(Protocol):
 
     def release(self) -> None:
         """Nobody reads or writes the memory any more."""
+
+
+class Posted:
+    """A message under way: the :class:`~stretto.transport.Work` of this transport."""
+
+    __slots__ = ("_host", "is_over", "message", "number", "outside")
+
+    def __init__(self, host: Host, message: Message, number: int) -> None:
+        self._host = host
+        self.message = message
+        self.number = number
+        self.outside: Any = None
+        self.is_over = False
+
+    def is_completed(self) -> bool:
+        """Whether the result is there, or never will be. Does what can be done for it."""
+        self._host.advance()
+        return self.is_over or self._host.broken is not None
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Until the result is there.
+
+        Raises:
+            PeerError: a rank that has a part in it has died, or will never go on.
+            CommunicationError: ranks called different things, or there was no memory.
+            RuntimeError: it lasts longer than ``timeout``, and may be waited for again; without one, longer than the
+                patience of the host, and nothing is done any more.
+        """
+        self._host.wait(self, timeout, again=timeout is not None)
+
+    def will_never_begin(self) -> bool:
+        """Whether a rank without which no rank can begin has ended, or will never go on, before it came to this."""
+        return self._host.will_never_begin(self)

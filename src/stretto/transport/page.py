@@ -14,18 +14,17 @@ import contextlib
 import mmap
 import os
 import secrets
-import select
 import struct
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from . import memory
 from .futex import Futex
+from .life import Life
 from .mapped import PeersMemory
 from .memory import Arena, Location
 
@@ -145,7 +144,7 @@ class Peer:
         self.rank = rank
         self.pid = address.pid
         self.address = address
-        self._life = _Life(address.pid)  # first: were it another process by now, the token would tell
+        self._life = Life(address.pid)  # first: were it another process by now, the token would tell
         self._mapping = memory.open_peers(address.pid, address.fd, _PAGE_BYTES)
         if self._mapping[:TOKEN_BYTES] != address.token:
             raise OSError(f"process {address.pid} here is another one than rank {rank}")
@@ -197,37 +196,8 @@ def first_dead(addresses: Sequence[Address]) -> Address | None:
     until = time.monotonic() + DYING_SECONDS
     while True:
         for address in addresses:
-            if _Life(address.pid).is_over():
+            if Life(address.pid).is_over():
                 return address
         if time.monotonic() > until:
             return None
         time.sleep(0.001)
-
-
-class _Life:
-    """Of one process."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._poll: select.poll | None = None
-        self._started = _state_of(pid)[1]
-        with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, or forbidden in this sandbox
-            fd = os.pidfd_open(pid)
-            memory.close_with(self, fd)
-            self._poll = select.poll()
-            self._poll.register(fd, select.POLLIN)
-
-    def is_over(self) -> bool:
-        if self._poll is not None:
-            return bool(self._poll.poll(0))
-        state, started = _state_of(self._pid)
-        return state in ("", "Z", "X") or started != self._started
-
-
-def _state_of(pid: int) -> tuple[str, str]:
-    """State letter and start time; empty where there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]

@@ -61,6 +61,17 @@ class RoundRobinTransport:
         """The first's; None if it has none."""
         return getattr(self._transports[0], "process_group", None)
 
+    @property
+    def transports(self) -> list[Transport]:
+        """Those that take turns."""
+        return [*self._transports]
+
+    def break_off(self, reason: str) -> None:
+        """All that know how."""
+        for transport in self._transports:
+            if (break_off := getattr(transport, "break_off", None)) is not None:
+                break_off(reason)
+
     def close(self) -> None:
         """Close all."""
         for transport in self._transports:

@@ -138,6 +138,10 @@ class SharedMemoryTransport:
         """
         self._host.flush(seconds)
 
+    def break_off(self, reason: str) -> None:
+        """Nothing will ever be done again, on any rank, for this reason."""
+        self._host.lose_patience(reason)
+
     def dead(self) -> list[tuple[int, int]]:
         """Rank and pid of those whose process has ended without a word."""
         return [(peer.rank, peer.pid) for peer in self._host.dead()]

@@ -1,0 +1,92 @@
+"""One rank on each host: those who own the same slice of a message, connected by a Gloo group of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..errors import CommunicationError
+from .base import Transport, Work
+from .exchange import all_to_all
+
+
+class Counterparts:
+    """The owners of one slice, one on each host, in the order of the hosts.
+
+    [Note: a group of our own]  ``new_group`` is collective over all ranks there are, though only those of one handle
+    attach. With ``use_local_synchronization`` it is not, but then names the group after the number of groups that this
+    rank has already: ranks that are in different numbers of them look for each other under different names until the
+    time is over. So the backend itself is made here, in a place of the store that no other handle has. It ends with
+    this transport, with the base's group and with the interpreter, whichever comes first: its threads, running into the
+    end of the interpreter, could abort it.
+
+    Args:
+        base: its store is where counterparts find each other.
+        seconds: that a collective may take.
+    """
+
+    def __init__(self, base: Transport, seconds: float) -> None:
+        self._rank = base.rank
+        self._store: Store | None = getattr(base, "store", None)
+        self._seconds = seconds
+        self._groups: list[Any] = []  # one or none
+        self._sum = dist.AllreduceOptions()  # its default is a sum
+        self._close = weakref.finalize(self, _end, self._groups, os.getpid())
+        if (group := getattr(base, "process_group", None)) is not None:
+            weakref.finalize(group, _end, self._groups, os.getpid()).atexit = False
+
+    def connect(self, name: str, number: int, hosts: int) -> None:
+        """Find the others. Collective among them.
+
+        Raises:
+            RuntimeError: they did not come, or cannot be reached.
+        """
+        assert self._store is not None, "asked by why_not"
+        store = PrefixStore(f"stretto/hosts/{name}", self._store)
+        limit = datetime.timedelta(seconds=self._seconds)
+        self._groups.append(dist.ProcessGroupGloo(store, number, hosts, limit))
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum over hosts, in place."""
+        work: Work = self._group.allreduce([tensor], self._sum)
+        return work
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, numels: Sequence[int]) -> Work:
+        """One part of ``sent`` to each of them, given their lengths, and equally long ones from all."""
+        return all_to_all(self._group, received, sent, [len(received) // len(numels)] * len(numels), numels)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """From host number ``root``."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        work: Work = self._group.broadcast([tensor], options)
+        return work
+
+    @property
+    def _group(self) -> Any:
+        if not self._groups:
+            raise CommunicationError(
+                f"rank {self._rank}: this transport was closed, and the connections to other hosts with it.\n"
+                "Call close() after the last collective, or make another transport with stretto.transport.choose."
+            )
+        return self._groups[0]
+
+    def close(self) -> None:
+        """Let go of the others. Harmless twice."""
+        self._close()
+
+
+def _end(groups: list[Any], pid: int) -> None:
+    if pid == os.getpid():
+        groups.clear()
+    else:  # its threads did not follow the fork, and would be waited for: leave it to the end of the process
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))

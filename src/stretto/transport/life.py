@@ -1,0 +1,48 @@
+"""Whether a process of this host still lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from pathlib import Path
+
+from . import memory
+
+
+def started_at(pid: int) -> str:
+    """What tells a process from a later one of its pid; empty where there is none, or no /proc."""
+    return _state_of(pid)[1]
+
+
+def is_over(pid: int, started: str) -> bool:
+    """Whether that process has ended, reaped or not. A killed child that nobody reaped is ``Z``."""
+    state, now = _state_of(pid)
+    return state in ("", "Z", "X") or now != started
+
+
+class Life:
+    """Of one process, which is looked at often."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._poll: select.poll | None = None
+        self._started = started_at(pid)
+        with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, or forbidden in this sandbox
+            fd = os.pidfd_open(pid)
+            memory.close_with(self, fd)
+            self._poll = select.poll()
+            self._poll.register(fd, select.POLLIN)
+
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return is_over(self._pid, self._started) if self._poll is None else bool(self._poll.poll(0))
+
+
+def _state_of(pid: int) -> tuple[str, str]:
+    """State letter and start time; empty where there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]

@@ -25,7 +25,7 @@ from stretto.sharding.kinds import Kind, kind_of
 from stretto.sharding.ownership import Piece, pieces_of, whole_pieces_of
 from stretto.specs import describe_parameters
 from stretto.testing import run_ranks, spawn_ranks
-from stretto.transport import ProcessGroupTransport, slice_of
+from stretto.transport import ProcessGroupTransport, exchange, slice_of
 from stretto.transport.counterparts import Counterparts
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -742,7 +742,7 @@ SHARED_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, to
 
 def receive_shares(transport: Any, dtype: torch.dtype) -> None:
     world = transport.world_size
-    for number, shared_numel in enumerate([5, 64, 9_000, 30_001]):
+    for number, shared_numel in enumerate([5, 64, 9_000, 30_001, 70_001]):
         behind = 3 + number
         brought = [values(rank, shared_numel + behind, dtype, number) for rank in range(world)]
         flat = transport.allocate(shared_numel + behind, dtype, torch.device("cpu"))
@@ -770,15 +770,38 @@ def test_each_rank_of_several_hosts_receives_its_share(sizes: tuple[int, ...], d
     on_hosts(lambda transport: receive_shares(transport, dtype), sizes)
 
 
-def _receive_over_gloo(rank: int) -> None:
+def _receive_over_gloo(rank: int) -> list[int]:
+    """Returns the bytes of each message of a large share."""
+    transport = ProcessGroupTransport()
     for dtype in SHARED_DTYPES:
-        receive_shares(ProcessGroupTransport(), dtype)
+        receive_shares(transport, dtype)
+    for numel in (3, 50_000):
+        numels = [numel + 1 - other for other in range(transport.world_size)]
+        share = torch.arange(numels[rank]) + 10 * rank
+        received = torch.empty(sum(numels) - numels[rank], dtype=torch.int64)
+        transport.spread_share(received, share, numels).wait()
+        expected = [torch.arange(numels[other]) + 10 * other for other in range(transport.world_size) if other != rank]
+        assert torch.equal(received, torch.cat(expected))
+    sent = list[int]()
+
+    def counted(group: Any, received: torch.Tensor, message: torch.Tensor, *splits: Any) -> Any:
+        sent.append(message.nbytes)
+        return before(group, received, message, *splits)
+
+    before, exchange.all_to_all = exchange.all_to_all, counted
+    transport.reduce_shares(torch.ones(2 * 64_000 + 10), 2 * 64_000).wait()
+    if transport.world_size == 2:
+        transport.spread_share(torch.empty(64_000), torch.ones(64_000), [64_000] * 2).wait()
+    return sent
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_rank_of_a_process_group_receives_its_share(world: int) -> None:
-    spawn_ranks(_receive_over_gloo, world)
+    sent = spawn_ranks(_receive_over_gloo, world)
+    if world == 2:
+        half = 4 * 32_000
+        assert sent == [[half, half + 40, half, half]] * 2, "see exchange.py, [Note: two at a time]"
 
 
 def test_messages_between_hosts_are_half_as_long_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from .base import Work
-from .exchange import ShareSum, all_to_all
+from .exchange import ShareSum, exchange_shares
 
 MIB = 1024 * 1024
 
@@ -85,7 +85,7 @@ class ProcessGroupTransport:
 
         What the rest holds then is undefined.
         """
-        return ShareSum(self.process_group, tensor, numel, self.all_reduce(tensor[numel:]))
+        return ShareSum(self.process_group, tensor, numel)
 
     def spread_share(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Work:
         """This rank's share to all others, and theirs, one behind the other, into ``received``.
@@ -95,10 +95,7 @@ class ProcessGroupTransport:
             share: flat, of the same dtype.
             numels: of the ranks' shares.
         """
-        others = [0 if rank == self.rank else numel for rank, numel in enumerate(numels)]
-        own = [0 if rank == self.rank else len(share) for rank in range(self.world_size)]
-        sent = share if self.world_size == 2 else share.repeat(self.world_size - 1)
-        return all_to_all(self.process_group, received, sent, others, own)
+        return exchange_shares(self.process_group, received, share, numels)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""

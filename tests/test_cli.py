@@ -35,11 +35,11 @@ from stretto.cli.launched import Launched, Place
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
 from stretto.cli.reach import Choice, Reached, reach_the_store, what_gloo_chooses
-from stretto.cli.speed import Speed, Timing
+from stretto.cli.speed import Speed, Timing, _transports
 from stretto.cli.streams import Streams, Traceback, last_traceback
 from stretto.cores import cores
 from stretto.testing import run_ranks
-from stretto.testing_network import INTERFACE, EmulatedHosts
+from stretto.testing_network import INTERFACE, EmulatedHosts, SeparateHosts
 from stretto.trace import read_trace
 
 ROOT = Path(__file__).parent.parent
@@ -646,6 +646,15 @@ def test_each_interface_that_is_named_is_tried(monkeypatch: pytest.MonkeyPatch) 
     assert (chosen.address, chosen.problem) == ("127.0.0.1", "Unable to find address for: nowhere0")
 
 
+def test_the_doctor_says_why_ranks_share_no_memory() -> None:
+    def worker(transport: Any) -> tuple[list[str], str]:
+        found, problem = _transports(SeparateHosts(transport, [1, 1]))
+        return [*found], problem
+
+    nobody = "rank 0: the memory of rank 1 cannot be opened: No such file or directory"
+    assert run_ranks(worker, 2) == [(["process_group"], nobody)] * 2
+
+
 def test_advice_on_shared_memory_is_for_hosts_that_have_none() -> None:
     once = (Timing(2**20, 0.001, 0.001, 0.002),)
     there = Speed({"process_group": once, "hierarchical (3 ranks on 2 hosts)": once}, "rank 0: too far")
@@ -848,7 +857,8 @@ REFUSED = [
     ("plan script.py:fine --ranks two", 2, None),
     ("trace nowhere", 2, "nowhere: no such folder"),
     ("trace empty", 2, "empty: no trace in it (rank0.jsonl, rank1.jsonl, ...)"),
-    ("trace other", 2, "other/rank0.jsonl: line 1 is no part of a trace"),
+    ("trace other", 1, "other/rank0.jsonl: line 1 is no part of a trace"),
+    ("trace without", 1, "without/rank0.jsonl: line 1 is no part of a trace"),
     ("trace begun", 1, "begun: no pass has settled in it, so there is nothing to show"),
     ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),
     ("trace trace --pass 9", 2, "--pass 9: the trace has passes 2 to 4"),
@@ -875,9 +885,10 @@ def test_bad_input_is_one_line(
     Path("script.py").write_text(BROKEN_MODEL)
     Path("bad.py").write_text("1 / 0\n")
     Path("syntax.py").write_text("net = = 1\n")
-    for name in ("empty", "other", "begun"):
+    for name in ("empty", "other", "without", "begun"):
         Path(name).mkdir()
     Path("other", "rank0.jsonl").write_text("hello\n")
+    Path("without", "rank0.jsonl").write_text("")
     header = (folder / "rank0.jsonl").read_text().splitlines()[0].replace('"world_size":2', '"world_size":1')
     Path("begun", "rank0.jsonl").write_text(header + "\n")
     before = [(folder / f"rank{rank}.jsonl").read_bytes() for rank in (0, 1)]

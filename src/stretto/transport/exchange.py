@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .base import Work
-from .slices import slice_of
-
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+from .slices import WIDER, slice_of
 
 
 def all_to_all(
@@ -82,7 +80,7 @@ class ShareSum:
         self._is_over = True
         parts = [*self._received]
         parts.insert(self._rank, self._own)
-        wide = _WIDER.get(self._own.dtype)
+        wide = WIDER.get(self._own.dtype)
         total = parts[0].to(wide) if wide else torch.add(parts[0], parts[1])
         for part in parts[1 if wide else 2 :]:
             total.add_(part)

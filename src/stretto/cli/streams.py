@@ -88,7 +88,7 @@ class Stream:
         self._lock = lock
         self._last = last if sink.isatty() else None
         self._line = bytearray()
-        self._returned = False
+        self._returned = self._shown = False
         self._kept: collections.deque[tuple[float, str]] = collections.deque(maxlen=KEPT_LINES)
         self._thread = threading.Thread(target=self._forward, name=f"what rank {rank} prints", daemon=True)
         self._thread.start()
@@ -134,11 +134,14 @@ class Stream:
                 self._show_state()
                 self._line.clear()
                 self._returned = False
-            self._line += piece
+            if piece:
+                self._line += piece
+                self._shown = False
 
     def _show_state(self) -> None:
         """Of a progress bar, or a prompt: what may go on, on the same line."""
-        if self._line:
+        if self._line and not self._shown:
+            self._shown = True
             state = self._prefix + self._line
             with self._lock:
                 self._write(state + b"\r" if self._last is None else self._last.begun(self, state))

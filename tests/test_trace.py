@@ -386,7 +386,7 @@ def test_whatever_is_damaged_in_one_line_what_is_left_is_shown(written: Path, tm
     kinds = [0, 1, 3, len(lines) - 1]
     for number in kinds:
         for way in leaves(json.loads(lines[number])):
-            for wrong in (None, "x", -7, 0.5, True, [], {}, [[]], 10**30):
+            for wrong in (None, "x", -7, 2**62, 0.5, True, [], {}, [[]], 10**30):
                 line = json.loads(lines[number])
                 inner = line
                 for key in way[:-1]:
@@ -400,7 +400,7 @@ def test_whatever_is_damaged_in_one_line_what_is_left_is_shown(written: Path, tm
                     timeline = timeline_of(traces)
                     assert timeline.passes and all(str(one) for one in reports_from(traces))
                     write_chrome(timeline, io.StringIO())
-                    assert sketch(timeline, 80)
+                    assert all(len(row) < 200 for row in sketch(timeline, 80).splitlines() if "=" in row or "#" in row)
                 except Exception as error:
                     raise AssertionError(f"line {number + 1}, {way} = {wrong!r}: {error!r}; told {told}") from error
 

@@ -29,7 +29,7 @@ from stretto.transport import collectives, memory
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
 OPERATIONS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
-PIECE = collectives.PIECE_BYTES
+PIECE = collectives.STAGED_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of names that people still use
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -31,6 +32,8 @@ from stretto.bench.plots import check, plot
 from stretto.bench.result import geometric_mean
 from stretto.bench.timing import interleave
 from stretto.cli import execute
+from stretto.quiet import quietly
+from stretto.testing import spawn_ranks
 
 ROOT = Path(__file__).parent.parent
 QUICK = Effort(rounds=2, seconds=1.0, block=0.002, warm_up=1)
@@ -385,6 +388,13 @@ def test_bad_input_is_one_line(arguments: list[str], line: str, capsys: pytest.C
     "error, arguments, line",
     [
         (OSError("ip is missing"), ["--network", "1gbit"], "--network 1gbit: ip is missing"),
+        (OSError("no space is left"), [], "no space is left"),
+        (TimeoutError("ranks [1] did not end within 3600 s"), [], "ranks [1] did not end within 3600 s"),
+        (
+            TimeoutError("ranks [1] did not end within 3600 s"),
+            ["--network", "1gbit"],
+            "ranks [1] did not end within 3600 s",
+        ),
         (RuntimeError("rank 1:\nTraceback\nValueError: odd"), [], "a rank failed: ValueError: odd"),
     ],
 )
@@ -433,6 +443,32 @@ def test_ctrl_c_ends_a_comparison_without_a_word(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
         assert (*running.communicate(timeout=30), running.returncode) == ("", "", 130)
+
+
+def stays(rank: int, folder: str) -> None:
+    Path(folder, f"{rank}.unfinished").write_text(str(os.getpid()))
+    os.replace(f"{folder}/{rank}.unfinished", f"{folder}/{rank}.pid")
+    signal.pause()
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_ranks_and_no_other_child(tmp_path: Path) -> None:
+    """Such as the workers of a DataLoader."""
+
+    def ctrl_c() -> None:
+        if len([*tmp_path.glob("*.pid")]) == 2:
+            raise KeyboardInterrupt
+
+    other = multiprocessing.get_context("spawn").Process(target=signal.pause)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        quietly(spawn_ranks, stays, 2, str(tmp_path), timeout=60, meanwhile=ctrl_c)
+    assert other.is_alive()
+    other.kill()
+    other.join()
+    for file in tmp_path.glob("*.pid"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
 
 
 def test_a_picture_of_a_comparison(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tty
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,11 @@ from stretto.cli.launched import Launched, Place
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
 from stretto.cli.reach import Choice, Reached, reach_the_store, what_gloo_chooses
-from stretto.cli.speed import Speed, Timing
-from stretto.cli.streams import Traceback, last_traceback
+from stretto.cli.speed import Speed, Timing, _transports
+from stretto.cli.streams import Streams, Traceback, last_traceback
 from stretto.cores import cores
 from stretto.testing import run_ranks
-from stretto.testing_network import INTERFACE, EmulatedHosts
+from stretto.testing_network import INTERFACE, EmulatedHosts, SeparateHosts
 from stretto.trace import read_trace
 
 ROOT = Path(__file__).parent.parent
@@ -155,6 +157,75 @@ def test_run_takes_modules(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])")
     done = command("run", "-n", 1, "-m", "script", "--ranks", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[rank 0] __main__ ['--ranks']\n")
+
+
+def test_all_that_ranks_print_has_been_read_when_a_run_ends(tmp_path: Path) -> None:
+    """To the end of their pipes: nobody else may hold them, or each run would wait in vain for more."""
+    program = """
+        import sys, threading
+        from stretto.cli import launch, streams
+        close = streams.Streams.close
+        def watched(self):
+            close(self)
+            print([one.name for one in threading.enumerate() if one.name.startswith("what rank")])
+        streams.Streams.close = watched
+        assert launch.launch(["hi.py"], 2, sys.stdout.buffer, sys.stderr.buffer).code == 0
+    """
+    script(tmp_path, program)
+    (tmp_path / "hi.py").write_text("")
+    done = warm_programs.run(["script.py"], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def read_until(fd: int, end: bytes) -> bytes:
+    found = b""
+    while not found.endswith(end):
+        assert select.select([fd], [], [], 10)[0], f"{end!r} has not come after {found!r}"
+        found += os.read(fd, 1000)
+    return found
+
+
+def test_progress_bars_are_forwarded_state_by_state() -> None:
+    here, there = os.pipe()
+    with open(there, "wb", buffering=0) as sink:
+        streams = Streams(1, sink, sink)
+        with open(streams.out[0].path, "wb", buffering=0) as out:
+            out.write(b"\r1/3\r2/3\r3/")
+            assert read_until(here, b"2/3\r") == b"[rank 0] 1/3\r[rank 0] 2/3\r"
+            out.write(b"3\r\nfine\r")
+            assert read_until(here, b"3/3\n") == b"[rank 0] 3/3\n"
+            out.write(b"\n\rleft")
+        streams.close()
+    assert read_until(here, b"left\n") == b"[rank 0] fine\n[rank 0] left\n"
+    os.close(here)
+
+
+def test_a_terminal_shows_prompts_and_bars_below_the_lines_of_others() -> None:
+    here, there = os.openpty()
+    tty.setraw(there)
+    again = b"\r\x1b[K"
+    with open(there, "wb", buffering=0) as sink:
+        streams = Streams(2, sink, sink)
+        with open(streams.out[0].path, "wb", buffering=0) as out, open(streams.err[1].path, "wb", buffering=0) as other:
+            out.write(b"name")
+            assert read_until(here, b"name") == b"[rank 0] name"
+            out.write(b"? ")
+            assert read_until(here, b"? ") == b"? "
+            other.write(b"a line\n")
+            assert read_until(here, b"? ") == again + b"[rank 1] a line\n[rank 0] name? "
+            out.write(b"hello\n")
+            assert read_until(here, b"\n") == b"hello\n"
+            other.write(b"1/2")
+            read_until(here, b"1/2")
+            other.write(b"\r2/2")
+            assert read_until(here, b"2/2") == again + b"[rank 1] 2/2"
+            out.write(b"\r9")
+            assert read_until(here, b"9") == again + b"[rank 0] 9"
+            other.write(b"\n")
+            assert read_until(here, b"9") == again + b"[rank 1] 2/2\n[rank 0] 9"
+        streams.close()
+        assert read_until(here, b"\n") == b"\n"
+    os.close(here)
 
 
 def test_cores_that_a_container_is_given(tmp_path: Path) -> None:
@@ -575,6 +646,15 @@ def test_each_interface_that_is_named_is_tried(monkeypatch: pytest.MonkeyPatch) 
     assert (chosen.address, chosen.problem) == ("127.0.0.1", "Unable to find address for: nowhere0")
 
 
+def test_the_doctor_says_why_ranks_share_no_memory() -> None:
+    def worker(transport: Any) -> tuple[list[str], str]:
+        found, problem = _transports(SeparateHosts(transport, [1, 1]))
+        return [*found], problem
+
+    nobody = "rank 0: the memory of rank 1 cannot be opened: No such file or directory"
+    assert run_ranks(worker, 2) == [(["process_group"], nobody)] * 2
+
+
 def test_advice_on_shared_memory_is_for_hosts_that_have_none() -> None:
     once = (Timing(2**20, 0.001, 0.001, 0.002),)
     there = Speed({"process_group": once, "hierarchical (3 ranks on 2 hosts)": once}, "rank 0: too far")
@@ -777,7 +857,8 @@ REFUSED = [
     ("plan script.py:fine --ranks two", 2, None),
     ("trace nowhere", 2, "nowhere: no such folder"),
     ("trace empty", 2, "empty: no trace in it (rank0.jsonl, rank1.jsonl, ...)"),
-    ("trace other", 2, "other/rank0.jsonl: line 1 is no part of a trace"),
+    ("trace other", 1, "other/rank0.jsonl: line 1 is no part of a trace"),
+    ("trace without", 1, "without/rank0.jsonl: line 1 is no part of a trace"),
     ("trace begun", 1, "begun: no pass has settled in it, so there is nothing to show"),
     ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),
     ("trace trace --pass 9", 2, "--pass 9: the trace has passes 2 to 4"),
@@ -804,9 +885,10 @@ def test_bad_input_is_one_line(
     Path("script.py").write_text(BROKEN_MODEL)
     Path("bad.py").write_text("1 / 0\n")
     Path("syntax.py").write_text("net = = 1\n")
-    for name in ("empty", "other", "begun"):
+    for name in ("empty", "other", "without", "begun"):
         Path(name).mkdir()
     Path("other", "rank0.jsonl").write_text("hello\n")
+    Path("without", "rank0.jsonl").write_text("")
     header = (folder / "rank0.jsonl").read_text().splitlines()[0].replace('"world_size":2', '"world_size":1')
     Path("begun", "rank0.jsonl").write_text(header + "\n")
     before = [(folder / f"rank{rank}.jsonl").read_bytes() for rank in (0, 1)]

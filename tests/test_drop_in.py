@@ -107,6 +107,8 @@ class TestSurface:
         ours = inspect.signature(DistributedDataParallel.__init__).parameters
         elsewhere = {"module", "transport", "last_bucket_cap_mb", "ignore", "beside"}
         assert set(inspect.signature(attach).parameters) - elsewhere <= set(ours)
+        (listed,) = re.findall(r"^Keyword arguments of stretto's own: (.*?), as in", PAGE.read_text(), re.DOTALL | re.M)
+        assert re.findall(r"`(\w+)`", listed) == [p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY]
 
     def test_the_reducer_has_each_method_of_torchs_reducer_or_refuses_it(self, wrapped):
         for name in dir(dist.Reducer):

@@ -11,7 +11,7 @@ from models import MODELS, batch, build, far_apart, gradients, joined, loss, sam
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
-from stretto.plan import MIB
+from stretto.specs import MIB
 from stretto.testing import run_ranks, spawn_ranks
 
 CAPS = {"one parameter a bucket": 1 / MIB, "1 KB": 1 / 1024, "default": None, "everything in one": 1024.0}

@@ -43,7 +43,7 @@ class Heads(torch.nn.Module):
 
 NEVER_USED = (
     "rank 0, pass 3: heads.c.weight, heads.c.bias, heads.d.weight, heads.d.bias had no gradient in any pass so far, "
-    "{}. Each is sent as zeros and not trained.\n"
+    "{}. Each stays untrained, and is sent as zeros if others share its bucket.\n"
     "If it is meant so, freeze it, requires_grad_(False), or leave it out: "
     "attach(..., ignore=['heads.c.weight', 'heads.c.bias', 'heads.d.weight', 'heads.d.bias'])."
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_every_module_has_a_layer_and_imports_upwards_only() -> None:
         assert module in level, f"{module} has no place in docs/design.md, section 3"
         for imported in imports_of(path):
             assert level[imported] <= level[module], f"{module} imports {imported} from a later layer"
+
+
+def test_every_module_has_an_owner_in_the_design() -> None:
+    """docs/design.md, section 7: each file by its name, and no file that is gone."""
+    section = (Path(__file__).parents[1] / "docs/design.md").read_text().partition("\n## 7.")[2]
+    table = "\n".join(line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `"))
+    files = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if path.name != "__init__.py"}
+    assert set(re.findall(r"`([\w/]+\.py)`", table)) == files
 
 
 def test_no_circles() -> None:

@@ -494,6 +494,13 @@ def test_records_go_through_json() -> None:
     for wrong in ({"settled": None}, {"began": 0.5}, {"buffers": "x"}, {"gradients": [["a", None]]}):
         with pytest.raises(TypeError, match=re.escape("a time is no number of nanoseconds")):
             PassRecord.from_dict({**one.to_dict(), **wrong})
+    for wrong in ({"sparse_bytes": "x"}, {"buffer_bytes": None}, {"began": 2**63}, {"number": True}):
+        with pytest.raises(TypeError, match=re.escape("a time is no number of nanoseconds")):
+            PassRecord.from_dict({**one.to_dict(), **wrong})
+    launch = one.to_dict()["launches"][0]
+    for wrong in ({"plan": 7}, {"launches": [{**launch, "closed_by": None}]}, {"launches": [{**launch, "told": 1}]}):
+        with pytest.raises(TypeError, match=re.escape("a name is no text")):
+            PassRecord.from_dict({**one.to_dict(), **wrong})
 
 
 def test_buckets_of_records_are_medians_since_the_first_gradient() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from traces import Ladder, a_trace
 import stretto
 from stretto import clocks
 from stretto.analysis import reports_from
-from stretto.chrome import to_chrome
+from stretto.chrome import to_chrome, write_chrome
 from stretto.clocks import Clock
 from stretto.page import to_html
 from stretto.record import PassRecord
@@ -367,6 +369,40 @@ def test_what_can_be_read_is_read_and_one_line_names_the_rest(written: Path, how
     assert timeline.passes and len(reports_from(traces)) == len(ranks)
     if ranks == [0, 1]:
         assert timeline.numbers == (3, 4, 5)
+
+
+def leaves(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value inside, and to what holds it."""
+    if way:
+        yield way
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from leaves(value[key], (*way, key))
+
+
+def test_whatever_is_damaged_in_one_line_what_is_left_is_shown(written: Path, tmp_path: Path) -> None:
+    """Each value of each kind of line in turn, replaced by others."""
+    path = written / "rank0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    kinds = [0, 1, 3, len(lines) - 1]
+    for number in kinds:
+        for way in leaves(json.loads(lines[number])):
+            for wrong in (None, "x", -7, 2**62, 0.5, True, [], {}, [[]], 10**30):
+                line = json.loads(lines[number])
+                inner = line
+                for key in way[:-1]:
+                    inner = inner[key]
+                inner[way[-1]] = wrong
+                damaged = json.dumps(line, separators=(",", ":")) + "\n"
+                path.write_text("".join([*lines[:number], damaged, *lines[number + 1 :]]))
+                told: list[str] = []
+                try:
+                    traces = read_trace(written, tell=told.append)
+                    timeline = timeline_of(traces)
+                    assert timeline.passes and all(str(one) for one in reports_from(traces))
+                    write_chrome(timeline, io.StringIO())
+                    assert all(len(row) < 200 for row in sketch(timeline, 80).splitlines() if "=" in row or "#" in row)
+                except Exception as error:
+                    raise AssertionError(f"line {number + 1}, {way} = {wrong!r}: {error!r}; told {told}") from error
 
 
 def test_a_warning_says_what_is_left_out(written: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ On CPU tensors all_reduce, broadcast, all_gather, reduce_scatter and barrier, in
 that the ranks share; in a world of one there is nothing to do. Everything else goes through a Gloo group that the
 backend makes for itself: gather, scatter, reduce, all_to_all, send and recv, sparse tensors. So does everything in a
 group whose ranks do not all share memory (several hosts, containers, users): rank 0 logs the reason once, to
-``stretto.transport``.
+``stretto`` at level INFO.
 
 [Note: synchronous]  A collective in shared memory is complete when the call returns, also with ``async_op=True``, whose
 work is done already: torch's C++ waits for futures without calling into Python, and there is no thread that could

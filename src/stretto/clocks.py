@@ -18,7 +18,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -212,8 +212,3 @@ def identity() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/time')}"
     except OSError:  # not Linux: a process can at least trust itself
         return f"process {os.getpid()} of {platform.node()}"
-
-
-def older(clock: Clock | None, time: int) -> Clock | None:
-    """The same for a time far from the comparison: less certain."""
-    return None if clock is None else replace(clock, uncertainty=clock.right_to(time))

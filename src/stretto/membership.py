@@ -20,8 +20,8 @@ import torch
 
 from .arrivals import hook_gradient
 from .options import Options, names_of_sparse
-from .plan import MIB, BucketPlan, plan_buckets
-from .specs import describe_parameters
+from .plan import BucketPlan, plan_buckets
+from .specs import MIB, describe_parameters
 from .transport.base import Transport
 from .watch import listen, stop_listening
 

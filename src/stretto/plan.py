@@ -24,9 +24,7 @@ from itertools import chain
 import torch
 
 from .errors import PlanError
-from .specs import ParameterSpec, counted, dtype_name, dtype_of, format_bytes
-
-MIB = 1024 * 1024
+from .specs import MIB, ParameterSpec, counted, dtype_name, dtype_of, format_bytes
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,30 +30,32 @@ def quietly(
     traceback: it is raised here alone.
 
     Args:
-        spawn: such as :func:`~stretto.testing.spawn_ranks`.
+        spawn: such as :func:`~stretto.testing.spawn_ranks`; without ``end`` it is given ``started`` too.
         worker: can be imported by its name.
         ranks: how many, as ``spawn`` takes it.
         args: anything that can be pickled.
         timeout: seconds.
         meanwhile: called again and again while they run.
-        end: ends them, called until they have; default, kill all that multiprocessing has started.
+        end: ends them, called until they have; default, kill those that ``spawn`` has started, and no other child.
     """
+    children: list[BaseProcess] = []
+    told: dict[str, Any] = {} if end else {"started": children.append}
     resource_tracker.ensure_running()  # to start it later would unblock the signal again
     with ThreadPoolExecutor(1, initializer=_block_ctrl_c) as pool:
-        found = pool.submit(spawn, _on_rank, ranks, worker, args, timeout=timeout)
+        found = pool.submit(spawn, _on_rank, ranks, worker, args, timeout=timeout, **told)
         try:
             while not found.done():
                 meanwhile()
         except BaseException:
             while not found.done():
-                (end or _kill)()
+                _kill(children) if end is None else end()
                 time.sleep(_LOOK_SECONDS)
             raise
         return found.result()
 
 
-def _kill() -> None:
-    for process in multiprocessing.active_children():
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in [*processes]:
         process.kill()
 
 

@@ -195,7 +195,7 @@ class PassRecord:
         """The reverse.
 
         Raises:
-            TypeError: fields are missing, unknown or no numbers.
+            TypeError: fields are missing, unknown or of another kind.
             KeyError: spans, gradients or launches are missing.
             ValueError: a gradient is no pair.
         """
@@ -203,17 +203,27 @@ class PassRecord:
         gradients = tuple((name, at) for name, at in value["gradients"])
         launches = tuple(Launch(**one) for one in value["launches"])
         record = cls(**{**value, **spans, "gradients": gradients, "launches": launches})
-        times = [record.number, record.began, record.started, record.backward_ended, record.settled]
-        times += [time for span in spans.values() for one in span for time in (one.begin, one.end)]
-        times += [time for one in launches for time in (one.bucket, one.begin, one.handed_over, one.end, one.seen)]
-        times += [at for _, at in gradients]
-        times += [one.nbytes for one in launches] + [one.full for one in launches if one.full is not None]
-        times += [] if record.buffers is None else [record.buffers]
-        if not all(type(time) is int for time in times):
+        numbers = [record.number, record.began, record.started, record.backward_ended, record.settled]
+        numbers += [record.sparse_bytes, record.buffer_bytes]
+        numbers += [time for span in spans.values() for one in span for time in (one.begin, one.end)]
+        numbers += [time for one in launches for time in (one.bucket, one.begin, one.handed_over, one.end, one.seen)]
+        numbers += [at for _, at in gradients]
+        numbers += [one.nbytes for one in launches] + [one.full for one in launches if one.full is not None]
+        numbers += [] if record.buffers is None else [record.buffers]
+        if not all(map(is_whole, numbers)):
             raise TypeError("a time is no number of nanoseconds")
+        texts = [record.plan, *(one.closed_by for one in launches), *(name for name, _ in gradients)]
+        if not all(type(text) is str for text in texts) or not all(type(one.told) is bool for one in launches):
+            raise TypeError("a name is no text")
         return record
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a number as clocks and sizes have them, of 64 bits."""
+    return type(value) is int and -_MOST < value < _MOST
+
+
+_MOST = 2**63
 _SPANS = ("forwards", "optimizer", "unsynchronized")
 
 

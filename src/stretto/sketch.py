@@ -54,16 +54,21 @@ def sketch(timeline: Timeline, width: int = 72, passes: Collection[int] | None =
 class _Scale:
     def __init__(self, begin: int, end: int, columns: int) -> None:
         self._begin = begin
+        self._columns = columns
         self._per_time = columns / max(1, end - begin)
 
     def line(self, name: str, *marks: tuple[str, int, int]) -> str:
         """Later marks are drawn over earlier ones. Whatever is there has a column at least."""
         row: list[str] = []
         for mark, begin, end in marks:
-            first, last = (round((at - self._begin) * self._per_time) for at in (begin, end))
+            first, last = (self._column(at) for at in (begin, end))
             row += " " * (max(first + 1, last) - len(row))
             row[first : max(first + 1, last)] = mark * max(1, last - first)
         return f"{name:{LEFT - 1}} {''.join(row)}"
+
+    def _column(self, at: int) -> int:
+        """Never outside: of a damaged trace times can lie anywhere, and a line would be as long."""
+        return min(max(0, round((at - self._begin) * self._per_time)), self._columns)
 
 
 def _rank(one: RankPass, scale: _Scale) -> list[str]:

@@ -11,6 +11,8 @@ import torch
 
 from .errors import PlanError
 
+KIB, MIB = 1024, 1024 * 1024
+
 
 @dataclass(frozen=True)
 class ParameterSpec:

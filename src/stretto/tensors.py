@@ -13,9 +13,8 @@ from .attach import default_transport
 from .broadcast import start_reduce
 from .errors import SetupError, UnsupportedError
 from .peers import Peers
-from .plan import MIB
 from .scaling import Reduce
-from .specs import dtype_name
+from .specs import MIB, dtype_name
 from .transport import Transport
 
 ADVICE = "Give the same tensors in the same order on every rank."

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
@@ -66,10 +67,23 @@ def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout
     return results
 
 
-def spawn_ranks(worker: Callable[..., T], world_size: int, *args: Any, timeout: float = 90.0) -> list[T]:
+def spawn_ranks(
+    worker: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout: float = 90.0,
+    started: Callable[[BaseProcess], object] | None = None,
+) -> list[T]:
     """Run ``worker(rank, *args)`` in ``world_size`` processes with a Gloo process group on loopback.
 
     Results are sent back pickled through files. No port is chosen by hand: ranks meet through a file store.
+
+    Args:
+        worker: can be imported by its name.
+        world_size: processes.
+        args: anything that can be pickled.
+        timeout: seconds.
+        started: is called with each process, for who may have to end them; default, nobody is told.
 
     Raises:
         RuntimeError: a rank failed; with the traceback of each that did.
@@ -83,6 +97,8 @@ def spawn_ranks(worker: Callable[..., T], world_size: int, *args: Any, timeout: 
         ]
         for process in processes:
             process.start()
+            if started is not None:
+                started(process)
         deadline = time.monotonic() + timeout
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -29,12 +29,14 @@ from typing import Any
 from .clocks import Clock
 from .errors import StrettoError
 from .plan import BucketPlan
-from .record import PassRecord
+from .record import PassRecord, is_whole
 
 VERSION = 1
 _FILE = re.compile(r"rank(\d+)\.jsonl")
 _NUMBER = re.compile(rb'{"pass":{"number":(\d+),')
 """How the line of a pass begins: it need not be understood whole to know which it is."""
+_MOST_RANKS = 2**20
+"""More than there were ever: a header that speaks of so many is damaged, and each of them would be named as missing."""
 _SHOWN = 3
 """So many lines that are no part of a trace are named."""
 log = logging.getLogger("stretto")
@@ -236,16 +238,18 @@ class _File:
         try:
             header = json.loads(line)
             version = header.pop("stretto_trace")
-            clock = header.pop("clock")
+            clock = _clock(header.pop("clock"))
             devices = tuple(header.pop("devices", ("cpu",)))
-            trace = RankTrace(**header, clock=Clock(**clock) if clock else None, devices=devices)
+            trace = RankTrace(**header, clock=clock, devices=devices)
+            if not _is_sound(trace):
+                raise TypeError(header)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             version = _version(line)
             if version == VERSION or version is None:
                 raise TraceError(f"{self._path}: line 1 is no part of a trace") from error
         if version != VERSION:
             raise TraceError(f"{self._path}: written in version {version} of the format, this is version {VERSION}")
-        if trace.rank != self._rank or type(trace.world_size) is not int:
+        if trace.rank != self._rank:
             raise TraceError(f"{self._path}: is the file of rank {trace.rank} by what it says")
         return trace
 
@@ -259,8 +263,10 @@ class _File:
             if "plan" in value:
                 self._plans[value["hash"]] = BucketPlan.from_json(json.dumps(value["plan"]))
             else:
-                self._end = str(value["end"])
-                self._later = Clock(**later) if (later := value.get("later")) else None
+                end, self._later = value["end"], _clock(value.get("later"))
+                if type(end) is not str:
+                    raise TypeError(end)
+                self._end = end
         except (KeyError, TypeError, ValueError, AttributeError):
             self._bad.append(number)
 
@@ -284,6 +290,22 @@ class _File:
         plan = self._plans.get(record.plan)
         buckets = [one.bucket for one in record.launches]
         return min(buckets, default=0) >= 0 and (plan is None or max(buckets, default=-1) < len(plan.buckets))
+
+
+def _is_sound(header: RankTrace) -> bool:
+    """Whether its values are of the kinds that a trace has."""
+    tables = [text for table in (header.versions, header.tied) for one in table.items() for text in one]
+    texts = (header.transport, header.host, header.run, header.kernel, *header.devices, *tables)
+    numbers = (header.rank, header.world_size, header.pid)
+    right = all(type(text) is str for text in texts) and all(map(is_whole, numbers))
+    return right and 0 <= header.rank < header.world_size < _MOST_RANKS
+
+
+def _clock(value: Any) -> Clock | None:
+    clock = None if value is None else Clock(**value)
+    if clock is not None and not all(map(is_whole, (clock.offset, clock.uncertainty, clock.at))):
+        raise TypeError(value)
+    return clock
 
 
 def _whole(file: Any) -> Iterator[bytes]:

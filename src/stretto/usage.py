@@ -102,7 +102,8 @@ class NeverUsed:
 
     def _warn(self, names: list[str], told: bool) -> None:
         log.warning(
-            "%s: %s had no gradient in any pass so far, %s. Each is sent as zeros and not trained.\n"
+            "%s: %s had no gradient in any pass so far, %s. "
+            "Each stays untrained, and is sent as zeros if others share its bucket.\n"
             "If it is meant so, freeze it, requires_grad_(False), or leave it out: attach(..., ignore=[%s]).",
             self._queue.where,
             name_list(names),

@@ -12,10 +12,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -105,6 +107,15 @@ class Agent(LocalElasticAgent):
     def stop_meeting(self) -> None:
         """End the store by which ranks meet."""
         self._meeting.shutdown()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """torch keeps its files of what ranks print until it is gone itself: the pipes would not end with the ranks."""
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        handlers = self._pcontext.subprocess_handlers if isinstance(self._pcontext, SubprocessContext) else {}
+        for handler in handlers.values():
+            for file in filter(None, (handler._stdout, handler._stderr)):
+                file.close()
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """torch calls this again and again, and its own ends all ranks when it sees one that has failed."""

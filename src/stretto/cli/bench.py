@@ -63,8 +63,10 @@ def _compared(model: str, ranks: int, threads: int, effort: Effort, only: list[s
     except KeyboardInterrupt:
         show_cursor()  # which the bar of rank 0 had hidden
         raise
+    except TimeoutError as error:  # an OSError too
+        raise CommandError(str(error), WRONG) from error
     except OSError as error:
-        raise CommandError(f"--network {network}: {error}", WRONG) from error
+        raise CommandError(f"--network {network}: {error}" if network else str(error), WRONG) from error
     except RuntimeError as error:  # with the traceback of each rank that failed
         if isinstance(error, ValueError):
             raise  # of the options, in one line

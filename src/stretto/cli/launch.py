@@ -109,16 +109,15 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
     agent = Agent([sys.executable, *command], ranks, _Pipes(streams), lambda rank: streams.err[rank].traceback())
     try:
         failures = agent.run().failures
-        streams.close()
-        if not failures:
-            return Outcome()
-        return Outcome(first_failure(failures, [stream.traceback() for stream in streams.err], agent.ends.failed))
     except SignalException as stop:
         return Outcome(stopped_by=int(stop.sigval))
     finally:
         agent.stop_meeting()
         logging.disable(before)
         streams.close()
+    if not failures:
+        return Outcome()
+    return Outcome(first_failure(failures, [stream.traceback() for stream in streams.err], agent.ends.failed))
 
 
 def first_failure(

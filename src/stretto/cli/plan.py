@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from ..bench.factory import model_of
 from ..errors import name_list
-from ..plan import MIB, BucketPlan, plan_buckets
+from ..plan import BucketPlan, plan_buckets
 from ..report import ms, share
-from ..specs import ParameterSpec, describe_parameters, format_bytes
+from ..specs import MIB, ParameterSpec, describe_parameters, format_bytes
 from .console import FINE, AsJson, CommandError, progress, say, say_json, table
 from .forms import MODEL
 from .link import Link, parse_bandwidth, parse_latency

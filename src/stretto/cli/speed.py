@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import SetupError
-from ..plan import MIB
+from ..specs import MIB
 from ..testing_network import SeparateHosts
 from ..transport import ProcessGroupTransport, Transport, choose
 from .ranks import work
@@ -138,12 +137,11 @@ def _measured(base: ProcessGroupTransport, rounds: Mapping[int, int], tell: Call
 
 def _transports(base: ProcessGroupTransport) -> tuple[dict[str, Transport], str]:
     """The process group and what would be taken instead, and why all cannot share memory. Collective."""
-    try:
-        return {"process_group": base, "shared_memory": choose(base, "shared_memory")}, ""
-    except SetupError as error:
-        problem = str(error).partition("cannot be had: ")[2].partition(".\n")[0]
-    taken = choose(base, "auto")
-    return {"process_group": base} | ({} if taken is base else {taken.name: taken}), problem
+    reasons: list[str] = []
+    taken = choose(base, "auto", tell=reasons.append)
+    if not reasons:
+        return {"process_group": base, "shared_memory": taken}, ""
+    return {"process_group": base} | ({} if taken is base else {taken.name: taken}), reasons[0]
 
 
 def _share_done(number: int, rounds: Mapping[int, int]) -> float:

@@ -1,5 +1,8 @@
 """What ranks print: each line with its rank before it, through pipes, and the end of each stderr kept.
 
+A progress bar is forwarded state by state, each with the carriage return that lets the next one take its line. A
+terminal also shows what has no end of line yet.
+
 No file is written. A pipe's writing end is handed to the launcher as ``/proc/self/fd/N``, since it wants a path.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 import collections
 import os
 import re
+import select
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +19,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 KEPT_LINES = 400
+SILENCE_MS = 100
+"""After which a terminal shows what a rank has printed without an end of line, a prompt say."""
+_ERASE = b"\r\x1b[K"
 _BEGINNING = "Traceback (most recent call last):"
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 _OF_TORCH = re.compile(rb"\[rank\d+\]: ")  # torch puts the rank before each line of an exception, as we do
@@ -39,6 +46,31 @@ class Traceback:
         return any(_CONSEQUENCE.match(line) for line in self.text.splitlines())
 
 
+class LastLine:
+    """What stands without an end at the bottom of a terminal, a progress bar or a prompt; others' lines go above it."""
+
+    def __init__(self) -> None:
+        self._whose: object = None
+        self._text = b""
+
+    def ended(self, whose: object, line: bytes) -> bytes:
+        """What to write for a line that has ended."""
+        if self._whose is not whose:
+            return (_ERASE if self._text else b"") + line + b"\n" + self._text
+        begun, self._whose, self._text = self._text, None, b""
+        return _after(begun, line) + b"\n"
+
+    def begun(self, whose: object, line: bytes) -> bytes:
+        """What to write for one that may go on, or be rewritten."""
+        before, self._text = self._text, line
+        same, self._whose = self._whose is whose, whose
+        return _after(before, line) if same or not before else _ERASE + line
+
+
+def _after(begun: bytes, line: bytes) -> bytes:
+    return line[len(begun) :] if line.startswith(begun) else _ERASE + line
+
+
 class Stream:
     """One pipe out of one rank, forwarded by a thread of its own.
 
@@ -46,16 +78,19 @@ class Stream:
         rank: whose.
         sink: where its lines go.
         lock: held while a line is written, so that lines stay whole.
+        last: that of the terminal, should the sink be one.
     """
 
-    def __init__(self, rank: int, sink: BinaryIO, lock: threading.Lock) -> None:
+    def __init__(self, rank: int, sink: BinaryIO, lock: threading.Lock, last: LastLine) -> None:
         self._reading, self._writing = os.pipe()
         self._prefix = f"[rank {rank}] ".encode()
         self._sink: BinaryIO | None = sink
         self._lock = lock
+        self._last = last if sink.isatty() else None
+        self._line = bytearray()
+        self._returned = self._shown = False
         self._kept: collections.deque[tuple[float, str]] = collections.deque(maxlen=KEPT_LINES)
-        self._closed = False
-        self._thread = threading.Thread(target=self._forward, daemon=True)
+        self._thread = threading.Thread(target=self._forward, name=f"what rank {rank} prints", daemon=True)
         self._thread.start()
 
     @property
@@ -65,9 +100,7 @@ class Stream:
 
     def close(self, seconds: float) -> None:
         """Wait until all is forwarded, but not for ever: what a rank has left running may hold the pipe."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._writing)
+        os.close(self._writing)
         self._thread.join(seconds)
 
     def traceback(self) -> Traceback | None:
@@ -77,27 +110,58 @@ class Stream:
         return last_traceback([line for _, line in kept], [at for at, _ in kept])
 
     def _forward(self) -> None:
-        left = b""
-        while chunk := os.read(self._reading, 1 << 16):
-            *lines, left = (left + chunk).split(b"\n")
-            self._write(lines)
-        self._write([left] if left else [])
+        more = select.poll()
+        more.register(self._reading)
+        while True:
+            if self._last is not None and self._line and not more.poll(SILENCE_MS):
+                self._show_state()
+            chunk = os.read(self._reading, 1 << 16)
+            if not chunk:
+                break
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                self._take(line)
+                self._end_line()
+            self._take(rest)
+        if self._line:
+            self._end_line()
         os.close(self._reading)
 
-    def _write(self, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            shown = line.removesuffix(b"\r").rpartition(b"\r")[2]  # of a progress bar, its last state
-            if found := _OF_TORCH.match(shown):
-                shown = shown[found.end() :]
-            with self._lock:
-                self._kept.append((time.monotonic(), shown.decode(errors="replace")))
-                self._show(shown)
+    def _take(self, part: bytes) -> None:
+        for number, piece in enumerate(part.split(b"\r")):
+            self._returned = self._returned or number > 0
+            if self._returned and piece:  # else a newline may follow the return
+                self._show_state()
+                self._line.clear()
+                self._returned = False
+            if piece:
+                self._line += piece
+                self._shown = False
 
-    def _show(self, line: bytes) -> None:
+    def _show_state(self) -> None:
+        """Of a progress bar, or a prompt: what may go on, on the same line."""
+        if self._line and not self._shown:
+            self._shown = True
+            state = self._prefix + self._line
+            with self._lock:
+                self._write(state + b"\r" if self._last is None else self._last.begun(self, state))
+
+    def _end_line(self) -> None:
+        line = bytes(self._line)
+        self._line.clear()
+        self._returned = False
+        if found := _OF_TORCH.match(line):
+            line = line[found.end() :]
+        whole = self._prefix + line
+        with self._lock:
+            self._kept.append((time.monotonic(), line.decode(errors="replace")))
+            self._write(whole + b"\n" if self._last is None else self._last.ended(self, whole))
+
+    def _write(self, text: bytes) -> None:
         if self._sink is None:
             return
         try:
-            self._sink.write(self._prefix + line + b"\n")
+            self._sink.write(text)
             self._sink.flush()
         except (OSError, ValueError):  # nobody reads any more; the rank must not notice
             self._sink = None
@@ -127,12 +191,12 @@ class Streams:
     """
 
     def __init__(self, ranks: int, out: BinaryIO, err: BinaryIO) -> None:
-        lock = threading.Lock()
-        self.out = [Stream(rank, out, lock) for rank in range(ranks)]
-        self.err = [Stream(rank, err, lock) for rank in range(ranks)]
+        lock, last = threading.Lock(), LastLine()
+        self.out = [Stream(rank, out, lock, last) for rank in range(ranks)]
+        self.err = [Stream(rank, err, lock, last) for rank in range(ranks)]
 
     def close(self, seconds: float = 2.0) -> None:
-        """Forward what is left. Harmless twice."""
+        """Forward what is left."""
         until = time.monotonic() + seconds
         for stream in (*self.out, *self.err):
             stream.close(max(0.0, until - time.monotonic()))

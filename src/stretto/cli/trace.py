@@ -14,8 +14,8 @@ from ..page import to_html
 from ..plots import save_picture
 from ..sketch import sketch
 from ..timeline import Timeline, timeline_of
-from ..trace import Choice, RankTrace, read_trace
-from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, progress, say, say_json, write
+from ..trace import Choice, RankTrace, TraceError, files_of, read_trace
+from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, progress, say, say_json, write
 
 WIDTH = 100
 """Of the picture in the terminal."""
@@ -91,7 +91,10 @@ def _read(folder: Path, choice: Choice, rank: int | None) -> tuple[list[RankTrac
     """What can be read, and a line for each thing that cannot."""
     notes: list[str] = []
     with progress(f"reading {folder}"):
-        traces = read_trace(folder, choice, notes.append)
+        try:
+            traces = read_trace(folder, choice, notes.append)
+        except TraceError as error:
+            raise CommandError(str(error), WRONG if files_of(folder) else BAD_INPUT) from error
     ranks = [one.rank for one in traces]
     if rank is not None and rank not in ranks:
         raise CommandError(f"--rank {rank}: the trace has ranks {_listed(ranks)}")

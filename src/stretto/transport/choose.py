@@ -52,7 +52,12 @@ class Seen:
 
 
 def choose(
-    base: Transport, asked: str, *, on_host: bool = True, gather: Callable[[Any], list[Any]] | None = None
+    base: Transport,
+    asked: str,
+    *,
+    on_host: bool = True,
+    gather: Callable[[Any], list[Any]] | None = None,
+    tell: Callable[[str], object] = lambda why: None,
 ) -> Transport:
     """What suits the ranks of ``base``. Collective.
 
@@ -63,6 +68,7 @@ def choose(
         asked: ``"auto"``, ``"shared_memory"`` or ``"process_group"``, the same on all ranks.
         on_host: whether this rank has tensors in the host's memory at all.
         gather: takes the part of ``base.all_gather_object``, which waits without a look at the other ranks.
+        tell: is told, on each rank, why not all share memory, where they do not and ``"auto"`` was asked for.
 
     Raises:
         SetupError: ``"shared_memory"`` was asked for and cannot be had, or ranks ask differently; on all ranks.
@@ -81,6 +87,8 @@ def choose(
             f'rank {base.rank}: transport="shared_memory" cannot be had: {why}.\n'
             'Attach with transport="auto", which then uses the process group.'
         )
+    if len(hosts) != 1:
+        tell(why)
     if len(hosts) > 1 and (problem := why_not(base) or ""):
         why, hosts = f"{why}; and {problem}", []
     if len(hosts) != 1 and all(len(ranks) == 1 for ranks in hosts):

@@ -16,16 +16,17 @@ from datetime import timedelta
 
 import torch
 
-from ..specs import dtype_name
+from ..specs import KIB, dtype_name
 from .host import Host
 from .message import Message, Posted
 from .page import ENTRIES, Entry
+from .slices import WIDER
 from .staging import Staging
 from .sums import Copy
 
-KIB = 1024
-PIECE_BYTES = 1024 * KIB
-WINDOW_BYTES = 4 * PIECE_BYTES
+STAGED_BYTES = 1024 * KIB
+"""What is staged at a time, to stay in the processor's cache: less than where slices are summed, sums.PIECE_BYTES."""
+WINDOW_BYTES = 4 * STAGED_BYTES
 """So much staging memory may be in use before a rank waits until all have read the oldest."""
 STRIPS_FROM_RANKS = 4
 """From so many ranks on, each reduces a strip only, which is less memory traffic in all."""
@@ -44,7 +45,6 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 _FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 class Alone:
@@ -102,7 +102,7 @@ class Collectives:
 
     def all_reduce(self, tensor: torch.Tensor, operation: str, timeout: timedelta | None = None) -> None:
         """Replace the tensor by its reduction over the ranks."""
-        pieces = _pieces(tensor, PIECE_BYTES)
+        pieces = _pieces(tensor, STAGED_BYTES)
         if len(self._host.peers) >= STRIPS_FROM_RANKS and tensor.nbytes > STRIPS_FROM_BYTES:
             self._reduce_strips(pieces, operation, timeout)
         else:
@@ -127,15 +127,15 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
         """Replace the tensor by that of rank ``root``, who waits for the others only where the window is full."""
-        pieces = _pieces(tensor.view(torch.uint8), PIECE_BYTES)
+        pieces = _pieces(tensor.view(torch.uint8), STAGED_BYTES)
         self._run((Copy(self._host, piece, self._staging, root) for piece in pieces), timeout)
 
     def all_gather(
         self, results: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta | None = None
     ) -> None:
         """Write the tensor of each rank into one of ``results``, which are all as large."""
-        parts = [_pieces(result.view(torch.uint8), PIECE_BYTES) for result in results]
-        pieces = zip(_pieces(tensor.view(torch.uint8), PIECE_BYTES), *parts, strict=True)
+        parts = [_pieces(result.view(torch.uint8), STAGED_BYTES) for result in results]
+        pieces = zip(_pieces(tensor.view(torch.uint8), STAGED_BYTES), *parts, strict=True)
         self._run((Gathering(self._host, self._staging, piece, into) for piece, *into in pieces), timeout)
 
     def reduce_scatter(
@@ -146,7 +146,7 @@ class Collectives:
         timeout: timedelta | None = None,
     ) -> None:
         """Write into ``result`` the reduction of what the ranks have for this one: of ``tensors``, one for each."""
-        nbytes = max(PIECE_BYTES // len(tensors), 64)
+        nbytes = max(STAGED_BYTES // len(tensors), 64)
         parts = zip(_pieces(result, nbytes), *(_pieces(tensor, nbytes) for tensor in tensors), strict=True)
         place = self._host.place
         self._run(
@@ -271,7 +271,7 @@ class Meeting:
 def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], operation: str) -> None:
     """Reduce two or more parts in their order; half types are added and multiplied in float32, and rounded once."""
     apply = _OPERATIONS[operation]
-    wide = _WIDER.get(result.dtype) if operation in ("sum", "avg", "prod") else None
+    wide = WIDER.get(result.dtype) if operation in ("sum", "avg", "prod") else None
     first, second, *rest = parts
     total = result if wide is None else torch.empty_like(result, dtype=wide)
     apply(first if wide is None else first.to(wide), second, out=total)

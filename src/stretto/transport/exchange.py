@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from .base import Work
-from .slices import slice_of
+from .slices import WIDER, slice_of
 
 _ALONE_BYTES = 64 * 1024
 """A share of up to here is sent at once."""
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def all_to_all(
@@ -149,7 +148,7 @@ class ShareSum:
         """In rank order, into ``own``; half types are rounded once."""
         parts = [*others]
         parts.insert(self._rank, own)
-        wide = _WIDER.get(own.dtype)
+        wide = WIDER.get(own.dtype)
         total = parts[0].to(wide) if wide else torch.add(parts[0], parts[1])
         for part in parts[1 if wide else 2 :]:
             total.add_(part)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..specs import dtype_name
+from ..specs import MIB, dtype_name
 from .base import Transport, Work
 from .common import Offered
 from .counterparts import Counterparts
@@ -33,7 +33,7 @@ from .ordinary import elements
 from .shared_memory import CLOSE_SECONDS
 from .slices import slice_of
 from .staging import Staging
-from .sums import BLOCK_BYTES, MIB, PIECE_BYTES, SMALL_BYTES, Block, views
+from .sums import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES, Block, views
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host in order; hosts in the order of their first ranks."""
@@ -125,10 +125,6 @@ class HierarchicalTransport:
     def process_group(self) -> Any:
         """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
         return getattr(self._base, "process_group", None)
-
-    def advance(self) -> None:
-        """Do what can be done for messages under way, without waiting."""
-        self._team.host.advance()
 
     def flush(self, seconds: float) -> None:
         """Let the others have what they need of this rank, as far as they come within so many seconds."""

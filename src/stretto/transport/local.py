@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from ..specs import MIB
 from .base import Work
-
-MIB = 1024 * 1024
 
 
 @dataclass

@@ -34,9 +34,9 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CommunicationError
+from ..specs import MIB
 from .ordinary import all_bytes
 
-MIB = 1024 * 1024
 CHUNK_BYTES = 4 * MIB
 """Segments for several tensors are at least so large; later ones a quarter of all in use, up to the following."""
 LARGEST_CHUNK_BYTES = 64 * MIB

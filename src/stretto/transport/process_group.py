@@ -19,10 +19,9 @@ import torch.distributed.nn
 from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
+from ..specs import MIB
 from .base import Work
 from .exchange import ShareSum, exchange_shares
-
-MIB = 1024 * 1024
 
 
 class ProcessGroupTransport:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from ..specs import MIB
 from .base import Transport, Work
 from .common import Offered
 from .host import Host
 from .ordinary import elements
 from .staging import Staging
-from .sums import MIB, PIECE_BYTES, SMALL_BYTES, Copy, StagedSum, SumForAll, SumOfShare, SumOfSlices
+from .sums import PIECE_BYTES, SMALL_BYTES, Copy, StagedSum, SumForAll, SumOfShare, SumOfSlices
 
 CLOSE_SECONDS = 5.0
 """How long a rank that leaves stays for others that have not yet read what it has sent."""
@@ -126,10 +127,6 @@ class SharedMemoryTransport:
     def process_group(self) -> Any:
         """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
         return getattr(self._base, "process_group", None)
-
-    def advance(self) -> None:
-        """Do what can be done for messages under way, without waiting."""
-        self._host.advance()
 
     def flush(self, seconds: float) -> None:
         """Let the others have what they need of this rank, as far as they come within so many seconds.

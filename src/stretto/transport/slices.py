@@ -1,6 +1,11 @@
-"""How elements are divided over ranks."""
+"""How elements are divided over ranks, and in what they are summed."""
 
 from __future__ import annotations
+
+import torch
+
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""In which dtype sums of half types are taken, to be rounded once."""
 
 
 def slice_of(numel: int, place: int, places: int) -> tuple[int, int]:

@@ -16,21 +16,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ..specs import dtype_name
+from ..specs import KIB, MIB, dtype_name
 from .host import Host
 from .ordinary import elements
 from .page import Entry
-from .slices import slice_of
+from .slices import WIDER, slice_of
 from .staging import Staging
 
-KIB, MIB = 1024, 1024 * 1024
 SMALL_BYTES = 16 * KIB
 """Up to here each rank sums all of a message for itself."""
 BLOCK_BYTES = 128 * KIB
 """Added and written in blocks that stay in the processor's cache in between."""
 PIECE_BYTES = 4 * MIB
 """What does not lie in shared memory passes through it in pieces of this size."""
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 class SumForAll:
@@ -56,7 +54,7 @@ class SumForAll:
         parts = routes.get(key)
         if parts is None:
             parts = routes[key] = views(self._host, entries, self._result.dtype, 0, self.numel)
-        if self._result.dtype in _WIDER:
+        if self._result.dtype in WIDER:
             total = _widened(parts)
             total[: self._averaged].div_(divisor)
             self._result.copy_(total)
@@ -131,7 +129,7 @@ class SumOfShare(SumOfSlices):
         for block in self.blocks(entries):
             block.add_up(self._host.place)
         behind = views(self._host, entries, self.dtype, self._averaged, self.numel)
-        self._behind = _widened(behind) if self.dtype in _WIDER else _added(behind, torch.empty_like(behind[0]))
+        self._behind = _widened(behind) if self.dtype in WIDER else _added(behind, torch.empty_like(behind[0]))
 
     def blocks(self, entries: Sequence[bytes]) -> list[Block]:
         """This rank's share of every rank's tensor, cut into blocks."""
@@ -218,7 +216,7 @@ class Block:
     def add_up(self, place: int = 0) -> torch.Tensor:
         """The sum in rank order, divided, in the memory of one of them; the others' stay as they are."""
         total = self.parts[place]
-        if total.dtype in _WIDER:
+        if total.dtype in WIDER:
             wide = _widened(self.parts)
             total.copy_(wide if self.divisor == 1 else wide.div_(self.divisor))
             return total
@@ -230,7 +228,7 @@ class Block:
 
     def add_up_into(self, total: torch.Tensor) -> None:
         """The sum in rank order, undivided, into another tensor, or the first of them."""
-        if total.dtype in _WIDER:
+        if total.dtype in WIDER:
             total.copy_(_widened(self.parts))
         else:
             _added(self.parts, total)
@@ -247,7 +245,7 @@ def _added(parts: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].to(_WIDER[parts[0].dtype])
+    total = parts[0].to(WIDER[parts[0].dtype])
     for part in parts[1:]:
         total.add_(part)
     return total

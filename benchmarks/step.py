@@ -8,7 +8,8 @@ host:    two ranks of one thread on five models: a step over the same step witho
          its own copy with plain AdamW; and the geometric mean over the models.
 network: ResNet18, batch 16 of 64 x 64, one rank on each of two hosts that are emulated (network namespaces): a step
          over max(compute alone, communication alone), which no method that sends all gradients in a step can beat.
-         Communication alone is one all-reduce of all gradients with nothing to compute.
+         Communication alone is one all-reduce of all gradients with nothing to compute. Beside it, what these layers
+         on this link take at least, calculated (least.py): forward needs parameters before backward gives gradients.
 memory:  what parameters and optimizer state take of a rank's proportional set size (/proc/self/smaps_rollup), that is,
          memory that ranks share is divided among them.
 
@@ -25,14 +26,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stretto.bench import Comparison, Contestant, Effort, Spread, compare
 from stretto.bench.contestants import ALONE, MESSAGES, alone, steppers, stepping, torch_tuned
+from stretto.bench.factory import workload_of
 from stretto.bench.models import title_of
 from stretto.bench.result import geometric_mean
 from stretto.bench.sharded import sharded
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import count, ends_well, machine, output, show_table
+from least import Profile, least_seconds, profile
 from memory import measure_memory
 from workloads import RESNET18X16
 
@@ -83,18 +88,41 @@ def over_bound(run: Comparison, name: str) -> Spread:
     return Spread.of([one / least for one, least in zip(run.seconds[name], bound(run), strict=True)])
 
 
+def profile_of(workload: str) -> Profile:
+    torch.set_num_threads(1)
+    model, loss = workload_of(workload)()
+    return profile(model, loss, torch.optim.AdamW(model.parameters()))
+
+
 def run_network(rounds: int, rate: str, workload: str) -> dict[str, Any]:
     plain = [alone(), Contestant(MESSAGES, "messages"), torch_tuned(), Contestant("stretto", "stretto")]
     who = [*(stepping(one, "adamw") for one in plain), *sharded()]
+    step = profile_of(workload)
     run = compare(workload, contestants=who, effort=effort(rounds), network=rate, progress=True, timeout=TIMEOUT)
     rows = [
         [name, run.spread(name).show(1e-3, 1), over_bound(run, name).show() if name not in (ALONE, MESSAGES) else ""]
         for name in run.seconds
     ]
+    least = least_of(step, run)
+    longer = statistics.median(bound(run))
+    rows += [[name, f"{seconds * 1e3:.1f}", f"{seconds / longer:.2f}"] for name, seconds in least.items()]
     show_table(f"AdamW, {run.network}, one rank each", ["", "ms a step", "over the longer of both alone"], rows)
     say_remarks([run])
     ratios = {name: vars(over_bound(run, name)) for name in run.seconds}
-    return {"runs": [run.to_dict()], "over max(compute, communication)": ratios}
+    return {"runs": [run.to_dict()], "over max(compute, communication)": ratios, "calculated": least}
+
+
+def least_of(step: Profile, run: Comparison) -> dict[str, float]:
+    """Seconds of a step on a link that is as fast as one message of everything was."""
+    nbytes = sum(layer.nbytes for layer in step.layers)
+    link = run.spread(MESSAGES).median
+    return {
+        title: least_seconds(step, lambda part: link * part / nbytes, shares=shares)
+        for title, shares in (
+            ("calculated least, all gradients before the step", False),
+            ("calculated least, in shares", True),
+        )
+    }
 
 
 # memory

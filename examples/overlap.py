@@ -1,7 +1,7 @@
 """Watch backward from inside: which bucket left when, and what was hidden behind the gradients still to come.
 
     python examples/overlap.py                                # a sketch of one backward, here in the terminal
-    python examples/overlap.py --sizes 0.01 0.07 0.13 0.3 1   # what the size of buckets does to it
+    python examples/overlap.py --sizes 0.001 0.07 0.13 0.3 1  # what the size of buckets does to it
     python examples/overlap.py --pictures docs/pictures       # the four runs of docs/overlap.md, as pictures
 
 Two processes on this machine. The link between them is emulated: each all-reduce takes 2 ms, and 5 ms more for each

@@ -309,7 +309,7 @@ def test_each_command_on_the_overlap_page_is_run_by_a_test() -> None:
 
 PICTURES = "python examples/overlap.py --pictures docs/pictures"
 TRACE = "stretto trace trace --text --html overlap.html --picture overlap.png --last 20"
-SIZES = "python examples/overlap.py --sizes 0.01 0.07 0.13 0.3 1"
+SIZES = "python examples/overlap.py --sizes 0.001 0.07 0.13 0.3 1"
 SKETCH = "python examples/overlap.py"
 
 

@@ -106,6 +106,8 @@ def test_step_benchmark_compares_with_what_cannot_be_beaten(tmp_path: Path) -> N
     ratios = found["over max(compute, communication)"]
     assert ratios["stretto"]["median"] == pytest.approx(seconds["stretto"] / least)
     assert {TUNED, "stretto", SHARDED} < ratios.keys()
+    assert [*found["calculated"]] == ["calculated least, all gradients before the step", "calculated least, in shares"]
+    assert all(one > 0 for one in found["calculated"].values())
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import warm_programs
 from comparisons import made_up
 
@@ -142,3 +143,22 @@ def test_page_has_a_place_for_every_figure(figures: Any) -> None:
     for name in figures.FIGURES:
         assert text.count(f"<!-- figure: {name} -->") == text.count(f"<!-- end of {name} -->") == 1
         assert f"figures.py {name}" in text
+
+
+def test_least_that_a_step_can_take_is_calculated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from least import Layer, Profile, least_seconds, profile
+
+    step = Profile([Layer(100, 0.0, 0.8), Layer(300, 0.1, 0.4)], backward_ends=0.8, optimizer=0.2)
+    assert least_seconds(step, lambda nbytes: 0, shares=False) == pytest.approx(1.0)
+    assert least_seconds(step, lambda nbytes: 0, shares=True) == pytest.approx(0.9), "half of the optimizer's step"
+    # all: the second layer's 3 s from 0.4 on, then the first's 1 s, then the step
+    assert least_seconds(step, lambda nbytes: nbytes / 100, shares=False) == pytest.approx(0.4 + 4 + 0.2)
+    # shares: 0.5 s for the first layer and 1.5 s for the second before forward reaches it, 0.3 s later its gradients
+    assert least_seconds(step, lambda nbytes: nbytes / 100, shares=True) == pytest.approx(2 + 0.3 + 2 + 0.1)
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    found = profile(model, lambda net: net(torch.ones(3, 8)).sum(), torch.optim.SGD(model.parameters()), rounds=3)
+    assert [layer.nbytes for layer in found.layers] == [4 * 72, 4 * 18]
+    assert 0 <= found.layers[0].needed <= found.layers[1].needed <= found.layers[1].ready <= found.layers[0].ready
+    assert found.layers[0].ready <= found.backward_ends and found.optimizer > 0

@@ -72,10 +72,10 @@ class Deadly:
     def set_up(self) -> None:
         original, calls = getattr(self.owner, self.function), itertools.count(1)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             if next(calls) == self.number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments)
+            return original(*arguments, **options)
 
         setattr(self.owner, self.function, call)
 

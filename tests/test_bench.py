@@ -23,6 +23,7 @@ from comparisons import MACHINE, made_up
 
 from stretto import SetupError
 from stretto.bench import Comparison, Contestant, Effort, Machine, Spread, compare, everybody, this_machine
+from stretto.bench.build import Training
 from stretto.bench.compare import enter
 from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, REPLICATE, TUNED, alone, chosen, naive
 from stretto.bench.factory import model_of, try_out, workload_of
@@ -33,6 +34,7 @@ from stretto.bench.result import geometric_mean
 from stretto.bench.timing import interleave
 from stretto.cli import execute
 from stretto.quiet import quietly
+from stretto.sharding.awaited import Arrival
 from stretto.testing import spawn_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -475,3 +477,11 @@ def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
     file = tmp_path / "bars.svg"
     plot(made_up({ALONE: [1.0, 1.0], "stretto": [1.1, 1.2]}), file)
     assert "stretto" in file.read_text()
+
+
+def test_nothing_of_a_contestant_is_under_way_when_it_has_trained() -> None:
+    model, came = torch.nn.Linear(2, 1), []
+    Arrival([*model.parameters()], lambda: came.append(True))
+    training = Training(model, model, lambda called: called(torch.ones(1, 2)).sum())
+    training.steps(0)
+    assert came == [True]

@@ -20,7 +20,7 @@ def shard(
 
     What the field calls ZeRO, stage 1 (Rajbhandari et al., 2020), exactly: the same numbers as without. Ranks of one
     host keep the parameters once, in memory that all of them share, so nothing has to be gathered after the step, and
-    the step costs less than one of a single process. Between hosts each rank sends what it has stepped.
+    a step costs about what one of a single process does. Between hosts each rank sends what it has stepped.
 
     Use what is returned like the optimizer: ``step``, ``zero_grad``, ``param_groups``, schedulers, gradient scalers.
     ``.grad`` is the mean over ranks as before, so ``clip_grad_norm_`` and the like act as always.

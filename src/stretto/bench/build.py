@@ -52,7 +52,10 @@ class Training:
         self.loss(self.called).backward()  # type: ignore[no-untyped-call]
 
     def steps(self, count: int) -> None:
-        """So many forward and backward passes, and an optimizer's step after every ``sync_every``."""
+        """So many forward and backward passes, and an optimizer's step after every ``sync_every``.
+
+        Nothing is under way afterwards: what was stepped would travel in another contestant's time.
+        """
         for number in range(1, count + 1):
             if number % self.sync_every:
                 with self.no_sync():
@@ -62,6 +65,8 @@ class Training:
                 self.after()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+        for parameter in self.model.parameters():
+            parameter.data_ptr()  # a look waits for it
 
     def close(self) -> None:
         """Let go of what other ranks are held by."""
@@ -115,7 +120,9 @@ def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Trainin
         training = Training(model, wrapped, loss, no_sync=wrapped.no_sync)
     elif contestant.kind == "stretto":
         groups = [dist.new_group() for _ in range(options.pop("groups", 0))]
-        handle = attach(model, process_groups=groups, **options)
+        # of its own: models of one group ask in every pass whether a backward reaches the other
+        own = None if groups else dist.new_group()
+        handle = attach(model, process_group=own, process_groups=groups, **options)
         training = Training(model, model, loss, no_sync=handle.no_sync, handle=handle)
     elif contestant.kind == "replicate":
         training = _replicated(model, loss, options["by_layer"])

@@ -396,6 +396,10 @@ def test_text_of_an_observer_that_raises(caplog) -> None:
 
 
 def die(rank: int) -> None:
+    """Leave when both have connected: a rank that is still connecting to one that left has a traceback to tell."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"here {rank}", "")
+    store.wait(["here 0", "here 1"])
     os._exit(3)
 
 

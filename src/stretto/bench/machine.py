@@ -63,7 +63,7 @@ def this_machine(watch_seconds: float = 0.5) -> Machine:
     return Machine(
         cpu=_cpu(),
         cores=cores(),
-        system=f"{platform.system()} {platform.release()}",
+        system=f"{platform.system()} {platform.release().partition('-')[0]}",  # the rest names a build
         **versions(),
         load=os.getloadavg()[0],
         busy=1 - idle / total if total else 0.0,

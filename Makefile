@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := $(wildcard src tests examples benchmarks)
+WORKERS ?= 2# tests at a time; most of them have two ranks
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick check format bench figures clean
@@ -13,11 +14,11 @@ help: ## say what there is
 demo: $(STAMP) ## train a model on two processes, compare it with torch DDP (about a minute)
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## run all tests (some 25 minutes on two quiet cores)
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## run all tests (some 15 minutes on two quiet cores)
+	@$(BIN)/python -m pytest -n $(WORKERS)
 
-quick: $(STAMP) ## run three in four of them: those without ranks in processes (some six minutes)
-	@$(BIN)/python -m pytest -m "not ranks and not slow"
+quick: $(STAMP) ## run three in four of them: those without ranks in processes (some four minutes)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "not ranks and not slow"
 
 check: $(STAMP) ## format, lint and types
 	@$(BIN)/ruff format --check $(CODE)

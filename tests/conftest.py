@@ -1,7 +1,10 @@
-"""Quick tests first, and nothing that one test does reaches the next."""
+"""Quick tests first, nothing that one test does reaches the next, and what measures the machine has it alone."""
 
+import contextlib
+import fcntl
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,26 @@ def pytest_collection_modifyitems(items):
         return 2 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("ranks") else 0
 
     items.sort(key=cost)  # stable: files keep their order otherwise
+
+
+@contextlib.contextmanager
+def locked(path, how):
+    with open(path) as file:
+        fcntl.flock(file, how)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # processes that the test has forked have the file, too
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the time limit's hook: to wait for others takes none of it
+def pytest_runtest_protocol(item):
+    """Beside one test of each other worker, unless it is marked ``alone``. It waits then, and none begins meanwhile."""
+    with contextlib.ExitStack() as inside:
+        with locked(Path(__file__).parent / "models.py", fcntl.LOCK_EX):  # any file will do, even read-only
+            alone = item.get_closest_marker("alone")
+            inside.enter_context(locked(__file__, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

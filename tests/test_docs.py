@@ -96,6 +96,7 @@ def with_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.xdist_group("commands of the docs")  # each finds what those before it have left
 @pytest.mark.parametrize("line, code, shown", COMMANDS, ids=[line for line, _, _ in COMMANDS])
 def test_commands_of_the_docs_run(line: str, code: str, shown: str, with_scripts: Path) -> None:
     """What they print begins line by line with the words that are shown; figures differ."""
@@ -206,6 +207,7 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.alone
 def test_code_on_the_overlap_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = blocks_of(ROOT / "docs" / "overlap.md")
@@ -316,6 +318,7 @@ SKETCH = "python examples/overlap.py"
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.alone
 def test_the_four_pictures_show_what_the_page_says_of_them(tmp_path: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in printed_by(PICTURES, tmp_path).splitlines())
     told = {name: HEADLINE.fullmatch(line) for name, line in lines.items()}
@@ -355,6 +358,7 @@ def test_the_sketch_of_the_overlap_page_shows_one_backward(tmp_path: Path) -> No
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.alone
 def test_sizes_of_buckets_do_what_the_page_says(tmp_path: Path) -> None:
     shown = next(text for _, text in blocks_of(ROOT / "docs" / "overlap.md") if text.startswith("bucket_cap_mb="))
     table = [

@@ -206,6 +206,7 @@ def kill_at_random_points(folder: str, way: Way, rounds: int) -> list[bool]:
 @ways
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.alone
 def test_a_rank_is_killed_at_random_points_of_training(tmp_path: Path, way: Way) -> None:
     seen = in_warm_process(kill_at_random_points, str(tmp_path), way, 25, timeout=380)
     assert any(seen)

@@ -137,6 +137,7 @@ def kill_at_random_points(folder: str, rounds: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+@pytest.mark.alone
 def test_a_rank_is_killed_at_a_hundred_random_points_of_training(tmp_path: Path) -> None:
     in_warm_process(kill_at_random_points, str(tmp_path), 100, timeout=180)
 

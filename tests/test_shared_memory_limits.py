@@ -200,6 +200,13 @@ def ranks_with(folder: str, handicap: str, asked: str) -> list[Any]:
     return [(*rank.hear(), rank.complaints.read_text(), rank.end()) for rank in ranks]
 
 
+def open_to_others(folder: Path) -> None:
+    """As pytest's folders are not, however many of them lie one in the other."""
+    while not folder.stat().st_mode & 0o001:
+        folder.chmod(0o755)
+        folder = folder.parent
+
+
 def skip_unless_permitted(handicap: str) -> None:
     if handicap in ("another user", "no /proc", "another pid namespace") and os.getuid() != 0:
         pytest.skip("only root can become another user or make a namespace")
@@ -215,7 +222,7 @@ def skip_unless_permitted(handicap: str) -> None:
 @pytest.mark.parametrize("handicap", HANDICAPS)
 def test_what_one_rank_cannot_do_is_gone_around(tmp_path: Path, handicap: str) -> None:
     skip_unless_permitted(handicap)
-    tmp_path.parent.chmod(0o755), tmp_path.parent.parent.chmod(0o755)
+    open_to_others(tmp_path.parent)
     found = in_warm_process(ranks_with, str(tmp_path), handicap, "auto")
     over, told = "process_group (gloo)", "gradients go over process_group (gloo), not through shared memory: "
     if handicap == "another user":  # the other two share theirs
@@ -235,7 +242,7 @@ def test_what_one_rank_cannot_do_is_gone_around(tmp_path: Path, handicap: str) -
 @pytest.mark.parametrize("handicap", ["no memfd_create", "another user"])
 def test_all_ranks_raise_where_shared_memory_was_insisted_on(tmp_path: Path, handicap: str) -> None:
     skip_unless_permitted(handicap)
-    tmp_path.parent.chmod(0o755), tmp_path.parent.parent.chmod(0o755)
+    open_to_others(tmp_path.parent)
     found = in_warm_process(ranks_with, str(tmp_path), handicap, "shared_memory")
     why = HANDICAPS[handicap][2]
     for rank, (text, lines, complaint, code) in enumerate(found):

@@ -550,6 +550,7 @@ def traced_with_another_clock(rank: int, folder: str, how: str) -> float:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["fine", "both fail", "one fails"])
+@pytest.mark.alone
 def test_clocks_of_hosts_drift_between_both_ends_of_a_trace(tmp_path: Path, how: str) -> None:
     seconds = [took for took, _ in spawn_ranks(traced_with_another_clock, 2, str(tmp_path), how)]
     assert max(seconds) < 8, "at the end nobody waits long"

@@ -17,7 +17,6 @@ from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
-from ..specs import counted
 from .compiled import CompilerWatch
 from .groups import Groups
 from .inner import Inner
@@ -29,7 +28,7 @@ from .members import refuse_unreduced
 from .memory import describe_shares, state_bytes
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
-from .state import Kept, State, flat_state, follow_dtype, shaped, whole_states
+from .state import Kept, State, flat_state, follow_dtype, refuse_unlike, shaped, whole_states
 from .stretches import Stretches, most_elements, part_of_state
 from .withholding import Withholding
 
@@ -75,6 +74,7 @@ class Shares:
         except BaseException:
             self._withholding.end()
             raise
+        self.stretches = Stretches(self.layout, ())
         try:
             self._divide(self._optimizer.state)
         except BaseException:
@@ -119,7 +119,6 @@ class Shares:
             ]
         told = self._peers.wait_for, self._spoil, self._compare, self._compiler
         self._spread = Spread(layout, owned, transport, *told, overlap=self._overlap)
-        self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._groups.remember()
         inside = {id(parameter) for parameter in mine.values()}
         self._apart = [one for one in self._groups.parameters if id(one) not in inside]
@@ -145,16 +144,23 @@ class Shares:
         self._cut(own, states)
 
     def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State]) -> None:
-        """The same with the state of each piece, and of the parameters that this rank steps whole."""
-        mine = self.layout.parameters
-        self.stretches.forget()
-        if self._kind is Kind.ELEMENTWISE:
-            group_of = self._groups.number_of
-            self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-        steps_whole = {id(mine[piece.index]) for piece in self._pieces} if self._kind is Kind.WHOLE else set()
-        steps_whole |= {id(one) for one in self._apart}
+        """The same with the state of each piece, and of the parameters that this rank steps whole.
+
+        If it fails all is as it was.
+        """
+        mine, pieces = self.layout.parameters, self._pieces
+        is_whole, group_of = self._kind is Kind.WHOLE, self._groups.number_of
+        stretches = Stretches(self.layout, self._reducer.queue.buckets)
+        steps_whole = {id(one) for one in (*self._apart, *(mine[piece.index] for piece in pieces if is_whole))}
         before = getattr(self, "inner", None)
-        self.inner = Inner(self._optimizer, self._groups, self.stretches.all, steps_whole, whole, before)
+        try:
+            stretches.cut(() if is_whole else pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
+            self.inner = Inner(self._optimizer, self._groups, stretches.all, steps_whole, whole, before)
+        except BaseException:
+            stretches.forget()
+            raise
+        self.stretches.forget()
+        self.stretches = stretches
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -172,7 +178,6 @@ class Shares:
         before, states = self.layout, dict[torch.Tensor, State](self.states())
         dtypes = {id(one): self._groups.dtype_before(one) for one in states}
         lying = [(one, one.data) for one in self._groups.parameters]
-        self.stretches.forget()
         try:
             self._lay_out()
             for parameter, state in states.items():
@@ -278,18 +283,16 @@ class Shares:
                 own[piece] = part_of_state(one.state, numel, first, first + piece.numel)
         self._cut(own, {one.parameter: one.state for one in kept})
 
-    def load(self, states: Mapping[torch.Tensor, State]) -> None:
-        """Take what this rank owns of these whole states. Collective."""
+    def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
+        """Take what this rank owns of these whole states. Collective.
+
+        Args:
+            states: by parameter.
+            problem: why this rank has none.
+        """
         self._peers.seat.calls += 1
-        everything = self._groups.parameters
-        told = self._peers.gather([place for place, one in enumerate(everything) if one in states])
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
-                raise SetupError(
-                    f"{self._peers.where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to "
-                    f"load, rank 0 that of {len(told[0])}.\nGive each rank the whole state that rank 0's state_dict() "
-                    "returned; with torch.distributed.checkpoint, use stateful()."
-                )
+        places = [place for place, one in enumerate(self._groups.parameters) if one in states]
+        refuse_unlike(places, problem, self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
 

@@ -21,7 +21,7 @@ from ..slots import lies_in, which_lie_in
 from ..withheld import Withheld
 from .layout import Layout
 from .ownership import Piece
-from .state import State
+from .state import State, laid_flat
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ def _go_together(one: State, numel: int, other: State, other_numel: int) -> bool
         return False
     for key, value in one.items():
         flat = by_element(value, numel)
-        if flat != by_element(other[key], other_numel):
+        if flat != by_element(other[key], other_numel) or type(value) is not type(other[key]):
             return False
         if not flat and not (torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]):
             return False
@@ -240,7 +240,4 @@ class Stretches:
         """A gradient that somebody has put in place of the slot."""
         gradient = self._layout.parameters[piece.index].grad
         assert gradient is not None, "asked by _where"
-        spec = self._layout.plan.parameters[piece.index]
-        flat = torch.empty(spec.numel, dtype=gradient.dtype, device=gradient.device)
-        flat.as_strided(spec.shape, spec.strides).copy_(gradient)
-        return flat[piece.first : piece.first + piece.numel]
+        return laid_flat(gradient, self._layout.plan.parameters[piece.index])[piece.first : piece.end]

@@ -196,38 +196,65 @@ class Shares:
     def step(self) -> None:
         """Step this rank's share; all of the model is stepped when this returns. Collective."""
         self._spread.finish()
-        meetings, is_shared, has_moved = self.meetings, self.layout.is_shared, self._groups.have_moved()
-        try:
-            self.layout.refuse_other_sizes(self._peers.where, planned=self._reducer.plan is self.layout.plan)
-            self._kinds.refuse_change(self._peers.where)
-            if self._apart or has_moved:
-                refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, self._peers.where)
-        except SetupError as problem:
-            meetings.refuse(problem, meets=is_shared)
-            if is_shared:
-                meetings.meet_before(self._everything(), refused=True)
-            raise
-        number, moves = (
-            self._groups.number(has_moved=has_moved),
-            has_moved or self._reducer.plan is not self.layout.plan,
-        )
-        alike = not is_shared or meetings.meet_before(self._everything(), number)
-        if not alike or (moves and not is_shared):
-            self._peers.seat.calls += 1
-            self._groups.refuse_others(self._peers)
+        has_moved = self._groups.have_moved()
+        moves = has_moved or self._reducer.plan is not self.layout.plan
+        strayed = self.layout.strayed()
+        self._refuse_in_time(strayed, has_moved=has_moved)
+        copies = self.layout.copies(strayed, self._pieces)
+        number = self._groups.number(has_moved=has_moved)
+        self._agree(number, moves=moves)
         if moves:
             self._follow()
-        self._peers.seat.steps[self._number] += 1
-        try:
-            self._step()
-            self._spread.send(number)
-        except BaseException as error:
-            meetings.fail(error)
-            self._spoil(error)
-            raise
+            strayed, copies = [], {}
+        self._write(strayed, copies, number)
         if has_moved:  # not before: what is there now is in the shares of this pass
             self._withholding.follow()
             self._withholding.drop(self._everything())
+
+    def _refuse_in_time(self, strayed: Sequence[int], *, has_moved: bool) -> None:
+        """What speaks against a step of this rank is told to all before any has written."""
+        layout, meetings, where = self.layout, self.meetings, self._peers.where
+        planned = self._reducer.plan is layout.plan
+        try:
+            layout.refuse_other_sizes(strayed if planned else layout.parameters, where, planned=planned)
+            self._kinds.refuse_change(where, has_moved=has_moved)
+            if has_moved or any(one.grad is not None for one in self._apart):
+                refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
+        except SetupError as problem:
+            meetings.refuse(problem, meets=layout.is_shared)
+            if layout.is_shared:
+                meetings.meet_before(self._everything(), refused=True)
+            raise
+
+    def _agree(self, number: int, *, moves: bool) -> None:
+        """All have come, with groups that are alike: without shared memory that is seen in what they send."""
+        is_shared = self.layout.is_shared
+        alike = not is_shared or self.meetings.meet_before(self._everything(), number)
+        if not alike or (moves and not is_shared):
+            self._peers.seat.calls += 1
+            self._groups.refuse_others(self._peers)
+
+    def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int) -> None:
+        """What makes another model of it: see [Note: half a step]."""
+        self._peers.seat.steps[self._number] += 1
+        try:
+            self.layout.bring_back(strayed, copies)
+            self._step_share()
+            self._spread.send(number)
+        except BaseException as error:
+            self.meetings.fail(error)
+            self._spoil(error)
+            raise
+
+    def _step_share(self) -> None:
+        self.inner.follow()
+        self.stretches.take_gradients(self.inner.split)
+        self.inner.step()
+        if self.layout.is_shared:
+            self.meetings.meet("the optimizer's step")
+        parameters = self._everything()
+        torch.autograd.graph.increment_version(parameters)
+        self._withholding.drop(parameters)
 
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]
@@ -239,17 +266,6 @@ class Shares:
 
     def _spoil(self, error: BaseException) -> None:
         self.meetings.spoil(error, self._everything())
-
-    def _step(self) -> None:
-        self.layout.bring_back(self._pieces)
-        self.inner.follow()
-        self.stretches.take_gradients(self.inner.split)
-        self.inner.step()
-        if self.layout.is_shared:
-            self.meetings.meet("the optimizer's step")
-        parameters = self._everything()
-        torch.autograd.graph.increment_version(parameters)
-        self._withholding.drop(parameters)
 
     # State
 

@@ -641,6 +641,21 @@ def test_detach_gives_everybody_memory_of_their_own(carrier: Any) -> None:
     carrier(worker, 3)
 
 
+def test_swapped_data_are_private_after_detach(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        stretto.shard(OPTIMIZERS["SGD"](model.parameters()), sync)
+        model.first.bias.data, model.back.bias.data = model.back.bias.data, model.first.bias.data
+        transport.all_gather_object(None)
+        sync.detach()
+        with torch.no_grad():
+            model.first.bias.fill_(transport.rank)
+        transport.all_gather_object(None)
+        assert model.first.bias.eq(transport.rank).all()
+
+    carrier(worker, 3)
+
+
 def test_what_was_unsharded_can_be_sharded_again(carrier: Any) -> None:
     def worker(transport: Any) -> None:
         model, sharded, sync, plain, optimizer = pair(transport)

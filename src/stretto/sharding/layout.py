@@ -157,17 +157,18 @@ class Layout:
                 "values.\nCall .to(memory_format=...) before stretto.attach()."
             )
 
-    def copies(self, strayed: Collection[int], pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
+    def copies(self, strayed: Iterable[int], pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
         """The values of what strayed, as they lie in a bucket. To be taken before any rank writes: see ``bring_back``.
 
         Args:
             strayed: parameters that lie otherwise.
             pieces: this rank's.
         """
+        among = {*strayed}
         return {
             piece: laid_flat(self.parameters[piece.index], self.plan.parameters[piece.index])[piece.first : piece.end]
-            for piece in (pieces if strayed else ())
-            if piece.index in strayed
+            for piece in (pieces if among else ())
+            if piece.index in among
         }
 
     def bring_back(self, strayed: Iterable[int], copies: Mapping[Piece, torch.Tensor]) -> None:
@@ -181,10 +182,11 @@ class Layout:
         for index in strayed:
             self.parameters[index].data = self.views[index]
 
-    def release(self, keep: Sequence[int] = ()) -> None:
+    def release(self, keep: Collection[int] = ()) -> None:
         """Parameters get memory of their own again, but for those that lie in another layout already."""
+        addresses = {view.data_ptr() for view in self.views.values()}
         for index, parameter in self.parameters.items():
-            if index not in keep and parameter.data_ptr() == self.views[index].data_ptr():
+            if index not in keep and parameter.data_ptr() in addresses:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 

@@ -189,7 +189,7 @@ class Shares:
                 one.data = data
             raise
         now = {id(one) for one in self.layout.parameters.values()}
-        before.release([index for index, one in before.parameters.items() if id(one) in now])
+        before.release({index for index, one in before.parameters.items() if id(one) in now})
 
     # The step
 

@@ -48,12 +48,6 @@ class Stretch:
         return self.pieces[0].bucket
 
 
-def _in_grad(bucket: Bucket, piece: Piece) -> torch.Tensor:
-    """What ``.grad`` of the piece's parameter is when its mean lies in the bucket."""
-    place = bucket.indices.index(piece.index)
-    return bucket.withheld[place] if bucket.withheld else bucket.views[place]
-
-
 def by_element(value: Any, numel: int) -> bool:
     """Whether it is a state of each element of a flat parameter."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
@@ -116,6 +110,7 @@ class Stretches:
     def __init__(self, layout: Layout, buckets: Sequence[Bucket]) -> None:
         self._layout = layout
         self._buckets = buckets
+        self._places = {index: place for bucket in buckets for place, index in enumerate(bucket.indices)}
         self.all: list[Stretch] = []
         self._in_place = False
         """Whether every stretch has its slots as gradient."""
@@ -163,9 +158,8 @@ class Stretches:
         """Remember whose gradients are to be looked at before each step."""
         seen: dict[int, torch.Tensor] = {}
         for stretch in self.all:
-            bucket = self._buckets[stretch.bucket]
             for piece in stretch.pieces:
-                seen[piece.index] = _in_grad(bucket, piece)
+                seen[piece.index] = self._in_grad(piece)
         self._parameters = [self._layout.parameters[index] for index in seen]
         self._slots = list(seen.values())
         self._all_visible = not any(isinstance(slot, Withheld) for slot in self._slots)
@@ -218,15 +212,19 @@ class Stretches:
         self.all[place : place + 1] = parts
         self._buckets[stretch.bucket].memory.forget_stretch(stretch.slots)
         replaced(stretch, parts)
-        self._look_at()
         return parts
 
     def _where(self, piece: Piece) -> bool | None:
         gradient = self._layout.parameters[piece.index].grad
         if gradient is None:
             return None
-        slot = _in_grad(self._buckets[piece.bucket], piece)
+        slot = self._in_grad(piece)
         return gradient is slot or (not isinstance(slot, Withheld) and lies_in(gradient, slot))
+
+    def _in_grad(self, piece: Piece) -> torch.Tensor:
+        """What ``.grad`` of the piece's parameter is when its mean lies in the bucket."""
+        bucket, place = self._buckets[piece.bucket], self._places[piece.index]
+        return bucket.withheld[place] if bucket.withheld else bucket.views[place]
 
     def _gradient(self, stretch: Stretch) -> torch.Tensor | None:
         where = self._where(stretch.pieces[0])

@@ -62,11 +62,6 @@ class Groups:
         """Of all groups."""
         return [one for group in self.all for one in group["params"]]
 
-    @property
-    def number_of(self) -> dict[int, int]:
-        """The group of each parameter, given by ``id``."""
-        return {id(one): number for number, group in enumerate(self.all) for one in group["params"]}
-
     # Changes
 
     def remember(self) -> None:

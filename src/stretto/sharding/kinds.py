@@ -145,6 +145,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The number of the group of each parameter, by ``id``."""
+    return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+
+
 def first_states(
     optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], groups: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -179,7 +184,7 @@ def keys_by_element(
     """
     if not parameters:
         return {}
-    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    group_of = groups_of(optimizer)
     like = [one.detach().new_empty(2) for one in parameters]
     states = first_states(optimizer, like, [group_of[id(one)] for one in parameters])
     return {

@@ -21,7 +21,7 @@ from .compiled import CompilerWatch
 from .groups import Groups
 from .inner import Inner
 from .keeping import Keeping
-from .kinds import Kind, KindWatch, keys_by_element
+from .kinds import Kind, KindWatch, groups_of, keys_by_element
 from .layout import Layout
 from .meetings import Meetings
 from .members import refuse_unreduced
@@ -149,7 +149,7 @@ class Shares:
         If it fails all is as it was.
         """
         mine, pieces = self.layout.parameters, self._pieces
-        is_whole, group_of = self._kind is Kind.WHOLE, self._groups.number_of
+        is_whole, group_of = self._kind is Kind.WHOLE, groups_of(self._optimizer)
         stretches = Stretches(self.layout, self._reducer.queue.buckets)
         steps_whole = {id(one) for one in (*self._apart, *(mine[piece.index] for piece in pieces if is_whole))}
         before = getattr(self, "inner", None)

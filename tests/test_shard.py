@@ -316,6 +316,15 @@ def test_moved_by_hand(carrier: Any, keep_grads: bool) -> None:
     carrier(both(change, keep_grads=keep_grads), 3)
 
 
+def test_data_of_two_parameters_are_swapped(carrier: Any, keep_grads: bool) -> None:
+    """Each lies where the other is stepped: what all ranks have read must be read before one of them writes."""
+
+    def change(net: Net, one: Any, sync: Any) -> None:
+        net.first.bias.data, net.back.bias.data = net.back.bias.data, net.first.bias.data
+
+    carrier(both(change, keep_grads=keep_grads), 3)
+
+
 def test_another_dtype_in_mid_run(carrier: Any, keep_grads: bool) -> None:
     def change(net: Net, one: Any, sync: Any) -> None:
         for state in one.state.values():  # torch leaves it as it is, and cannot step then
@@ -628,6 +637,21 @@ def test_detach_gives_everybody_memory_of_their_own(carrier: Any) -> None:
             "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
         )
         transport.all_gather_object(None)
+
+    carrier(worker, 3)
+
+
+def test_swapped_data_are_private_after_detach(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        stretto.shard(OPTIMIZERS["SGD"](model.parameters()), sync)
+        model.first.bias.data, model.back.bias.data = model.back.bias.data, model.first.bias.data
+        transport.all_gather_object(None)
+        sync.detach()
+        with torch.no_grad():
+            model.first.bias.fill_(transport.rank)
+        transport.all_gather_object(None)
+        assert model.first.bias.eq(transport.rank).all()
 
     carrier(worker, 3)
 
@@ -1235,6 +1259,40 @@ class ByNorm(torch.optim.Optimizer):
                         one.sub_(group["lr"] * one.grad / divisor)
 
 
+class ByMatrix(ByNorm):
+    """Divides the steps of matrices."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    divisor = one.grad.norm() if one.dim() > 1 else 1
+                    with torch.no_grad():
+                        one.sub_(group["lr"] * one.grad / divisor)
+
+
+def test_parameters_that_cannot_be_divided_as_those_before_are_refused() -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = stretto.shard(ByMatrix([one for one in model.parameters() if one.dim() == 1]), sync)
+        train(model, optimizer, transport.rank, range(2))
+        before = copy.deepcopy(model)
+        optimizer.param_groups[0]["params"].append(model.first.weight)
+        backward(model, transport.rank, 2)
+        with pytest.raises(
+            stretto.SetupError, match="with what the groups of ByMatrix hold now, the step of an element"
+        ):
+            optimizer.step()
+        assert_same(model, before)
+        optimizer.param_groups[0]["params"].pop()
+        optimizer.step()
+
+    shared(worker, 2)
+
+
 def test_an_option_that_changes_how_an_optimizer_can_be_divided_is_refused() -> None:
     def worker(transport: Any) -> None:
         model, sync = attached(transport, bucket_cap_mb=0.008)
@@ -1250,9 +1308,9 @@ def test_an_option_that_changes_how_an_optimizer_can_be_divided_is_refused() -> 
                 with pytest.raises(stretto.SetupError) as raised:
                     optimizer.step()
                 assert str(raised.value) == (
-                    f"rank {transport.rank}, pass 3: with the options that the groups of ByNorm have now, the step of "
-                    "an element depends on all of its parameter, and parameters are divided by elements.\n"
-                    "Build the optimizer with these options, shard it, and load the state_dict() of this one."
+                    f"rank {transport.rank}, pass 3: with what the groups of ByNorm hold now, the step of an element "
+                    "depends on all of its parameter, and parameters are divided by elements.\n"
+                    "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
                 )
                 assert_same(model, before)
             else:
@@ -1270,6 +1328,23 @@ def test_a_state_from_before_the_first_step_is_kept_in_shares_alone() -> None:
         assert not plain.state
         state = optimizer.state_dict()["state"]
         assert bool(state) == (transport.rank == 0)
+
+    shared(worker, 2)
+
+
+def test_a_parameter_is_transposed_where_it_lies() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(24, 24)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        plain = copy.deepcopy(model)
+        for net in (model, plain):
+            net.weight.data = net.weight.data.t()
+            net(torch.linspace(-1, 1, 72).view(3, 24)).square().sum().backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        optimizer.step()
+        assert_same(model, plain, 1e-6)
+        assert model.weight.is_contiguous()
 
     shared(worker, 2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_shared_memory import shared
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import stretto
+from stretto.sharding import inner
 from stretto.sharding.attributes import comparable
 from stretto.sharding.kinds import kind_of
 from stretto.testing import run_ranks
@@ -441,6 +443,82 @@ def test_a_state_that_is_refused_leaves_groups_as_they_were() -> None:
         train(model, sharded, transport.rank)
 
     run_ranks(worker, 2)
+
+
+@pytest.mark.parametrize("on", [run_ranks, shared])
+def test_what_torch_refuses_to_load_on_one_rank_is_told_on_all(on: Any) -> None:
+    def worker(transport: Any) -> str:
+        model, sharded, _, plain, optimizer = pair(transport, torch.optim.AdamW)
+        train(model, sharded, transport.rank)
+        train(plain, optimizer, transport.rank)
+        groups = sharded.param_groups
+        state = copy.deepcopy(transport.all_gather_object(sharded.state_dict())[0])
+        state["param_groups"][0]["lr"] = 0.25
+        if transport.rank == 1:
+            state["param_groups"].append(state["param_groups"][0])
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.load_state_dict(state)
+        assert sharded.param_groups is sharded.original.param_groups is groups and groups[0]["lr"] == 0.001
+        assert isinstance(caught.value.__cause__, ValueError) == (transport.rank == 1)
+        train(model, sharded, transport.rank, range(3, 5))
+        train(plain, optimizer, transport.rank, range(3, 5))
+        assert_same(model, plain)
+        return str(caught.value)
+
+    for rank, text in enumerate(on(worker, 2)):
+        assert text == (
+            f"rank {rank}, pass 3: rank 1 cannot load the state that it was given, so no rank does.\n"
+            "  ValueError: loaded state dict has a different number of parameter groups\n"
+            "Load what state_dict() of an optimizer with the same parameter groups has returned."
+        )
+
+
+def test_a_state_that_cannot_be_taken_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, torch.optim.AdamW)
+        train(model, sharded, transport.rank)
+        train(plain, optimizer, transport.rank)
+        state = transport.all_gather_object(sharded.state_dict())[0]
+        shares = sharded.stateful()
+        mine = shares.state_dict()
+        refused.add(threading.get_ident())
+        with pytest.raises(MemoryError):
+            sharded.load_state_dict(state)
+        with pytest.raises(MemoryError):
+            shares.load_state_dict(mine)
+        refused.remove(threading.get_ident())
+        train(model, sharded, transport.rank, range(3, 6))
+        train(plain, optimizer, transport.rank, range(3, 6))
+        assert_same(model, plain)
+
+    build, refused = inner.build_like, set[int]()
+
+    def no_room(*given: Any) -> torch.optim.Optimizer:
+        if threading.get_ident() in refused:
+            raise MemoryError("no room")
+        return build(*given)
+
+    monkeypatch.setattr(inner, "build_like", no_room)
+    shared(worker, 2)
+
+
+def test_neighbours_whose_states_are_of_other_kinds_are_loaded() -> None:
+    """Counts of steps were plain numbers in earlier versions of torch."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        state = optimizer.state_dict()
+        state["state"] = {
+            place: {"momentum_buffer": torch.ones_like(one), "mark": torch.tensor(1.0) if place % 2 else 1.0}
+            for place, one in enumerate(plain.parameters())
+        }
+        sharded.load_state_dict(copy.deepcopy(state))
+        optimizer.load_state_dict(state)
+        train(model, sharded, transport.rank)
+        train(plain, optimizer, transport.rank)
+        assert_same(model, plain)
+
+    shared(worker, 2)
 
 
 def test_a_share_that_is_refused_leaves_groups_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

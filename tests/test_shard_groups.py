@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +78,14 @@ CHANGES = {
     "lr": lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5),
     "weight_decay": lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
     "betas": lambda model, optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    "text": lambda model, optimizer: optimizer.param_groups[0].update(mode="other"),
     "params": lambda model, optimizer: leave_out(optimizer, model.first.bias),
 }
 SAID = {
     "lr": "parameter group 0 has lr=0.5 on rank 1, lr=0.01 on rank 0.",
     "weight_decay": "parameter group 0 has weight_decay=0.5 on rank 1, weight_decay=0.01 on rank 0.",
     "betas": "parameter group 0 has betas=(0.5, 0.6) on rank 1, betas=(0.9, 0.999) on rank 0.",
+    "text": "parameter group 0 has mode=other on rank 1, mode=one on rank 0.",
     "params": "parameter group 0 differs between rank 0 and rank 1: first.bias.",
 }
 
@@ -98,6 +99,7 @@ def test_what_one_rank_alone_has_changed_is_named_before_any_has_stepped(what: s
             train(net, one, transport.rank, range(3))
             net.zero_grad()
             backward(net, transport.rank, 3)
+        sharded.param_groups[0]["mode"] = "one"
         before = dict(sharded.param_groups[0])
         if transport.rank == 1:
             CHANGES[what](model, sharded)
@@ -181,11 +183,11 @@ def test_without_shared_memory_other_members_are_named_before_the_step(carrier: 
 
 
 def test_options_that_cannot_be_compared_are_no_difference(carrier: Any) -> None:
-    """NaN equals nothing, and the hash of a text is another one in each process."""
+    """NaN equals nothing, and an object has another hash in each process."""
 
     def worker(transport: Any) -> None:
         model, sharded, *_ = pair(transport)
-        sharded.param_groups[0].update(note=f"{os.getpid()}"[:0], nothing=float("nan"), lr=torch.tensor(0.01))
+        sharded.param_groups[0].update(note=object(), nothing=float("nan"), lr=torch.tensor(0.01))
         train(model, sharded, transport.rank, range(3))
 
     carrier(worker, 2)
@@ -202,6 +204,53 @@ def test_a_tensor_that_one_rank_alone_has_written_is_noticed() -> None:
             train(model, sharded, transport.rank, range(3, 4))
 
     shared(worker, 2)
+
+
+class Rate(float):
+    """As numpy's float64 is."""
+
+
+def test_numbers_of_any_class_are_compared(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        sharded.param_groups[0]["lr"] = Rate(0.02) if transport.rank else 0.02
+        train(model, sharded, transport.rank, range(3))
+        model.state_dict()
+        sharded.param_groups[0]["lr"] = Rate(0.02 if transport.rank else 0.5)
+        with pytest.raises(stretto.ModelMismatchError):
+            train(model, sharded, transport.rank, range(3, 4))
+            model.state_dict()
+
+    carrier(worker, 2)
+
+
+def test_a_tensor_in_a_tuple_that_one_rank_alone_has_written_is_noticed() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        beta = torch.tensor(0.9)
+        sharded.param_groups[0]["betas"] = beta, 0.999
+        train(model, sharded, transport.rank, range(3))
+        if transport.rank == 1:
+            beta.fill_(0.5)
+        with pytest.raises(stretto.ModelMismatchError, match=r"has betas=\(0\.5, 0\.999\) on rank 1"):
+            train(model, sharded, transport.rank, range(3, 4))
+
+    shared(worker, 2)
+
+
+def test_options_that_stay_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, too, which are a list."""
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        sharded = stretto.shard(torch.optim.AdamW(model.named_parameters()), sync)
+        assert sharded.param_groups[0]["param_names"]
+        train(model, sharded, transport.rank, range(4))
+        transport.all_gather_object(None)
+        monkeypatch.setattr("stretto.sharding.groups._number_of", None)
+        train(model, sharded, transport.rank, range(4, 5))
+
+    run_ranks(worker, 2)
 
 
 # Layers that are replaced

@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 import torch
-from test_shard import CARRIERS, shared
+from test_shard import CARRIERS, assert_same, backward, pair, shared, train
 
 import stretto
 from stretto.report import Footprint
@@ -130,6 +130,36 @@ def test_how_gradients_arrive_is_told_with_the_reason() -> None:
         CARRIERS["threads"](told, 2)
         == ["AdamW: gradients arrive whole, since local (threads of one process) sends no shares"] * 2
     )
+
+
+def test_gradients_of_a_comm_hook_are_there_for_all_to_see() -> None:
+    def worker(transport: Any) -> None:
+        def mean(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            future = torch.futures.Future[torch.Tensor]()
+            transport.all_reduce(bucket.buffer()).wait()
+            future.set_result(bucket.buffer().div_(transport.world_size))
+            return future
+
+        model, sharded, sync, plain, optimizer = pair(transport, keep_grads=False)
+        train(model, sharded, transport.rank, range(1))
+        train(plain, optimizer, transport.rank, range(1))
+        plain.zero_grad()
+        backward(model, transport.rank, 1)
+        backward(plain, transport.rank, 1)
+        sync.register_comm_hook(None, mean)  # with gradients in shares, which are to be stepped yet
+        sharded.step()
+        optimizer.step()
+        for net, one in ((model, sharded), (plain, optimizer)):
+            one.zero_grad()
+            backward(net, transport.rank, 2)
+        assert "gradients arrive whole, since what is reduced is no plain mean" in sync.describe()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+        sharded.step()
+        optimizer.step()
+        assert_same(model, plain, 1e-6)
+
+    shared(worker, 2)
 
 
 def test_gradients_that_are_in_shares_in_some_buckets() -> None:

@@ -330,9 +330,9 @@ class LaunchQueue:
 
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
-        hook.wait = self.peers.wait
-        hook.wait_for = lambda work: self._wait_for_work(work, work.bucket)
+        hook.wait, hook.wait_for = self.peers.wait, lambda work: self._wait_for_work(work, work.bucket)
         self.comm_hook = hook
+        self.withhold(self.in_shares)  # no bucket is left in shares from here on
 
     def wait_for(self, work: Work, what: str) -> None:
         """Wait for a collective that is not a bucket's. Raises as ``wait`` does."""

@@ -39,7 +39,7 @@ def comparable(value: Any) -> Any:
         return (
             tuple(found) if isinstance(value, tuple) else found if isinstance(value, list) else sorted(found, key=str)
         )
-    if _is_scalar(value):
+    if is_scalar(value):
         differs_from_itself = isinstance(value, Number) and value != value
         return str(value) if differs_from_itself or isinstance(value, (Enum, torch.dtype, torch.device)) else value
     kind = value if hasattr(value, "__qualname__") else type(value)
@@ -75,10 +75,11 @@ def _is_plain(value: Any) -> bool:
         return not value.dim() and _has_values(value)
     if isinstance(value, Mapping):
         return all(map(_is_plain, (*value, *value.values())))
-    return _is_scalar(value) or (isinstance(value, _SEQUENCES) and all(map(_is_plain, value)))
+    return is_scalar(value) or (isinstance(value, _SEQUENCES) and all(map(_is_plain, value)))
 
 
-def _is_scalar(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
+    """Whether it is one plain value, with a text that tells it from others."""
     return value is None or isinstance(value, (Number, str, bytes, Enum, torch.dtype, torch.device))
 
 

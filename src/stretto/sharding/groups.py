@@ -1,17 +1,20 @@
 """What the parameter groups of an optimizer say, whether that has changed, and whether it is the same on all ranks.
 
 [Note: one number]  Each rank steps its share with its own groups. Were they not alike, the model would be a patchwork,
-in silence. So ranks compare a number where they meet anyhow: made of plain numbers and of whose parameters are in which
-group, with Python's own hash, which for those is the same in each process, and which is made again only where some
-option is another object than before. It leaves out texts, and tensors of an accelerator.
+in silence. So ranks compare a number where they meet anyhow: made of plain options and of whose parameters are in which
+group, with Python's own hash, which for numbers is the same in each process, and which is made again only where some
+option is another object than before. It leaves out objects, and tensors of an accelerator.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from itertools import chain
+from numbers import Number
 from typing import Any, NamedTuple, NoReturn
+from zlib import crc32
 
 import torch
 
@@ -19,10 +22,9 @@ from ..agreement import describe_ranks
 from ..errors import ModelMismatchError, name_list
 from ..launch import LaunchQueue
 from ..peers import Peers
-from .attributes import comparable
+from .attributes import comparable, is_scalar
 from .kinds import options_of
 
-_PLAIN = frozenset((float, int, bool))
 _MASK = (1 << 40) - 1
 
 
@@ -59,11 +61,6 @@ class Groups:
     def parameters(self) -> list[torch.nn.Parameter]:
         """Of all groups."""
         return [one for group in self.all for one in group["params"]]
-
-    @property
-    def number_of(self) -> dict[int, int]:
-        """The group of each parameter, given by ``id``."""
-        return {id(one): number for number, group in enumerate(self.all) for one in group["params"]}
 
     # Changes
 
@@ -102,10 +99,9 @@ class Groups:
         seen = self._seen
         if mark == seen.mark and len(values) == len(seen.values) and all(map(operator.is_, values, seen.values)):
             return seen.number
-        options = [value for group in self.all for key, value in group.items() if key != "params"]
+        options = [value for group in self.all for value in options_of(group).values()]
         number = hash((mark, *map(_number_of, options))) & _MASK
-        changeable = any(isinstance(value, (torch.Tensor, list)) for value in options)
-        self._seen = _Seen(mark, [] if changeable else values, number)
+        self._seen = _Seen(mark, [] if any(map(_is_changeable, options)) else values, number)
         return number
 
     def refuse_others(self, peers: Peers) -> None:
@@ -147,7 +143,13 @@ def _number_of(value: Any) -> Any:
         return tuple(map(_number_of, value))
     if isinstance(value, torch.Tensor):
         return _number_of(value.item()) if value.numel() == 1 and value.is_cpu else 0
-    return value if type(value) in _PLAIN and value == value else 0  # of NaN each has another hash
+    if isinstance(value, Number) and not isinstance(value, Enum) and value == value:
+        return value
+    return crc32(str(value).encode()) if is_scalar(value) else 0  # a text, or NaN: in each process another hash
+
+
+def _is_changeable(value: Any) -> bool:
+    return any(map(_is_changeable, value)) if isinstance(value, tuple) else isinstance(value, (torch.Tensor, list))
 
 
 def facts(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[Any]:

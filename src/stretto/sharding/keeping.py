@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 
 from .inner import Inner
-from .kinds import Kind, first_states
+from .kinds import Kind, first_states, groups_of
 from .layout import Layout
 from .ownership import Piece
 from .state import Held, Kept, State
@@ -85,7 +85,7 @@ def with_first_states(
         found: what is kept.
         by_piece: parameters of which flat pieces are stepped, by ``id``.
     """
-    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    group_of = groups_of(optimizer)
     new = [one for one in found if one.is_new]
     like = [
         one.parameter.detach().new_empty(one.held.numel) if id(one.parameter) in by_piece else one.parameter.detach()

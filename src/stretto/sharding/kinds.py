@@ -70,24 +70,25 @@ class KindWatch:
     def _characters(self) -> list[dict[str, Any]]:
         return [{key: _character(value) for key, value in group.items()} for group in self._optimizer.param_groups]
 
-    def refuse_change(self, where: str) -> None:
-        """Try again, if options have changed by more than a number.
+    def refuse_change(self, where: str, *, has_moved: bool) -> None:
+        """Try again, if options have changed by more than a number, or groups have other parameters.
 
         Args:
             where: how the message begins.
+            has_moved: groups have other parameters: of other dimensions, maybe.
 
         Raises:
             SetupError: an element's step depends on all of its parameter now, which is divided.
             UnsupportedError: parameters depend on each other now.
         """
         found = self._characters()
-        if found == self._known:
+        if found == self._known and not has_moved:
             return
-        if self._kind is Kind.ELEMENTWISE and kind_of(self._optimizer, where) is Kind.WHOLE:
+        if kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
             raise SetupError(
-                f"{where}: with the options that the groups of {type(self._optimizer).__name__} have now, the step of "
-                "an element depends on all of its parameter, and parameters are divided by elements.\nBuild the "
-                "optimizer with these options, shard it, and load the state_dict() of this one."
+                f"{where}: with what the groups of {type(self._optimizer).__name__} hold now, the step of an element "
+                "depends on all of its parameter, and parameters are divided by elements.\n"
+                "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
             )
         self._known = found
 
@@ -144,6 +145,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The number of the group of each parameter, by ``id``."""
+    return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+
+
 def first_states(
     optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], groups: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -178,7 +184,7 @@ def keys_by_element(
     """
     if not parameters:
         return {}
-    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    group_of = groups_of(optimizer)
     like = [one.detach().new_empty(2) for one in parameters]
     states = first_states(optimizer, like, [group_of[id(one)] for one in parameters])
     return {
@@ -202,7 +208,7 @@ def _keywords(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) ->
 
 
 def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:
-    options = {key: value for key, value in group.items() if key != "params"}
+    options = options_of(group)
     options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm
     options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
     whole = _numbers({parameter.dim() for parameter in group["params"]})

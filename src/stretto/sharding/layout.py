@@ -14,7 +14,7 @@ often as there are ranks. To copy values into them, as ``load_state_dict`` does,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 
 from ..errors import SetupError, name_list
 from ..plan import BucketPlan
+from ..slots import which_lie_in
 from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from .ownership import Piece
@@ -84,7 +85,6 @@ class Layout:
             for index, offset in zip(bucket.indices, plan.offsets(number), strict=False)
         }
         self.views = {index: self._view(index) for index in self.parameters}
-        self._addresses = {index: view.data_ptr() for index, view in self.views.items()}
 
     def _common(self, transport: Any, wait_for: Callable[[Work, str], None]) -> CommonMemory:
         offered = transport.common(max(self.nbytes, 1))
@@ -124,14 +124,15 @@ class Layout:
             parameter.data = self.views[index]
 
     def strayed(self) -> list[int]:
-        """Parameters that lie elsewhere by now (``parameter.data = ...``, ``module.to()``)."""
-        addresses = self._addresses
-        return [index for index, one in self.parameters.items() if one.data_ptr() != addresses[index]]
+        """Parameters that lie otherwise by now (``parameter.data = ...``, ``module.to()``)."""
+        inside = which_lie_in([*self.parameters.values()], [*self.views.values()])
+        return [index for index, lies in zip(self.parameters, inside, strict=True) if not lies]
 
-    def refuse_other_sizes(self, where: str, *, planned: bool) -> None:
+    def refuse_other_sizes(self, indices: Iterable[int], where: str, *, planned: bool) -> None:
         """Of parameters that have been changed by hand. Strides that have are told in a line of the log.
 
         Args:
+            indices: those to look at.
             where: how the message begins.
             planned: the plan is that of the gradients; else they have another dtype, maybe, which is followed.
 
@@ -139,7 +140,7 @@ class Layout:
             SetupError: with the name of one.
         """
         restrided = []
-        for index in self.strayed() if planned else self.parameters:
+        for index in indices:
             parameter, spec = self.parameters[index], self.plan.parameters[index]
             if slot_strides(parameter.shape, parameter.stride()) != spec.strides:
                 restrided.append(spec.name)
@@ -156,25 +157,36 @@ class Layout:
                 "values.\nCall .to(memory_format=...) before stretto.attach()."
             )
 
-    def bring_back(self, pieces: Sequence[Piece]) -> None:
-        """Values that were put somewhere else. Each rank writes what it owns of them, then all lie here.
+    def copies(self, strayed: Iterable[int], pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
+        """The values of what strayed, as they lie in a bucket. To be taken before any rank writes: see ``bring_back``.
 
         Args:
+            strayed: parameters that lie otherwise.
             pieces: this rank's.
         """
-        strayed = self.strayed()
-        for piece in pieces if strayed else ():
-            if piece.index in strayed:
-                flat = laid_flat(self.parameters[piece.index], self.plan.parameters[piece.index])
-                own = self.flat(piece.bucket, piece.start, piece.stop, piece.index)
-                own.copy_(flat[piece.first : piece.end])
-        if strayed:
-            self.adopt()
+        among = {*strayed}
+        return {
+            piece: laid_flat(self.parameters[piece.index], self.plan.parameters[piece.index])[piece.first : piece.end]
+            for piece in (pieces if among else ())
+            if piece.index in among
+        }
 
-    def release(self, keep: Sequence[int] = ()) -> None:
+    def bring_back(self, strayed: Iterable[int], copies: Mapping[Piece, torch.Tensor]) -> None:
+        """Each rank writes what it owns of what strayed, and all of that lies here again.
+
+        It may lie in memory of the layout, where another parameter was (``a.data, b.data = b.data, a.data``): ranks
+        meet between copying and this.
+        """
+        for piece, copy in copies.items():
+            self.flat(piece.bucket, piece.start, piece.stop, piece.index).copy_(copy)
+        for index in strayed:
+            self.parameters[index].data = self.views[index]
+
+    def release(self, keep: Collection[int] = ()) -> None:
         """Parameters get memory of their own again, but for those that lie in another layout already."""
+        addresses = {view.data_ptr() for view in self.views.values()}
         for index, parameter in self.parameters.items():
-            if index not in keep and parameter.data_ptr() == self._addresses[index]:
+            if index not in keep and parameter.data_ptr() in addresses:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 

@@ -167,15 +167,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it. Collective.
 
         Raises:
-            SetupError: ranks were given the states of different parameters, on all ranks; the handle was detached.
-                All is as it was then.
+            SetupError: a rank was given what torch refuses to load, or the state of other parameters than rank 0, on
+                all ranks; the handle was detached. All is as it was then.
         """
         shares = None if self._has_it_whole() else self._usable()
-        groups = self.original.param_groups
+        groups, problem = self.original.param_groups, None
         try:
-            self.original.load_state_dict(state_dict)
+            try:
+                self.original.load_state_dict(state_dict)
+            except Exception as error:
+                if shares is None:
+                    raise
+                problem = error
             if shares is not None:
-                shares.load(dict(self.original.state))
+                shares.load(dict(self.original.state), problem)
         except BaseException:
             self.original.param_groups = groups
             raise

@@ -17,19 +17,18 @@ from ..errors import CommunicationError, SetupError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
-from ..specs import counted
 from .compiled import CompilerWatch
 from .groups import Groups
 from .inner import Inner
 from .keeping import Keeping
-from .kinds import Kind, KindWatch, keys_by_element
+from .kinds import Kind, KindWatch, groups_of, keys_by_element
 from .layout import Layout
 from .meetings import Meetings
 from .members import refuse_unreduced
 from .memory import describe_shares, state_bytes
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
-from .state import Kept, State, flat_state, follow_dtype, shaped, whole_states
+from .state import Kept, State, flat_state, follow_dtype, refuse_unlike, shaped, whole_states
 from .stretches import Stretches, most_elements, part_of_state
 from .withholding import Withholding
 
@@ -75,6 +74,7 @@ class Shares:
         except BaseException:
             self._withholding.end()
             raise
+        self.stretches = Stretches(self.layout, ())
         try:
             self._divide(self._optimizer.state)
         except BaseException:
@@ -119,7 +119,6 @@ class Shares:
             ]
         told = self._peers.wait_for, self._spoil, self._compare, self._compiler
         self._spread = Spread(layout, owned, transport, *told, overlap=self._overlap)
-        self.stretches = Stretches(layout, self._reducer.queue.buckets)
         self._groups.remember()
         inside = {id(parameter) for parameter in mine.values()}
         self._apart = [one for one in self._groups.parameters if id(one) not in inside]
@@ -145,16 +144,23 @@ class Shares:
         self._cut(own, states)
 
     def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State]) -> None:
-        """The same with the state of each piece, and of the parameters that this rank steps whole."""
-        mine = self.layout.parameters
-        self.stretches.forget()
-        if self._kind is Kind.ELEMENTWISE:
-            group_of = self._groups.number_of
-            self.stretches.cut(self._pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-        steps_whole = {id(mine[piece.index]) for piece in self._pieces} if self._kind is Kind.WHOLE else set()
-        steps_whole |= {id(one) for one in self._apart}
+        """The same with the state of each piece, and of the parameters that this rank steps whole.
+
+        If it fails all is as it was.
+        """
+        mine, pieces = self.layout.parameters, self._pieces
+        is_whole, group_of = self._kind is Kind.WHOLE, groups_of(self._optimizer)
+        stretches = Stretches(self.layout, self._reducer.queue.buckets)
+        steps_whole = {id(one) for one in (*self._apart, *(mine[piece.index] for piece in pieces if is_whole))}
         before = getattr(self, "inner", None)
-        self.inner = Inner(self._optimizer, self._groups, self.stretches.all, steps_whole, whole, before)
+        try:
+            stretches.cut(() if is_whole else pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
+            self.inner = Inner(self._optimizer, self._groups, stretches.all, steps_whole, whole, before)
+        except BaseException:
+            stretches.forget()
+            raise
+        self.stretches.forget()
+        self.stretches = stretches
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -172,7 +178,6 @@ class Shares:
         before, states = self.layout, dict[torch.Tensor, State](self.states())
         dtypes = {id(one): self._groups.dtype_before(one) for one in states}
         lying = [(one, one.data) for one in self._groups.parameters]
-        self.stretches.forget()
         try:
             self._lay_out()
             for parameter, state in states.items():
@@ -184,45 +189,72 @@ class Shares:
                 one.data = data
             raise
         now = {id(one) for one in self.layout.parameters.values()}
-        before.release([index for index, one in before.parameters.items() if id(one) in now])
+        before.release({index for index, one in before.parameters.items() if id(one) in now})
 
     # The step
 
     def step(self) -> None:
         """Step this rank's share; all of the model is stepped when this returns. Collective."""
         self._spread.finish()
-        meetings, is_shared, has_moved = self.meetings, self.layout.is_shared, self._groups.have_moved()
-        try:
-            self.layout.refuse_other_sizes(self._peers.where, planned=self._reducer.plan is self.layout.plan)
-            self._kinds.refuse_change(self._peers.where)
-            if self._apart or has_moved:
-                refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, self._peers.where)
-        except SetupError as problem:
-            meetings.refuse(problem, meets=is_shared)
-            if is_shared:
-                meetings.meet_before(self._everything(), refused=True)
-            raise
-        number, moves = (
-            self._groups.number(has_moved=has_moved),
-            has_moved or self._reducer.plan is not self.layout.plan,
-        )
-        alike = not is_shared or meetings.meet_before(self._everything(), number)
-        if not alike or (moves and not is_shared):
-            self._peers.seat.calls += 1
-            self._groups.refuse_others(self._peers)
+        has_moved = self._groups.have_moved()
+        moves = has_moved or self._reducer.plan is not self.layout.plan
+        strayed = self.layout.strayed()
+        self._refuse_in_time(strayed, has_moved=has_moved)
+        copies = self.layout.copies(strayed, self._pieces)
+        number = self._groups.number(has_moved=has_moved)
+        self._agree(number, moves=moves)
         if moves:
             self._follow()
-        self._peers.seat.steps[self._number] += 1
-        try:
-            self._step()
-            self._spread.send(number)
-        except BaseException as error:
-            meetings.fail(error)
-            self._spoil(error)
-            raise
+            strayed, copies = [], {}
+        self._write(strayed, copies, number)
         if has_moved:  # not before: what is there now is in the shares of this pass
             self._withholding.follow()
             self._withholding.drop(self._everything())
+
+    def _refuse_in_time(self, strayed: Sequence[int], *, has_moved: bool) -> None:
+        """What speaks against a step of this rank is told to all before any has written."""
+        layout, meetings, where = self.layout, self.meetings, self._peers.where
+        planned = self._reducer.plan is layout.plan
+        try:
+            layout.refuse_other_sizes(strayed if planned else layout.parameters, where, planned=planned)
+            self._kinds.refuse_change(where, has_moved=has_moved)
+            if has_moved or any(one.grad is not None for one in self._apart):
+                refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
+        except SetupError as problem:
+            meetings.refuse(problem, meets=layout.is_shared)
+            if layout.is_shared:
+                meetings.meet_before(self._everything(), refused=True)
+            raise
+
+    def _agree(self, number: int, *, moves: bool) -> None:
+        """All have come, with groups that are alike: without shared memory that is seen in what they send."""
+        is_shared = self.layout.is_shared
+        alike = not is_shared or self.meetings.meet_before(self._everything(), number)
+        if not alike or (moves and not is_shared):
+            self._peers.seat.calls += 1
+            self._groups.refuse_others(self._peers)
+
+    def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int) -> None:
+        """What makes another model of it: see [Note: half a step]."""
+        self._peers.seat.steps[self._number] += 1
+        try:
+            self.layout.bring_back(strayed, copies)
+            self._step_share()
+            self._spread.send(number)
+        except BaseException as error:
+            self.meetings.fail(error)
+            self._spoil(error)
+            raise
+
+    def _step_share(self) -> None:
+        self.inner.follow()
+        self.stretches.take_gradients(self.inner.split)
+        self.inner.step()
+        if self.layout.is_shared:
+            self.meetings.meet("the optimizer's step")
+        parameters = self._everything()
+        torch.autograd.graph.increment_version(parameters)
+        self._withholding.drop(parameters)
 
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]
@@ -234,17 +266,6 @@ class Shares:
 
     def _spoil(self, error: BaseException) -> None:
         self.meetings.spoil(error, self._everything())
-
-    def _step(self) -> None:
-        self.layout.bring_back(self._pieces)
-        self.inner.follow()
-        self.stretches.take_gradients(self.inner.split)
-        self.inner.step()
-        if self.layout.is_shared:
-            self.meetings.meet("the optimizer's step")
-        parameters = self._everything()
-        torch.autograd.graph.increment_version(parameters)
-        self._withholding.drop(parameters)
 
     # State
 
@@ -278,18 +299,16 @@ class Shares:
                 own[piece] = part_of_state(one.state, numel, first, first + piece.numel)
         self._cut(own, {one.parameter: one.state for one in kept})
 
-    def load(self, states: Mapping[torch.Tensor, State]) -> None:
-        """Take what this rank owns of these whole states. Collective."""
+    def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
+        """Take what this rank owns of these whole states. Collective.
+
+        Args:
+            states: by parameter.
+            problem: why this rank has none.
+        """
         self._peers.seat.calls += 1
-        everything = self._groups.parameters
-        told = self._peers.gather([place for place, one in enumerate(everything) if one in states])
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
-                raise SetupError(
-                    f"{self._peers.where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to "
-                    f"load, rank 0 that of {len(told[0])}.\nGive each rank the whole state that rank 0's state_dict() "
-                    "returned; with torch.distributed.checkpoint, use stateful()."
-                )
+        places = [place for place, one in enumerate(self._groups.parameters) if one in states]
+        refuse_unlike(places, problem, self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
 

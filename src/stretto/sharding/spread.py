@@ -26,8 +26,8 @@ from .ownership import Piece
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Of one bucket."""
+class _OfBucket:
+    """The shares of one bucket."""
 
     flats: Sequence[Sequence[torch.Tensor]]
     """What each rank owns, in rank order."""
@@ -75,8 +75,7 @@ class Spread:
         self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
         self._compiler = compiler
         compiler.call(self.finish)
-        self.is_needed = len(layout.homes) > 1
-        numbers = reversed(range(len(layout.plan.buckets))) if self.is_needed else ()
+        numbers = reversed(range(len(layout.plan.buckets))) if len(layout.homes) > 1 else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
         self._numbers: list[torch.Tensor] = []
         """Of all ranks, in elements of the first bucket's dtype. Where memory is shared they have met before."""
@@ -84,7 +83,7 @@ class Spread:
             first, dtype = self._buckets[0], self._buckets[0].parameters[0].dtype
             self._numbers = [torch.zeros(2, dtype=torch.int64).view(dtype) for _ in owned]
             flats = [[*flats, number] for flats, number in zip(first.flats, self._numbers, strict=True)]
-            self._buckets[0] = Shares(flats, first.parameters)
+            self._buckets[0] = _OfBucket(flats, first.parameters)
 
     def send(self, number: int) -> None:
         """Put all shares under way, and the number with the first. Collective."""
@@ -116,7 +115,7 @@ class Spread:
         receive()
         self._compare([int(number.view(torch.int64)[0]) for number in self._numbers])
 
-    def _exchange(self, shares: Shares) -> Callable[[], None]:
+    def _exchange(self, shares: _OfBucket) -> Callable[[], None]:
         numels, rank = shares.numels, self._transport.rank
         own = _joined(shares.flats[rank], like=shares.parameters[0])
         received = own.new_empty(sum(numels) - numels[rank])
@@ -129,7 +128,7 @@ class Spread:
 
         return arrive
 
-    def _broadcast(self, shares: Shares) -> Callable[[], None]:
+    def _broadcast(self, shares: _OfBucket) -> Callable[[], None]:
         under_way = []
         for root, flats in enumerate(shares.flats):
             if flats:
@@ -145,12 +144,13 @@ class Spread:
         return arrive
 
 
-def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> Shares:
+def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> _OfBucket:
     flats = [
         [layout.flat(bucket, piece.start, piece.stop, piece.index) for piece in pieces if piece.bucket == bucket]
         for pieces in owned
     ]
-    return Shares(flats, [layout.parameters[i] for i in layout.plan.buckets[bucket].indices if i in layout.parameters])
+    members = layout.plan.buckets[bucket].indices
+    return _OfBucket(flats, [layout.parameters[i] for i in members if i in layout.parameters])
 
 
 def _joined(flats: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

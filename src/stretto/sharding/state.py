@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..specs import ParameterSpec
+from ..errors import SetupError
+from ..specs import ParameterSpec, counted
 from ..transport import Transport, Work
 
 State = dict[str, Any]
@@ -80,6 +81,38 @@ def whole_states(
         if len(message):
             wait_for(transport.all_reduce(message), "the optimizer's state")
         yield index, flats, rest
+
+
+def refuse_unlike(
+    places: Sequence[int], problem: Exception | None, gather: Callable[[Any], list[Any]], where: str
+) -> None:
+    """Compare whole states that ranks were given to load. Collective.
+
+    Args:
+        places: the parameters with a state here, by place in the groups.
+        problem: why nothing can be loaded on this rank.
+        gather: the values of all ranks.
+        where: how the message begins.
+
+    Raises:
+        SetupError: a rank cannot load, or has the state of other parameters than rank 0. On all ranks.
+    """
+    failed = problem and f"{type(problem).__name__}: {problem}"
+    told: list[tuple[str | None, list[int]]] = gather((failed, [] if failed else [*places]))
+    for rank, (failure, _) in enumerate(told):
+        if failure is not None:
+            raise SetupError(
+                f"{where}: rank {rank} cannot load the state that it was given, so no rank does.\n  {failure}\n"
+                "Load what state_dict() of an optimizer with the same parameter groups has returned."
+            ) from problem
+    first = told[0][1]
+    for rank, (_, theirs) in enumerate(told):
+        if theirs != first:
+            raise SetupError(
+                f"{where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to load, rank 0 "
+                f"that of {len(first)}.\nGive each rank the whole state that rank 0's state_dict() returned; with "
+                "torch.distributed.checkpoint, use stateful()."
+            )
 
 
 def _cut(message: torch.Tensor, numel: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:

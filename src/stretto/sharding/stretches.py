@@ -21,7 +21,7 @@ from ..slots import lies_in, which_lie_in
 from ..withheld import Withheld
 from .layout import Layout
 from .ownership import Piece
-from .state import State
+from .state import State, laid_flat
 
 
 @dataclass(eq=False)
@@ -46,12 +46,6 @@ class Stretch:
     def bucket(self) -> int:
         """Number of the bucket."""
         return self.pieces[0].bucket
-
-
-def _in_grad(bucket: Bucket, piece: Piece) -> torch.Tensor:
-    """What ``.grad`` of the piece's parameter is when its mean lies in the bucket."""
-    place = bucket.indices.index(piece.index)
-    return bucket.withheld[place] if bucket.withheld else bucket.views[place]
 
 
 def by_element(value: Any, numel: int) -> bool:
@@ -88,7 +82,7 @@ def _go_together(one: State, numel: int, other: State, other_numel: int) -> bool
         return False
     for key, value in one.items():
         flat = by_element(value, numel)
-        if flat != by_element(other[key], other_numel):
+        if flat != by_element(other[key], other_numel) or type(value) is not type(other[key]):
             return False
         if not flat and not (torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]):
             return False
@@ -116,6 +110,7 @@ class Stretches:
     def __init__(self, layout: Layout, buckets: Sequence[Bucket]) -> None:
         self._layout = layout
         self._buckets = buckets
+        self._places = {index: place for bucket in buckets for place, index in enumerate(bucket.indices)}
         self.all: list[Stretch] = []
         self._in_place = False
         """Whether every stretch has its slots as gradient."""
@@ -163,9 +158,8 @@ class Stretches:
         """Remember whose gradients are to be looked at before each step."""
         seen: dict[int, torch.Tensor] = {}
         for stretch in self.all:
-            bucket = self._buckets[stretch.bucket]
             for piece in stretch.pieces:
-                seen[piece.index] = _in_grad(bucket, piece)
+                seen[piece.index] = self._in_grad(piece)
         self._parameters = [self._layout.parameters[index] for index in seen]
         self._slots = list(seen.values())
         self._all_visible = not any(isinstance(slot, Withheld) for slot in self._slots)
@@ -218,15 +212,19 @@ class Stretches:
         self.all[place : place + 1] = parts
         self._buckets[stretch.bucket].memory.forget_stretch(stretch.slots)
         replaced(stretch, parts)
-        self._look_at()
         return parts
 
     def _where(self, piece: Piece) -> bool | None:
         gradient = self._layout.parameters[piece.index].grad
         if gradient is None:
             return None
-        slot = _in_grad(self._buckets[piece.bucket], piece)
+        slot = self._in_grad(piece)
         return gradient is slot or (not isinstance(slot, Withheld) and lies_in(gradient, slot))
+
+    def _in_grad(self, piece: Piece) -> torch.Tensor:
+        """What ``.grad`` of the piece's parameter is when its mean lies in the bucket."""
+        bucket, place = self._buckets[piece.bucket], self._places[piece.index]
+        return bucket.withheld[place] if bucket.withheld else bucket.views[place]
 
     def _gradient(self, stretch: Stretch) -> torch.Tensor | None:
         where = self._where(stretch.pieces[0])
@@ -240,7 +238,4 @@ class Stretches:
         """A gradient that somebody has put in place of the slot."""
         gradient = self._layout.parameters[piece.index].grad
         assert gradient is not None, "asked by _where"
-        spec = self._layout.plan.parameters[piece.index]
-        flat = torch.empty(spec.numel, dtype=gradient.dtype, device=gradient.device)
-        flat.as_strided(spec.shape, spec.strides).copy_(gradient)
-        return flat[piece.first : piece.first + piece.numel]
+        return laid_flat(gradient, self._layout.plan.parameters[piece.index])[piece.first : piece.end]

@@ -236,6 +236,7 @@ def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
 @pytest.mark.usefixtures("tables_of_their_own")
 def test_a_handle_that_is_dropped_amid_recording_takes_the_recorder_with_it() -> None:
     """It holds what is under way, and so memory that ranks share; torch's hooks on optimizers are of the process."""
+
     def worker(transport: Any, detach: bool) -> weakref.ref[Any]:
         model = Layers(1, 0.0)
         sync = stretto.attach(model, transport=transport)

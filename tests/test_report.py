@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, ti
 from stretto.clocks import NOBODY, Clock, ClockTalk, Word, identity
 from stretto.plan import BucketPlan, plan_buckets
 from stretto.record import Launch, PassRecord, Span, covered, percent_hidden
+from stretto.recorder import Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
@@ -304,6 +306,39 @@ def test_an_optimizer_of_parameters_that_came_later_is_seen(tmp_path: Any) -> No
         return [len(one.optimizer) for one, _ in sync.sampler.records]
 
     assert run_ranks(worker, 2) == [[0, 1, 1, 1, 1, 1]] * 2
+
+
+class Watched:
+    """As much of a reducer as a recorder asks for."""
+
+    def __init__(self, *parameters: torch.nn.Parameter) -> None:
+        self.parameters, self.plan, self.sparse = [*parameters], plan_of_one(), SimpleNamespace(total_bytes=0)
+
+    def start_watching(self, recorder: Recorder) -> None:
+        self.observer = recorder
+
+    def stop_watching(self, recorder: Recorder) -> None:
+        del self.observer
+
+
+def test_an_optimizer_of_another_model_is_not_taken_for_one_of_parameters_that_are_gone() -> None:
+    """An id is given again, and the plan follows the module only in the next pass."""
+    values = torch.zeros(1)
+    watched, kept = Watched(torch.nn.Parameter(values)), []
+    known = id(watched.parameters[0])
+    recorder = Recorder(watched, lambda record, plan: kept.append(record))  # type: ignore[arg-type]
+    recorder.start()
+    watched.parameters.clear()
+    others = [torch.nn.Parameter(values)]
+    while id(others[-1]) != known and len(others) < 10_000:
+        others.append(torch.nn.Parameter(values))
+    assert id(others[-1]) == known
+    torch.optim.SGD([others[-1]]).step()
+    recorder.pass_started(1)
+    recorder.backward_ended(1)
+    recorder.pass_settled(1)
+    recorder.stop()
+    assert [one.optimizer for one in kept] == [()]
 
 
 def report_in_a_process(rank: int, transport: str) -> tuple[str, dict[str, Any], tuple[str, ...]]:

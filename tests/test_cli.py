@@ -248,6 +248,13 @@ def test_the_last_traceback_comes_with_its_causes_and_nothing_of_cpp() -> None:
     assert last_traceback(["fine"], [0.0]) is None
 
 
+def test_a_script_that_is_no_python_has_a_traceback_too(tmp_path: Path) -> None:
+    done = command("run", "--ranks", 2, script(tmp_path, "x = (\n"))
+    *_, begins, file, line, mark, error = done.stderr.splitlines()
+    assert done.returncode == 1 and re.fullmatch(r"--- traceback of rank [01] ---", begins)
+    assert file == f'  File "{tmp_path}/script.py", line 1' and "^" in mark and error.startswith("SyntaxError: "), line
+
+
 class Ended:
     def __init__(self, exitcode: int) -> None:
         self.exitcode, self.pid = exitcode, 5

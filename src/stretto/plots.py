@@ -161,7 +161,7 @@ def _bucket(axes: Any, transfer: Transfer, one: RankPass, middle: float, high: f
         boxes[colour_of(hidden=hidden, pale=pale)].append((_ms(begin), _ms(end - begin), low, thick))
     if high > 0.5 and launch.full is not None:  # the gradient that let it go
         axes.plot([_ms(launch.full)] * 2, [0.72, low], color="#1b4f72", linewidth=0.8, alpha=0.6)
-        axes.plot([_ms(launch.full)], [0.72], color="#ffffff", marker="o", markersize=2.5)
+        axes.plot([_ms(launch.full)], [0.72], color="#ffffff", marker="o", markersize=2.5, zorder=4)  # over captions
     if high > 0.4:
         _name(axes, transfer, middle)
 

@@ -1,10 +1,11 @@
-"""What the benchmarks share: the library's paired timing, what a figure depends on, a table for people, and how they
-end: bad input and whatever fails is one line, Ctrl-C none."""
+"""What the benchmarks share: the library's paired timing, what a figure depends on, a table for people or in a
+page, and how they end: bad input and whatever fails is one line, Ctrl-C none."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,18 @@ from stretto.errors import StrettoError
 from stretto.quiet import quietly
 from stretto.testing import spawn_ranks
 
-__all__ = ["Spread", "count", "ends_well", "interleave", "machine", "output", "show_table", "spawn", "worst_rank"]
+__all__ = [
+    "Spread",
+    "count",
+    "ends_well",
+    "interleave",
+    "machine",
+    "output",
+    "put_into",
+    "show_table",
+    "spawn",
+    "worst_rank",
+]
 
 
 def count(text: str) -> int:
@@ -38,6 +50,16 @@ def output(text: str) -> Path:
     except CommandError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(text)
+
+
+def put_into(page: Path, name: str, text: str) -> bool:
+    """Replace what stands between the markers of a figure; False if the page has none."""
+    before = page.read_text() if page.exists() else ""
+    pattern = re.compile(rf"(<!-- figure: {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    after, found = pattern.subn(lambda match: f"{match[1]}\n{text}\n{match[2]}", before)
+    if found:
+        page.write_text(after)
+    return bool(found)
 
 
 def spawn(worker: Callable[..., Any], ranks: int, *args: Any, timeout: float) -> list[Any]:

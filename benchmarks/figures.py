@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from stretto.bench import Effort
 from stretto.errors import SetupError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import count, ends_well
+from common import count, ends_well, put_into
 from paper.breakdown import BREAKDOWN
 from paper.contest import CONTEST
 from paper.figure import Asked, Data, Figure, comparisons, markdown, save
@@ -39,16 +38,6 @@ from paper.sweep import SWEEP
 FIGURES = {one.name: one for one in (CONTEST, BREAKDOWN, SWEEP, SKIP, ROUND_ROBIN, RANKS, NETWORK)}
 OUTPUT = Path(__file__).parent.parent / "docs" / "benchmarks"
 QUICK = Effort(rounds=3, seconds=2.0, block=0.005, warm_up=1)
-
-
-def put_into(page: Path, name: str, text: str) -> bool:
-    """Replace what stands between the markers of a figure; False if the page has none."""
-    before = page.read_text() if page.exists() else ""
-    pattern = re.compile(rf"(<!-- figure: {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-    after, found = pattern.subn(lambda match: f"{match[1]}\n{text}\n{match[2]}", before)
-    if found:
-        page.write_text(after)
-    return bool(found)
 
 
 def measured_before(file: Path) -> Data:

@@ -66,21 +66,33 @@ def traced(options: dict[str, float]) -> Timeline:
         return timeline_of(read_trace(folder)).only()  # one pass, the typical one
 
 
+def draw(folder: Path) -> dict[str, Timeline]:
+    """The four runs, each as a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {}
+    for name, options in RUNS.items():
+        drawn[name] = timeline = traced(options)
+        save_picture(timeline, folder / f"{name}.svg")
+        print(f"{name:14} {timeline.headline()}", flush=True)
+    return drawn
+
+
+def line_of(size: float) -> str:
+    """What becomes of a run with buckets of that size, in MB."""
+    timeline = traced({"bucket_cap_mb": size})
+    buckets = counted(len(timeline.passes[0].transfers), "buckets")
+    return f"bucket_cap_mb={size:<5g} {buckets:>11}: {timeline.headline()}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=Path, help="folder for the pictures of four runs")
     parser.add_argument("--sizes", type=float, nargs="+", default=[], help="bucket_cap_mb, one run each")
     asked = parser.parse_args()
     for size in asked.sizes:
-        timeline = traced({"bucket_cap_mb": size})
-        buckets = counted(len(timeline.passes[0].transfers), "buckets")
-        print(f"bucket_cap_mb={size:<5g} {buckets:>11}: {timeline.headline()}")
+        print(line_of(size), flush=True)
     if asked.pictures:
-        asked.pictures.mkdir(parents=True, exist_ok=True)
-        for name, options in RUNS.items():
-            timeline = traced(options)
-            save_picture(timeline, asked.pictures / f"{name}.svg")
-            print(f"{name:14} {timeline.headline()}")
+        draw(asked.pictures)
     if not asked.sizes and not asked.pictures:
         print(sketch(traced(RUNS["overlapped"])))
 

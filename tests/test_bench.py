@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from stretto.bench.timing import interleave
 from stretto.cli import execute
 from stretto.quiet import quietly
 from stretto.sharding.awaited import Arrival
-from stretto.testing import spawn_ranks
+from stretto.testing import read_results, spawn_ranks
 
 ROOT = Path(__file__).parent.parent
 QUICK = Effort(rounds=2, seconds=1.0, block=0.002, warm_up=1)
@@ -445,6 +447,27 @@ def test_ctrl_c_ends_a_comparison_without_a_word(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
         assert (*running.communicate(timeout=30), running.returncode) == ("", "", 130)
+
+
+@pytest.mark.ranks
+def test_something_moves_until_rank_0_draws(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start ranks takes seconds; two processes must not draw on one terminal at once."""
+    seen: list[str] = []
+
+    @contextmanager
+    def bar(title: str, *, wanted: bool) -> Iterator[None]:
+        seen.append(f"{title}, wanted: {wanted}")
+        yield
+        seen.append("gone")
+
+    def results(*args: Any) -> list[Any]:
+        seen.append("ranks have ended")
+        return read_results(*args)
+
+    monkeypatch.setattr(importlib.import_module("stretto.bench.compare"), "bar", bar)
+    monkeypatch.setattr("stretto.testing.read_results", results)
+    compare(f"{mine}:plain", contestants=[alone()], effort=QUICK, progress=True)
+    assert seen == ["starting 2 ranks, wanted: True", "gone", "ranks have ended"]
 
 
 def stays(rank: int, folder: str) -> None:

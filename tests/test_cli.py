@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -245,6 +246,13 @@ def test_the_last_traceback_comes_with_its_causes_and_nothing_of_cpp() -> None:
     found = last_traceback(lines, [float(number) for number in range(len(lines))])
     assert found == Traceback("\n".join([*cause, BEGINNING, "ValueError: 2"]), 2.0)
     assert last_traceback(["fine"], [0.0]) is None
+
+
+def test_a_script_that_is_no_python_has_a_traceback_too(tmp_path: Path) -> None:
+    done = command("run", "--ranks", 2, script(tmp_path, "x = (\n"))
+    *_, begins, file, line, mark, error = done.stderr.splitlines()
+    assert done.returncode == 1 and re.fullmatch(r"--- traceback of rank [01] ---", begins)
+    assert file == f'  File "{tmp_path}/script.py", line 1' and "^" in mark and error.startswith("SyntaxError: "), line
 
 
 class Ended:
@@ -771,11 +779,30 @@ def test_help_and_version_of_the_entry_point() -> None:
     assert done.returncode == 0 and "..." not in done.stdout.partition("Commands:")[2]
     for name in ("demo", "run", "plan", "trace", "doctor", "bench"):
         assert re.search(rf"^  {name} ", done.stdout, re.MULTILINE)
-    from importlib.metadata import entry_points
 
-    (entry,) = entry_points(group="console_scripts", name="stretto") or [None]
-    if entry is not None:  # the package as it was installed may be older than these files
-        assert entry.value == "stretto.cli:main"
+
+def test_the_entry_point_is_there() -> None:
+    """What pyproject.toml names; the package as it was installed may be older than these files."""
+    (name,) = re.findall(r'^stretto = "([\w.:]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    module, _, function = name.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert f'py-modules = ["{module}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_ctrl_c_while_torch_is_imported_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import signal\nprint('importing', flush=True)\nsignal.pause()")
+    program = "import _stretto_command as command; command.main()"
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    ) as running:
+        assert running.stdout is not None and running.stdout.readline() == "importing\n"
+        running.send_signal(signal.SIGINT)
+        assert (*running.communicate(timeout=30), running.returncode) == ("", "", 130)
 
 
 BROKEN_MODEL = """

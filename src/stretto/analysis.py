@@ -254,6 +254,7 @@ def _bucket(seen: Sequence[_Seen], names: tuple[str, ...]) -> BucketReport:
         before_last=statistics.median(at for at, _ in before) if before else None,
         full=median(lambda one: one.full),
         launched=always(lambda one: one.begin),
+        started=always(lambda one: one.handed_over),
         ended=always(lambda one: one.end),
         seen=always(lambda one: one.seen),
         told=all(one.told for _, one, _ in seen),

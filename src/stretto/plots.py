@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import textwrap
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ FULL = "#8a8a8a"
 WIDTH = 11.0
 """Inches."""
 FORMATS = (".png", ".svg")
+LEAST = 0.0005
+"""Of the width: less is half a pixel, and no line is drawn there."""
+
+Boxes = defaultdict[str, list[tuple[float, float, float, float]]]
+"""By colour: left, width, top, height."""
 
 
 class PictureError(StrettoError, RuntimeError):
@@ -100,13 +106,16 @@ def _band(axes: Any, rank: RankTimeline, until: float) -> None:
     high = _row(most)
     axes.set_ylim(1.15 + most * high, -0.45)
     ticks = {0.5: f"rank {rank.rank}"}
+    boxes: Boxes = defaultdict(list)
     for one in rank.passes:
-        _computed(axes, one)
+        _computed(axes, one, boxes)
         for place, transfer in enumerate(one.transfers):
             middle = 1.1 + (place + 0.5) * high
-            _bucket(axes, transfer, one, middle, high)
+            _bucket(axes, transfer, one, middle, high, boxes)
             label = f"bucket {transfer.launch.bucket}"
             ticks[middle] = f"{label}, {format_bytes(transfer.launch.nbytes)}" if most <= 16 else label
+    for colour, several in boxes.items():
+        _fill(axes, colour, several)
     axes.set_yticks([*ticks], [*ticks.values()])
     for label in axes.get_yticklabels():
         label.set_fontsize(8 if most <= 8 else 7 if most <= 16 else 5.5)
@@ -115,11 +124,23 @@ def _band(axes: Any, rank: RankTimeline, until: float) -> None:
     first.set_fontweight("bold")
 
 
-def _computed(axes: Any, one: RankPass) -> None:
+def _fill(axes: Any, colour: str, boxes: Sequence[tuple[float, float, float, float]]) -> None:
+    """As one path: hundreds of them would make an SVG large."""
+    paths: Any = importlib.import_module("matplotlib.path")
+    patches: Any = importlib.import_module("matplotlib.patches")
+    around = [
+        ((x, y), (x + wide, y), (x + wide, y + high), (x, y + high), (x, y)) for x, wide, y, high in boxes if wide > 0
+    ]
+    if around:
+        codes = [paths.Path.MOVETO, *[paths.Path.LINETO] * 3, paths.Path.CLOSEPOLY] * len(around)
+        path = paths.Path([corner for corners in around for corner in corners], codes)
+        axes.add_patch(patches.PathPatch(path, facecolor=colour, linewidth=0, snap=True))
+
+
+def _computed(axes: Any, one: RankPass, boxes: Boxes) -> None:
     for kind, group in groupby(one.pieces, key=lambda piece: piece.kind):
         pieces = [*group]
-        span = _ms(pieces[0].begin), _ms(pieces[-1].end - pieces[0].begin)
-        axes.broken_barh([span], (0, 1), facecolors=COLOURS[kind], linewidth=0)
+        boxes[COLOURS[kind]].append((_ms(pieces[0].begin), _ms(pieces[-1].end - pieces[0].begin), 0, 1))
     for begin, end, text, kind in captions(one):
         if _ms(end - begin) > 0.011 * len(text) * axes.get_xlim()[1]:
             colour = "black" if kind in ("forward", "optimizer") else "white"
@@ -131,17 +152,16 @@ def _computed(axes: Any, one: RankPass) -> None:
     axes.text(ended, -0.06, "backward ends ", ha="right", va="bottom", fontsize=7.5, color="#333333")
 
 
-def _bucket(axes: Any, transfer: Transfer, one: RankPass, middle: float, high: float) -> None:
+def _bucket(axes: Any, transfer: Transfer, one: RankPass, middle: float, high: float, boxes: Boxes) -> None:
     launch = transfer.launch
     low, thick = middle - 0.38 * high, 0.76 * high
-    if launch.full is not None and launch.full < launch.begin:
+    if launch.full is not None and _ms(launch.begin - launch.full) > LEAST * axes.get_xlim()[1]:
         axes.plot([_ms(launch.full), _ms(launch.begin)], [middle, middle], color=FULL, linewidth=1, linestyle=":")
     for begin, end, hidden, pale in parts_of(transfer, one):
-        colour = colour_of(hidden=hidden, pale=pale)
-        axes.broken_barh([(_ms(begin), _ms(end - begin))], (low, thick), facecolors=colour, linewidth=0)
+        boxes[colour_of(hidden=hidden, pale=pale)].append((_ms(begin), _ms(end - begin), low, thick))
     if high > 0.5 and launch.full is not None:  # the gradient that let it go
         axes.plot([_ms(launch.full)] * 2, [0.72, low], color="#1b4f72", linewidth=0.8, alpha=0.6)
-        axes.plot([_ms(launch.full)], [0.72], color="#ffffff", marker="o", markersize=2.5)
+        axes.plot([_ms(launch.full)], [0.72], color="#ffffff", marker="o", markersize=2.5, zorder=4)  # over captions
     if high > 0.4:
         _name(axes, transfer, middle)
 

@@ -46,7 +46,7 @@ class Recorder:
         self._watched = weakref.ref(watched)
         self._keep = keep
         self._listens = False
-        self._parameters: set[int] = set()
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # an id is given again when its tensor is gone
         self._forget()
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Recorder:
             watched.stop_watching(self)
 
     def _follow(self, watched: Reducer) -> None:
-        self._parameters = {id(parameter) for parameter in watched.parameters}
+        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in watched.parameters}
 
     def _forget(self) -> None:
         self._began = now()
@@ -94,8 +94,12 @@ class Recorder:
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         if not begins:
             self._close(optimizer, self._optimizer)
-        elif any(id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]):
+        elif any(self._knows(one) for group in optimizer.param_groups for one in group["params"]):
             self._open.append((optimizer, now()))
+
+    def _knows(self, parameter: torch.Tensor) -> bool:
+        known = self._parameters.get(id(parameter))
+        return known is not None and known() is parameter
 
     def _close(self, what: Any, spans: list[Span]) -> None:
         for place in reversed(range(len(self._open))):

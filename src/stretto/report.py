@@ -62,6 +62,9 @@ class BucketReport:
     full: float | None
     """All its gradients were there; None if some had none."""
     launched: float
+    """It was about to be handed over."""
+    started: float
+    """The transport had it."""
     ended: float
     """The result was there."""
     seen: float
@@ -187,12 +190,12 @@ class Report:
     def _buckets(self) -> list[str]:
         if not self.buckets:
             return []
-        head = "bucket      size      full  launched     ended      seen  closed by"
-        rows = [
-            f"{one.bucket:6}  {format_bytes(one.nbytes):>8}  {ms(one.full):>8}  {ms(one.launched):>8}  "
-            f"{ms(one.ended) if one.told else '(seen)':>8}  {ms(one.seen):>8}  {one.closed_by or '-'}"
-            for one in self.buckets
-        ]
+        head = "bucket      size      full  launched   started     ended      seen  closed by"
+        rows = []
+        for one in self.buckets:
+            ended = ms(one.ended) if one.told else "(seen)"
+            cells = (format_bytes(one.nbytes), ms(one.full), ms(one.launched), ms(one.started), ended, ms(one.seen))
+            rows.append("  ".join([f"{one.bucket:6}", *(f"{cell:>8}" for cell in cells), one.closed_by or "-"]))
         return ["buckets of this rank, times since its first gradient, medians", head, *rows]
 
     def _memory(self) -> list[str]:

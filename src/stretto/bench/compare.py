@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ import torch.distributed as dist
 
 from ..errors import SetupError
 from ..quiet import quietly
+from ..specs import counted
+from ..terminal import progress as bar
 from ..testing import spawn_ranks
 from ..testing_network import EmulatedHosts
 from .build import Training, build
@@ -31,6 +36,7 @@ Entrants = dict[str, Training]
 PRELIMINARY = 4
 """Rounds of the short run that chooses among variants, after one of warm-up."""
 UNLIMITED = "unlimited"
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Job:
     effort: Effort
     threads: int = 1
     progress: bool = False
+    begun: str = ""
+    """A file that rank 0 makes before its first bar, for whoever draws one until then."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,31 @@ def compare(
     if network is not None and ranks < 2:
         raise SetupError("a network needs two hosts, so ranks must be 2 or more")
     who = chosen(contestants or everybody(network is not None), only)
-    about_batch = try_out(workload)
-    job = Job(workload, who if who[0].kind == "alone" else (alone(), *who), effort or Effort(), threads, progress)
-    machine = this_machine()
-    found = spawn(measure, ranks, job, network=network, timeout=timeout)[0]
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder, contextlib.ExitStack() as waiting:
+        waiting.enter_context(bar(f"starting {counted(ranks, 'ranks')}", wanted=progress))
+        about_batch = try_out(workload)
+        all_of_them = who if who[0].kind == "alone" else (alone(), *who)
+        begun = Path(folder, "begun")
+        job = Job(workload, all_of_them, effort or Effort(), threads, progress, str(begun))
+
+        def look() -> None:
+            if begun.exists():
+                waiting.close()
+            time.sleep(_LOOK_SECONDS)
+
+        machine = this_machine()
+        found = spawn(measure, ranks, job, network=network, timeout=timeout, meanwhile=look)[0]
     told = (found.seconds, found.stands_for, found.skipped, about_batch)
     return Comparison(workload, ranks, words_for(network), threads, found.steps, machine, *told)
 
 
 def spawn(
-    worker: Callable[..., Any], ranks: int, *args: Any, network: str | None = None, timeout: float = 600.0
+    worker: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    network: str | None = None,
+    timeout: float = 600.0,
+    meanwhile: Callable[[], object] = lambda: time.sleep(_LOOK_SECONDS),
 ) -> list[Any]:
     """Run ``worker(rank, *args)`` on one host or, with a network, half of the ranks on each of two emulated hosts.
 
@@ -110,12 +133,12 @@ def spawn(
         RuntimeError: a rank failed.
     """
     if network is None:
-        return quietly(spawn_ranks, worker, ranks, *args, timeout=timeout)
+        return quietly(spawn_ranks, worker, ranks, *args, timeout=timeout, meanwhile=meanwhile)
     with EmulatedHosts() as hosts:
         if network != UNLIMITED:
             hosts.limit(network)
         sizes = [ranks - ranks // 2, ranks // 2]
-        return quietly(hosts.spawn_ranks, worker, sizes, *args, timeout=timeout, end=hosts.close)
+        return quietly(hosts.spawn_ranks, worker, sizes, *args, timeout=timeout, meanwhile=meanwhile, end=hosts.close)
 
 
 def words_for(network: str | None) -> str:
@@ -132,7 +155,10 @@ def measure(rank: int, job: Job) -> Measured:
     """One rank's part. Collective."""
     torch.set_num_threads(job.threads)
     make = workload_of(job.workload)
-    entrants, skipped = enter([one for one in job.contestants if not one.candidates], make)
+    if rank == 0 and job.begun:
+        Path(job.begun).touch()
+    with bar("making contestants", wanted=rank == 0 and job.progress):
+        entrants, skipped = enter([one for one in job.contestants if not one.candidates], make)
     yardstick = next(iter(entrants.values()))
     steps = steps_in(job.effort.block, lambda: yardstick.steps(1))
     stands_for = {}

@@ -23,6 +23,7 @@ SILENCE_MS = 100
 """After which a terminal shows what a rank has printed without an end of line, a prompt say."""
 _ERASE = b"\r\x1b[K"
 _BEGINNING = "Traceback (most recent call last):"
+_NO_PYTHON = re.compile(r'  File ".*", line \d+')
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 _OF_TORCH = re.compile(rb"\[rank\d+\]: ")  # torch puts the rank before each line of an exception, as we do
 _OF_CPP = re.compile(r"\[[IWEF]\d")  # torch's C++ log, which goes on after the exception
@@ -170,6 +171,8 @@ class Stream:
 def last_traceback(lines: Sequence[str], times: Sequence[float]) -> Traceback | None:
     """The last one, with those that it names as its cause, without what C++ printed after it."""
     beginnings = [number for number, line in enumerate(lines) if line.startswith(_BEGINNING)]
+    if not beginnings:  # a script that is no Python has none of these lines
+        beginnings = [number for number, line in enumerate(lines) if _NO_PYTHON.fullmatch(line)][-1:]
     if not beginnings:
         return None
     first = beginnings[-1]

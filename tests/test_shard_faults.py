@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_shared_memory_faults import SOON, Deadly, own_mappings, shmem
 from warm import Rank, fork_ranks, in_warm_process
 
@@ -443,12 +444,16 @@ def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
         tell(("raised", re.sub(r"\.py:\d+", ".py:LINE", str(error))))
     else:
         tell(("", fingerprint(model)))
+    time.sleep(3)  # the other one has raised, too
+    dist.destroy_process_group()  # what Gloo has under way will never end, and the end of the program does the same
+    tell("let go")
     time.sleep(20)
 
 
 def ranks_that_go_apart(folder: str, instead: str) -> Any:
     ranks = fork_ranks(go_another_way, 2, folder, folder, instead)
     found = [rank.hear(15) for rank in ranks]
+    assert [rank.hear(10) for rank in ranks] == ["let go", "let go"]
     for rank in ranks:
         os.kill(rank.pid, signal.SIGKILL)
         rank.end()
@@ -486,8 +491,8 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
 def test_a_rank_that_evaluates_before_its_step_is_waited_for_aloud(tmp_path: Path) -> None:
     found, complaint = in_warm_process(ranks_that_go_apart, str(tmp_path), "evaluation")
     assert not found[0][0] and found[0] == found[1]
-    assert "rank 1 has begun 6 passes and is at test_shard_faults.py:" in complaint
-    assert "in go_another_way.\n" in complaint
+    place = r"test_shard_faults\.py:\d+ in (go_another_way|<genexpr>)\.\n"
+    assert re.search(rf"rank 1 has begun 6 passes and is at {place}", complaint)
 
 
 # Children, and ends of all kinds

@@ -201,6 +201,7 @@ class Peers:
             if patience is None and (break_off := getattr(self._transport, "break_off", None)) is not None:
                 told = f"rank {self._transport.rank}: {self._what} was not done within {limit:.0f} s"
                 break_off(f"{told}\nStart again, on all ranks.")
+            self._abandon()
             raise RuntimeError(f"not done within {limit:.0f} s")
 
     def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
@@ -213,6 +214,10 @@ class Peers:
             self.wait(work, patience)
         except RuntimeError as error:
             self.fail(f"{what} could not be reduced", error)
+
+    def _abandon(self) -> None:
+        if (abandon := getattr(self._transport, "abandon", None)) is not None:
+            abandon()
 
     def _comes(self, work: Any, patience: float) -> bool:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
@@ -246,6 +251,7 @@ class Peers:
             who_has_gone_apart(self.where, self.seat, self._transport.rank, channel, told)
         except PeerError as error:
             self.tell_failed("waiting", error, leaves=True)
+            self._abandon()
             raise
         log.warning("%s: %s.", self.where, places(self._transport.rank, channel, told, waited))
 

@@ -6,6 +6,7 @@ tensors return at once with a :class:`Work`, calls that move objects return when
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -40,7 +41,8 @@ class Transport(Protocol):
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
     go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
     any more. ``break_off(reason)`` ends the transport when the patience is over, on all ranks: what was waited for may
-    be filled again, and must not be summed when a late rank comes.
+    be filled again, and must not be summed when a late rank comes. ``abandon()`` keeps what would wait, when it is
+    freed, for collectives that never end, from being freed.
     """
 
     name: str
@@ -65,3 +67,8 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back what ``allocate`` took. Harmless twice. Groups that the user made are left to the user."""
+
+
+def never_free(held: object) -> None:
+    """Keep it to the end of the process: what Python alone holds it lets go at the end of the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

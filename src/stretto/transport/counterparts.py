@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 import weakref
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import CommunicationError
-from .base import Transport, Work
+from .base import Transport, Work, never_free
 from .exchange import all_to_all
 
 
@@ -80,6 +79,11 @@ class Counterparts:
             )
         return self._groups[0]
 
+    def abandon(self) -> None:
+        """Never let go: their threads wait for what will not come."""
+        never_free(self._groups)
+        self._close.detach()
+
     def close(self) -> None:
         """Let go of the others. Harmless twice."""
         self._close()
@@ -89,4 +93,4 @@ def _end(groups: list[Any], pid: int) -> None:
     if pid == os.getpid():
         groups.clear()
     else:  # its threads did not follow the fork, and would be waited for: leave it to the end of the process
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+        never_free(groups)

@@ -134,6 +134,12 @@ class HierarchicalTransport:
         """Nothing will ever be done again on this host, for this reason; other hosts wait in vain."""
         self._team.host.lose_patience(reason)
 
+    def abandon(self) -> None:
+        """No group that this stands on is freed any more."""
+        self._team.counterparts.abandon()
+        if (abandon := getattr(self._base, "abandon", None)) is not None:
+            abandon()
+
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""
         self._team.host.flush(CLOSE_SECONDS)

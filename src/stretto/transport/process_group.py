@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
-from .base import Work
+from .base import Work, never_free
 from .exchange import ShareSum, exchange_shares
 
 
@@ -109,6 +109,10 @@ class ProcessGroupTransport:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def abandon(self) -> None:
+        """The group is never freed. Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends."""
+        never_free(self.process_group)
 
     def close(self) -> None:
         """The group belongs to whoever made it."""

@@ -72,6 +72,12 @@ class RoundRobinTransport:
             if (break_off := getattr(transport, "break_off", None)) is not None:
                 break_off(reason)
 
+    def abandon(self) -> None:
+        """All that know how."""
+        for transport in self._transports:
+            if (abandon := getattr(transport, "abandon", None)) is not None:
+                abandon()
+
     def close(self) -> None:
         """Close all."""
         for transport in self._transports:

@@ -85,7 +85,7 @@ class Reducer:
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         self._events = events
         self.stop_watching = events.remove
-        self.members, self.delay = members, delay
+        self.members, self.delay, self.always_delays = members, delay, delay
         self._inspection = inspection
         self._beside = Beside(self._queue, places, sparse, events)
         self.running = False

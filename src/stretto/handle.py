@@ -206,7 +206,7 @@ class Synchronizer:
         """
         refuse_idle(self.sharded, f"rank {self.rank}")
         if self._reducer is not None:
-            self._reducer.shadow_pass()
+            self._reducer.family.shadow()
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.

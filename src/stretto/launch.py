@@ -216,7 +216,8 @@ class LaunchQueue:
         for bucket in self.buckets:
             bucket.drop_gradients()
         for bucket in self.buckets[self.launched :]:
-            bucket.leave()  # the pass may have failed before it was looked who keeps gradients
+            if not bucket.taken:  # the pass may have failed before it was looked who keeps gradients
+                bucket.leave()
             bucket.clear(value)
             if not self._skip(bucket):
                 self._launch(bucket)

@@ -243,6 +243,23 @@ def test_what_is_left_to_whom(caplog) -> None:
     assert len(lines) == 2 and all(line.startswith(said) for line in lines)
 
 
+def test_a_detach_that_is_refused_leaves_sharded_optimizers_as_they_are() -> None:
+    def worker(transport):
+        model = Model()
+        inner, outer = attach_both(model, transport)
+        sharded = inner.shard(torch.optim.SGD(model.inner.parameters(), lr=0.1))
+        with pytest.raises(stretto.SetupError, match="has left its parameters to this handle"):
+            inner.detach()
+        model(batch(transport.rank), "abcd").backward()
+        sharded.step()
+        ended = [sharded.ended]
+        outer.detach()
+        inner.detach()
+        return [*ended, sharded.ended]
+
+    assert run_ranks(worker, 2, timeout=20) == [[False, True]] * 2
+
+
 def test_three_levels_and_two_inner_models_beside_each_other() -> None:
     def worker(transport):
         model = Model()

@@ -199,6 +199,23 @@ def test_models_beside_each_other(uses) -> None:
         compare([found[number] for found in everyone], joined(uses))
 
 
+def test_when_the_first_has_left_the_next_one_sends_while_backward_runs() -> None:
+    def worker(transport):
+        handles = []
+        for number in range(4):
+            delay = number == 2
+            beside = handles[-1:]
+            handles.append(stretto.attach(nn.Linear(2, 2), transport=transport, beside=beside, delay=delay))
+        found = []
+        while handles:
+            found.append(["while backward runs" in sync.describe().splitlines()[1] for sync in handles])
+            handles.pop(0).detach()
+        return found
+
+    wanted = [[True, False, False, False], [True, False, False], [False, False], [True]]
+    assert run_ranks(worker, 2, timeout=20) == [wanted] * 2
+
+
 def test_what_is_left_to_whom(caplog) -> None:
     def worker(transport):
         model = Model()
@@ -224,6 +241,23 @@ def test_what_is_left_to_whom(caplog) -> None:
     lines = [record.getMessage() for record in caplog.records]
     said = "attach: 4 parameters (inner.a.weight, inner.a.bias, inner.b.weight, inner.b.bias) are left to their handle"
     assert len(lines) == 2 and all(line.startswith(said) for line in lines)
+
+
+def test_a_detach_that_is_refused_leaves_sharded_optimizers_as_they_are() -> None:
+    def worker(transport):
+        model = Model()
+        inner, outer = attach_both(model, transport)
+        sharded = inner.shard(torch.optim.SGD(model.inner.parameters(), lr=0.1))
+        with pytest.raises(stretto.SetupError, match="has left its parameters to this handle"):
+            inner.detach()
+        model(batch(transport.rank), "abcd").backward()
+        sharded.step()
+        ended = [sharded.ended]
+        outer.detach()
+        inner.detach()
+        return [*ended, sharded.ended]
+
+    assert run_ranks(worker, 2, timeout=20) == [[False, True]] * 2
 
 
 def test_three_levels_and_two_inner_models_beside_each_other() -> None:
@@ -263,6 +297,46 @@ def test_nothing_keeps_dropped_models_alive() -> None:
     references = run_ranks(worker, 2, timeout=20)
     gc.collect()
     assert all(reference() is None for pair in references for reference in pair)
+
+
+def test_a_model_that_was_dropped_has_no_part_in_passes_whether_it_is_collected_or_not() -> None:
+    def worker(transport):
+        model, dropped = Model(), nn.Linear(WIDTH, WIDTH)
+        first = stretto.attach(dropped, transport=transport)
+        sync = stretto.attach(model, transport=transport, beside=[first])
+        (model(batch(transport.rank), "abcd") + dropped(batch(transport.rank)).sum()).backward()
+        kept = first._reducer if transport.rank else None
+        transport.all_gather_object(None)
+        del first, dropped
+        gc.collect()
+        transport.all_gather_object(None)
+        found = []
+        for number in range(3):
+            model.zero_grad()
+            if number == 2 and transport.rank:
+                sync.shadow_pass()
+            else:
+                model(batch(transport.rank, number), "abcd").backward()
+                found.append(copies(model))
+        assert kept is None or kept.statistics.passes == 1
+        return found
+
+    everyone = run_ranks(worker, 2, timeout=20)
+    for number in range(2):
+        compare([found[number] for found in everyone], joined(["abcd"] * 2, number))
+
+
+def test_a_handle_that_is_collected_while_others_are_looked_for_hides_none_of_them() -> None:
+    def worker(transport):
+        handles = [stretto.attach(nn.Linear(2, 2), transport=transport) for _ in range(3)]
+        seats = [sync._reducer.queue.peers.seat for sync in handles]
+        for seat in seats:
+            seat.row = seats  # as of handles of a process, which threads are not
+        seats[0].whose = lambda gone=seats[0]: seats.remove(gone)
+        families = [sync._reducer.family for sync in handles]
+        return families[2]._company() == families[1:]
+
+    assert all(run_ranks(worker, 2, timeout=20))
 
 
 def over_gloo(rank: int) -> list:

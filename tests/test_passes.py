@@ -573,3 +573,44 @@ def test_an_observer_made_of_functions_can_be_dropped_and_removed() -> None:
 
     run_ranks(worker, 2)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_pass_that_fails_at_its_first_gradient_is_told_and_the_next_one_is_right(
+    world: int, leaves_out: bool
+) -> None:
+    """There is no memory for one that would have to leave the old to a user who keeps gradients."""
+    use = "ab" if leaves_out else "abc"
+
+    def worker(transport):
+        class Full(RecordingTransport):
+            is_full = False
+
+            def allocate(self, numel, dtype, device):
+                if self.is_full:
+                    self.is_full = False
+                    raise MemoryError("no memory left")
+                return super().allocate(numel, dtype, device)
+
+        model, carrier = Branches(), Full(transport)
+        stretto.attach(model, transport=carrier, bucket_cap_mb=1e-6)
+        kept: list[torch.Tensor] = []
+        for number in range(7):
+            kept += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            before = [gradient.clone() for gradient in kept]
+            model.zero_grad()
+            carrier.is_full = number == 4 and transport.rank == 1
+            wanted = expected(world, [use] * world, number)
+            try:
+                model(inputs_of(transport.rank, number), use).backward()
+            except (MemoryError, stretto.PeerError) as error:
+                assert (number, type(error)) == (4, stretto.PeerError if transport.rank != 1 else MemoryError)
+                model.zero_grad()
+            else:
+                assert number != 4
+                assert_same(gradients(model), wanted)
+            assert all(map(torch.equal, kept, before))
+        return True
+
+    assert all(run_ranks(worker, world, timeout=20))

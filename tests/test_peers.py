@@ -21,6 +21,7 @@ from stretto.channel import Channel
 from stretto.engine import when_raised
 from stretto.notes import Note
 from stretto.testing import RecordingTransport, run_ranks
+from stretto.transport.life import is_over, started_at
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -593,3 +594,14 @@ def test_two_that_wait_for_one_exception_are_both_told() -> None:
     with pytest.raises(ValueError, match="once"):
         Twice.apply(torch.ones(1, requires_grad=True)).sum().backward()
     assert sorted(seen) == ["a: once", "b: once"] and sys.gettrace() is before
+
+
+def test_a_process_lives_whatever_bytes_its_name_has() -> None:
+    name = Path("/proc/self/comm")
+    before, started = name.read_bytes(), started_at(os.getpid())
+    name.write_bytes(b"caf\xc3")  # cut amid a letter, as a title of 16 bytes may be
+    try:
+        assert started and started_at(os.getpid()) == started
+        assert not is_over(os.getpid(), started)
+    finally:
+        name.write_bytes(before)

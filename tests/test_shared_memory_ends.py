@@ -127,12 +127,15 @@ def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
         time.sleep(1.5)
         step(); right()  # all that this needs of rank 0 was there
         told()
+        assert sync._transport._host.broken == "rank 0 cannot go on: stopped by KeyboardInterrupt"
     """
     )
     first, second = printed(ranks(tmp_path, body))
     assert within(first, "KeyboardInterrupt", 0.5) == "now"
     assert within(second, "PeerError", 2) == (
-        "rank 1: rank 0 cannot go on: stopped by KeyboardInterrupt.\nRemove the cause and start again, on all ranks."
+        "rank 1, pass 3: rank 0 failed and left, so nobody can complete this pass.\n"
+        "  rank 0, pass 2, backward: KeyboardInterrupt (train.py:LINE in step)\n"
+        "Remove the cause and start again, on all ranks."
     )
 
 

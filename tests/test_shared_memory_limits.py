@@ -358,7 +358,7 @@ def test_one_rank_has_no_memory(tmp_path: Path, when: str, limit: str, reason: s
             assert (kind, re.sub(r"py:\d+", "py:LINE", plain)) == (
                 "PeerError",
                 f"rank {rank}, attach: rank 1 failed and left, so nobody can complete this attach.\n"
-                f"  rank 1, attach: {quoted} (memory.py:LINE in _new_segment)\n"
+                f"  rank 1, attach: {quoted} (test_shared_memory_limits.py:LINE in one_without_memory)\n"
                 "Remove the cause and start again, on all ranks.",
             )
         assert raised - failed < 3

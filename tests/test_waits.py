@@ -492,6 +492,55 @@ def test_a_rank_that_cannot_give_up_says_that_it_is_lost(tmp_path: Path) -> None
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_ctrl_c_amid_a_wait_over_a_process_group(tmp_path: Path, before: int) -> None:
+    """The pass goes on without the rank: what it does next is not to be summed with it, nor taken for the next one."""
+    body = f"""
+        import threading
+
+        def waits():
+            frame = sys._current_frames()[threading.main_thread().ident]
+            while frame is not None and frame.f_code.co_name != "done_within":
+                frame = frame.f_back
+            return frame is not None
+
+        def interrupt():
+            while not waits():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        for _ in range({before}):
+            step(); right()
+        if rank == 0:
+            threading.Thread(target=interrupt).start()
+            try:
+                step()
+            except KeyboardInterrupt:
+                model.zero_grad(set_to_none=False)
+                told()
+            while not os.path.exists(f"{{folder}}/told1"):
+                time.sleep(0.01)
+        else:
+            while not os.path.exists(f"{{folder}}/told0"):
+                time.sleep(0.01)
+            if {before}:
+                step(); right()
+            told()
+        os._exit(0)
+    """
+    (_, printed, _), (_, other, _) = ranks(tmp_path, body, transport="process_group")
+    assert within(printed, "CommunicationError", 3) == (
+        f"rank 0, pass {before + 1} failed on this rank and could not be given up, so it has lost its place among the "
+        "others.\nRemove the cause and start again, on all ranks."
+    )
+    assert within(other, "PeerError", 6) == (
+        f"rank 1, pass {before + 1 + bool(before)}: rank 0 failed and left, so nobody can complete this pass.\n"
+        f"  rank 0, pass {before + 1}, backward: KeyboardInterrupt (train.py:LINE in step)\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+@pytest.mark.ranks
 def test_a_hook_that_fails_once_leaves_all_ranks_in_step(tmp_path: Path) -> None:
     body = """
         calls = 0

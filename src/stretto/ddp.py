@@ -108,9 +108,7 @@ class DistributedDataParallel(TorchSurface):
         self._hold(module)
         self._set_devices(device_ids, output_device)
         self.dim = dim
-        old_flag = True if broadcast_buffers is None else broadcast_buffers
-        self.forward_sync_buffers = old_flag if forward_sync_buffers is None else forward_sync_buffers
-        self._buffers_policy: Buffers = buffers or ("rank0" if self.forward_sync_buffers else "none")
+        ignore = self._set_buffers(broadcast_buffers, forward_sync_buffers, buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -118,8 +116,6 @@ class DistributedDataParallel(TorchSurface):
         self.batched_grad_copy = batched_grad_copy
         self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
         self._stand_for_torchs()
-        # broadcast_buffers=False: not even at the start
-        ignore = self._left_alone(buffers_too=not old_flag and forward_sync_buffers is None)
         self._attach_options: dict[str, Any] = {
             "bucket_cap_mb": self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
             "ignore": ignore,
@@ -148,11 +144,14 @@ class DistributedDataParallel(TorchSurface):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
 
-    def _left_alone(self, *, buffers_too: bool) -> set[str]:
-        """Names of what is neither sent nor compared, of those that the module has."""
-        named_buffers = {name for name, _ in self.module.named_buffers()}
-        named = {name for name, _ in self.module.named_parameters()} | named_buffers
-        return (self.parameters_to_ignore & named) | (named_buffers if buffers_too else set())
+    def _set_buffers(self, former: bool | None, flag: bool | None, policy: Buffers | None) -> set[str]:
+        """By torch's flags, the former one too; returns the names of what is neither sent nor compared."""
+        self.forward_sync_buffers = former is not False if flag is None else flag
+        self._buffers_policy = policy or ("rank0" if self.forward_sync_buffers else "none")
+        buffers = {name for name, _ in self.module.named_buffers()}
+        named = {name for name, _ in self.module.named_parameters()} | buffers
+        not_at_the_start_either = former is False and flag is None
+        return (self.parameters_to_ignore & named) | (buffers if not_at_the_start_either else set())
 
     def _set_bucket_caps(self, cap_mb: float | None, caps_mb: list[int] | None) -> float | None:
         """torch's attributes, by torch's rules; returns the cap for ``attach``, in MiB, if one was asked for."""

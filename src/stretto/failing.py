@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from types import TracebackType
 
 from .engine import when_raised
-from .errors import CommunicationError
+from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 
 log = logging.getLogger("stretto")
@@ -16,6 +17,9 @@ log = logging.getLogger("stretto")
 class Failing:
     """The failures of one reducer on this rank.
 
+    As a context: what all ranks do together. There they raise alike, or know what was the matter; a rank that anything
+    else stops there, Ctrl-C for one, has missed what the others do, and lost its place among them.
+
     Args:
         queue: knows the pass and the other ranks.
     """
@@ -23,6 +27,17 @@ class Failing:
     def __init__(self, queue: LaunchQueue) -> None:
         self._queue = queue
         self._lost: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, StrettoError):
+            return
+        self._lost = error
+        for bucket in self._queue.buckets:  # the sums of others may be under way
+            bucket.drop_gradients()
+        self._queue.peers.tell_failed("backward", error, trace, leaves=True)
 
     def in_forward(self, error: Exception) -> None:
         """It came out of the module, before a pass."""

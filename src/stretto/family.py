@@ -43,6 +43,8 @@ class Member(Protocol):
     synchronize: bool
     running: bool
     delay: bool
+    """Whether nothing leaves before backward has ended; ``always_delays`` if that was asked for."""
+    always_delays: bool
     family: Family
     inside: list[weakref.ref[Member]]
     """Those that have parameters of this member's module."""
@@ -92,10 +94,12 @@ class Family:
         return [alive for reference in self._members if (alive := reference()) is not None]
 
     def part(self) -> None:
-        """See who may launch while backward runs; again when a comm hook has come, which uses the process group."""
+        """See who may launch while backward runs; again when a comm hook has come, which uses the process group, or
+        when a member has left."""
         members = self.members()
         for place, member in enumerate(members):
-            member.delay |= any(share_channel(member.queue, other.queue) for other in members[:place])
+            before = members[:place]
+            member.delay = member.always_delays or any(share_channel(member.queue, one.queue) for one in before)
 
     def leave(self, member: Member) -> None:
         """It acts for itself from now on. All ranks must do so between the same passes.
@@ -110,6 +114,7 @@ class Family:
             )
         self._members = [reference for reference in self._members if reference() is not member]
         member.family = Family([member])
+        self.part()
 
     def begin(self) -> None:
         """A gradient of one of them has arrived. From its hook."""
@@ -134,7 +139,7 @@ class Family:
             family._begin()
 
     def _begin(self) -> None:
-        for member in self.members():
+        for member in self._present():
             if member.synchronize and not member.running:
                 member.begin()
 
@@ -157,8 +162,16 @@ class Family:
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members whatever happens. Collective."""
         with contextlib.ExitStack() as stack:
-            for member in reversed(self.members()):
+            for member in reversed(self._present()):
                 stack.callback(member.shadow)
+
+    def _present(self) -> list[Member]:
+        """Those that have a parameter yet: where a model was dropped, each rank's collector takes the rest in its own
+        time, and a pass must be of the same members on all ranks."""
+        members = self.members()
+        if len(members) == 1:
+            return members
+        return [one for one in members if any(p() is not None for p in one.queue.parameters) or one.parameters]
 
     # Families that do not know each other: see [Note: strangers]
 
@@ -167,7 +180,7 @@ class Family:
         found: dict[Family, None] = {}
         for member in self.members():
             seats = member.queue.peers.seat.row
-            handles = [seat.whose() for seat in seats] if len(seats) > 1 else ()
+            handles = [seat.whose() for seat in [*seats]] if len(seats) > 1 else ()  # meanwhile one may be dropped
             found.update(dict.fromkeys(other.family for other in handles if other is not None))
         return [*found] if self in found else [self]
 

@@ -186,9 +186,7 @@ class Synchronizer:
     @property
     def sparse_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Those that lie in no bucket, since their gradients are sparse, by name. None where there is one rank."""
-        if self._reducer is None:
-            return {}
-        return self._reducer.sparse.named_parameters()
+        return {} if self._reducer is None else self._reducer.sparse.named_parameters()
 
     @property
     def graph_changed(self) -> bool:
@@ -206,7 +204,7 @@ class Synchronizer:
         """
         refuse_idle(self.sharded, f"rank {self.rank}")
         if self._reducer is not None:
-            self._reducer.shadow_pass()
+            self._reducer.family.shadow()
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
@@ -333,6 +331,8 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Stop reducing: the module is as before. Gradients stay, or are None where a share is here. Harmless twice."""
+        if self._reducer is not None:
+            self._reducer.family.leave(self._reducer)  # first: it may be refused
         for sharded in self.sharded:
             sharded.end()
         if self._reducer is not None:

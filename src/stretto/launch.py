@@ -67,9 +67,7 @@ class LaunchQueue:
         self.weight = 1.0
         self.comm_hook: CommHook | None = None
         self.pass_number = 0
-        self.launched = 0
-        self.total_launched = 0
-        self.total_bytes = 0
+        self.launched = self.total_launched = self.total_bytes = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.in_shares = Alive()  # parameters of whose gradients each rank needs its share alone
@@ -207,17 +205,19 @@ class LaunchQueue:
 
     def launch_idle(self) -> None:
         """This rank has run out of batches: launch zeros that say so. ``.grad`` stays as it is."""
-        if self.presence.active:
-            self.presence.announce([False] * len(self.buckets))
         for bucket in self.buckets:
             bucket.leave()
         self._launch_nothing(0.0, ())
 
     def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
         self._weight, self._says = 0.0, says
+        if self.presence.active and not self.presence.announced:
+            self.presence.announce([False] * len(self.buckets))
         for bucket in self.buckets:
             bucket.drop_gradients()
         for bucket in self.buckets[self.launched :]:
+            if not bucket.taken:  # the pass may have failed before it was looked who keeps gradients
+                bucket.leave()
             bucket.clear(value)
             if not self._skip(bucket):
                 self._launch(bucket)

@@ -73,7 +73,7 @@ class Note:
 
 def text_of(error: BaseException | None) -> str:
     """``ValueError: text``."""
-    return "" if error is None else f"{type(error).__name__}: {error}"[:2000]
+    return "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")[:2000]
 
 
 def what_ends_this_process() -> BaseException | None:

@@ -28,7 +28,7 @@ from .inquiry import Inquiry, places, who_has_gone_apart
 from .notes import Note, text_of
 from .transport.base import Transport, Work
 from .waiting import FIRST_SLICE, SLICE, done_within, equal_by_sums, gather_by_sums, takes_time
-from .whereabouts import place_of_failure, place_of_traceback
+from .whereabouts import place_of_failure
 
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
@@ -114,7 +114,7 @@ class Peers:
         number = begun + before
         if not before:
             self.seat.told = self.seat.handle, begun, text_of(error)
-        place = place_of_failure(trace, sys._getframe()) if before else place_of_traceback(trace)
+        place = "" if trace is None else place_of_failure(trace, sys._getframe())
         note = Note(self._transport.rank, phase, self.seat.handle, begun, number, text_of(error), place, leaves=leaves)
         if self.seat.handle:
             self._channel.post(note)

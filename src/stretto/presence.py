@@ -58,6 +58,11 @@ class Presence:
         self._map = torch.tensor(uses, dtype=torch.int32)
         self._work = None if later else self._transport.all_reduce(self._map)
 
+    @property
+    def announced(self) -> bool:
+        """Whether this pass has a map."""
+        return self._map is not None
+
     def under_way(self) -> bool:
         """Whether the map is not there yet. Buckets may leave later then, but only where nobody else uses the channel.
 
@@ -96,6 +101,7 @@ class Presence:
 
     def record(self, buckets: Sequence[Bucket]) -> None:
         """After a pass: remember who came on any rank, which the footers of all buckets tell."""
+        self._map = None
         self._recorded += 1
         for bucket in buckets:
             had = bucket.footer[: len(bucket.indices)].tolist()

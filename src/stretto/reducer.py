@@ -85,7 +85,7 @@ class Reducer:
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         self._events = events
         self.stop_watching = events.remove
-        self.members, self.delay = members, delay
+        self.members, self.delay, self.always_delays = members, delay, delay
         self._inspection = inspection
         self._beside = Beside(self._queue, places, sparse, events)
         self.running = False
@@ -237,12 +237,13 @@ class Reducer:
 
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""
-        self._next_pass()
-        self._queue.begin()
+        with self._failing:
+            self._next_pass()
         self.running = True
+        self._end.watch()  # from here on a failure is seen, and the pass given up: the others have counted it
+        self._queue.begin()
         self._tracker.begin()
         self._arrivals.open()
-        self._end.watch()
         if self._queue.presence.active:
             self._queue.announce(self._tracker.foresee(self._unsynchronized), later=self.family.waits)
         if self._events.pass_started:
@@ -266,23 +267,24 @@ class Reducer:
             except BaseException as error:
                 self._failing.at_the_end(error, self.give_up)
                 raise
-            try:
-                words = self._wait(self._beside.send(shares), release=True)
-                if self._never_used.looking:
-                    self._never_used.look()
-            finally:
-                self._unsynchronized.clear()
-                self._beside.forget()
-                self._reset()
-            self._passes += 1
-            if self._events.pass_settled:
-                self._events.emit(self._events.pass_settled, self._queue.pass_number)
-            if changed and not self._queue.tells:
-                self._rejoin.refuse()
-            self._consensus.hear(words, at_once=changed or self._inspection.due(self._queue.pass_number))
-            if self._beside.given_up:
-                raise self._consensus.failure(self._beside.given_up)
-            self._inspect()
+            with self._failing:
+                try:
+                    words = self._wait(self._beside.send(shares), release=True)
+                    if self._never_used.looking:
+                        self._never_used.look()
+                finally:
+                    self._unsynchronized.clear()
+                    self._beside.forget()
+                    self._reset()
+                self._passes += 1
+                if self._events.pass_settled:
+                    self._events.emit(self._events.pass_settled, self._queue.pass_number)
+                if changed and not self._queue.tells:
+                    self._rejoin.refuse()
+                self._consensus.hear(words, at_once=changed or self._inspection.due(self._queue.pass_number))
+                if self._beside.given_up:
+                    raise self._consensus.failure(self._beside.given_up)
+                self._inspect()
 
     def _inspect(self, *, idle: bool = False) -> None:
         if self._inspection.due(self._queue.pass_number) and not self._beside.given_up:
@@ -299,13 +301,9 @@ class Reducer:
         self._queue.reset()
         self._beside.reset()
 
-    def shadow_pass(self) -> None:
-        """Take part in one pass of the other ranks with nothing to give. Collective; see the handle's."""
-        self.family.shadow()
-
     def shadow(self) -> None:
-        """The same, for this member of the family alone."""
-        with self._queue.lock, torch.no_grad():
+        """Take part in a pass of the other ranks with nothing to give; not the rest of the family. Collective."""
+        with self._queue.lock, torch.no_grad(), self._failing:
             self._next_pass()
             try:
                 self._queue.launch_idle()
@@ -341,7 +339,7 @@ class Reducer:
                 words = self._wait(buffers, release=False)
             finally:
                 self._reset()
-        self._consensus.act_on(replace(words, own_failure=True))
+            self._consensus.act_on(replace(words, own_failure=True))
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

@@ -42,7 +42,8 @@ class Life:
 def _state_of(pid: int) -> tuple[str, str]:
     """State letter and start time; empty where there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return "", ""
+    fields = stat.rpartition(b")")[2].decode().split()  # before it, the name: any bytes
     return fields[0], fields[19]

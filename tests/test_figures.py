@@ -82,6 +82,16 @@ def test_each_figure_shows_all_ways_to_train(figures: Any, name: str) -> None:
     assert "torch DDP, default" in text
 
 
+@pytest.mark.parametrize("name", ["contest", "breakdown", "sweep", "skip", "round_robin", "ranks", "network"])
+def test_what_the_page_shows_is_of_all_ways_to_train(figures: Any, name: str) -> None:
+    """The measurements beside it are no older than the contestants."""
+    data = json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text())
+    if "skipped" in data:
+        pytest.skip(data["skipped"])
+    text = figures.markdown(figures.FIGURES[name], data).partition("\n\n- ")[0]
+    assert not [who for who in {*EVERYBODY, "torch DDP, default"} if who not in text]
+
+
 def test_passes_in_a_block_end_with_a_synchronisation() -> None:
     found = [in_block(Contestant("", "alone", sync_every=every), 5) for every in (1, 2, 4, 5, 8)]
     assert found == [5, 4, 4, 5, 8]

@@ -110,7 +110,8 @@ def test_commands_of_the_docs_run(line: str, code: str, shown: str, with_scripts
 
 
 def beginning_of(line: str) -> str:
-    return " ".join(line.split()[:1])
+    """Its first word, whatever the number in it."""
+    return re.sub(r"\d+", "0", " ".join(line.split()[:1]))
 
 
 def test_every_command_is_in_the_docs() -> None:

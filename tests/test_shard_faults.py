@@ -445,9 +445,8 @@ def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
     else:
         tell(("", fingerprint(model)))
     time.sleep(3)  # the other one has raised, too
-    dist.destroy_process_group()  # what Gloo has under way will never end, and the end of the program does the same
+    dist.destroy_process_group()  # what Gloo has under way will not end while the other one lives
     tell("let go")
-    time.sleep(20)
 
 
 def ranks_that_go_apart(folder: str, instead: str) -> Any:

@@ -112,7 +112,8 @@ class ProcessGroupTransport:
 
     def abandon(self) -> None:
         """The group is never freed. Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends."""
-        never_free(self.process_group)
+        if (group := self._group()) is not None:
+            never_free(group)
 
     def close(self) -> None:
         """The group belongs to whoever made it."""

@@ -6,7 +6,10 @@ import sys
 def main() -> None:
     """Run one command. Ctrl-C ends it without a word from here on, not only when torch is there."""
     try:
-        from stretto.cli import main as run
+        from rich.console import Console
+
+        with Console(stderr=True).status("importing torch"):  # some seconds; nothing where that is no terminal
+            from stretto.cli import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -803,6 +804,29 @@ def test_ctrl_c_while_torch_is_imported_ends_without_a_word(tmp_path: Path) -> N
         assert running.stdout is not None and running.stdout.readline() == "importing\n"
         running.send_signal(signal.SIGINT)
         assert (*running.communicate(timeout=30), running.returncode) == ("", "", 130)
+
+
+def test_a_terminal_shows_that_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import sys\nsys.stdin.readline()")
+    here, there = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import _stretto_command as command; command.main()"],
+        stdin=subprocess.PIPE,
+        stderr=there,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")]), "TERM": "xterm"},
+    ) as running:
+        os.close(there)
+        shown = b""
+        while b"importing torch" not in shown:
+            shown += os.read(here, 1000)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 130
+    with contextlib.suppress(OSError):  # that is how a terminal ends
+        while more := os.read(here, 1000):
+            shown += more
+    os.close(here)
+    assert b"\x1b[?25h" in shown, "the cursor is back"
+    assert b"Traceback" not in shown
 
 
 BROKEN_MODEL = """

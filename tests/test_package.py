@@ -17,7 +17,7 @@ SOURCE = Path(stretto.__file__).parent
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
     {"errors", "events", "specs", "plan", "engine", "arrivals", "record", "clocks", "report", "advice"},
     {"transport", "replan", "scaling", "words"},
-    {"withheld", "slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "backend"},
+    {"withheld", "slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "sizing", "backend"},
     {"waiting", "whereabouts", "notes", "channel", "watch", "steps", "blame", "inquiry"},
     {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "family", "forward"},

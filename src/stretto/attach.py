@@ -20,6 +20,7 @@ from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
+from .sizing import suit_link
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport, TransportName, choose
 
 log = logging.getLogger("stretto")
@@ -69,7 +70,8 @@ def attach(
             is closed by whoever made it.
             Tensors on accelerators, and several ``process_groups``, are left to the groups.
         bucket_cap_mb: a bucket holds at most so many MiB, unless one parameter alone is larger; default, what suits the
-            transport (0.5 for shared memory, 4 for Gloo, 25 for NCCL).
+            transport: 0.5 in shared memory, 25 for NCCL; over Gloo and between hosts from 0.25 to 32, by what some
+            messages take when ranks attach (4 if the model is no larger than 1 MiB, or without ``init_sync``).
         last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap.
         buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
             ``"mean"``, floating ones become their mean and others follow rank 0's; ``"none"``, each keeps its own.
@@ -207,6 +209,9 @@ def _attach(
         agree(state_model(parameters, tensors, facts), carrier.rank, peers.gather)
         values = [tensor.detach() for tensor in (*parameters.values(), *tensors.values())]
         broadcast_coalesced(values, carrier, peers.wait_for)
+        suited = suit_link(options, plan, carrier, peers.wait_for, peers.gather)
+        if suited != options:
+            options, plan = suited, plan_for(dense, suited, carrier)
     inside = _inside(module, options)
     return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
 

@@ -27,6 +27,7 @@ from .handle import Synchronizer
 from .options import Buffers
 from .reducer import Reducer, reducer_of
 from .sharding import refuse_idle
+from .specs import MIB
 
 
 class TorchSurface(TorchDDP):
@@ -210,8 +211,13 @@ class TorchSurface(TorchDDP):
         effective = not kwargs.get("divide_by_initial_world_size", True)
         weigh = effective and not self._comm_hooks and not self._attach_options["weighted"]
         if weigh:
-            self._attach(init_sync=False, weighted=True)  # a rank without batches weighs nothing
+            self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
         return _ShadowHook(self, back_to_options=weigh)
+
+    def _sizes(self) -> dict[str, float]:
+        """What was found to suit the link, which is not timed again."""
+        plan = self._synchronizer.plan
+        return {"bucket_cap_mb": plan.cap_bytes / MIB, "last_bucket_cap_mb": plan.last_cap_bytes / MIB}
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """One pass of the other ranks, to which this one has nothing to give."""
@@ -233,7 +239,7 @@ class _ShadowHook(JoinHook):
         ddp._sync_final_model(is_last_joiner)
         Joinable.__init__(ddp)  # outside of join() forward shall not communicate
         if self.back_to_options:
-            ddp._attach(init_sync=False)
+            ddp._attach(init_sync=False, **ddp._sizes())
         ddp._synchronizer.buffers = ddp._buffers_policy
 
 

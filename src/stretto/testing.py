@@ -178,6 +178,7 @@ class RecordingTransport:
         self.name = inner.name
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.caps_follow_link = getattr(inner, "caps_follow_link", False)
         self.bucket_cap_bytes = inner.bucket_cap_bytes
         self.last_bucket_cap_bytes = inner.last_bucket_cap_bytes
         self.store = getattr(inner, "store", None)

@@ -14,13 +14,14 @@ from ..bench.factory import model_of
 from ..errors import name_list
 from ..plan import BucketPlan, plan_buckets
 from ..report import ms, share
+from ..sizing import PROBE_BYTES, AllReduceCost
 from ..specs import MIB, ParameterSpec, describe_parameters, format_bytes
 from .console import FINE, AsJson, CommandError, progress, say, say_json, table
 from .forms import MODEL
 from .link import Link, parse_bandwidth, parse_latency
 
-CAP_MB = 4.0
-"""What attach() takes over Gloo."""
+DEFAULT_CAP_MB = 4.0
+"""What attach() takes where the size does not matter."""
 OTHER_CAPS = (0.25, 1.0, 4.0, 25.0)
 
 
@@ -29,7 +30,9 @@ def plan(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many take part.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of the link, each way: 1gbit, 100mbit, 125MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="Of one message: 100us, 0.2ms.")] = "100us",
-    bucket_cap_mb: Annotated[float, typer.Option(help="As in attach().")] = CAP_MB,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="As in attach(); default, what attach() takes over Gloo on such a link.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Show the buckets of a model, and what a pass costs on a link.
@@ -40,7 +43,7 @@ def plan(
     """
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: at least one rank takes part")
-    if not 0 < bucket_cap_mb < math.inf:
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
         raise CommandError(f"--bucket-cap-mb {bucket_cap_mb:g}: must be positive")
     link = Link(parse_bandwidth(bandwidth), parse_latency(latency), ranks)
     with progress(f"making {target}"):
@@ -50,12 +53,20 @@ def plan(
     specs = describe_parameters({name: one for name, one in model.named_parameters() if one.requires_grad})
     if not specs:
         raise CommandError(f"{target} gives a module without a parameter that requires a gradient")
-    made = _plan(specs, bucket_cap_mb)
+    cap_mb = _cap_for(specs, link) if bucket_cap_mb is None else bucket_cap_mb
+    made = _plan(specs, cap_mb)
     if as_json:
-        say_json(_as_value(made, link, specs, bucket_cap_mb))
+        say_json(_as_value(made, link, specs, cap_mb))
     else:
-        say(f"{made}\n\n{_costs(made, link, f'{bandwidth}, {latency}')}\n\n{_other_caps(specs, link, bucket_cap_mb)}")
+        say(f"{made}\n\n{_costs(made, link, f'{bandwidth}, {latency}')}\n\n{_other_caps(specs, link, cap_mb)}")
     return FINE
+
+
+def _cap_for(specs: Sequence[ParameterSpec], link: Link) -> float:
+    nbytes = sum(spec.nbytes for spec in specs)
+    if link.ranks == 1 or nbytes <= PROBE_BYTES:
+        return DEFAULT_CAP_MB
+    return AllReduceCost(link.waiting(), nbytes / link.moving(nbytes)).bucket_cap_bytes(nbytes) / MIB
 
 
 def _plan(specs: Sequence[ParameterSpec], cap_mb: float) -> BucketPlan:

@@ -31,7 +31,8 @@ class Transport(Protocol):
     there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
     again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
     ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
-    world size, for less than it costs to divide before. ``own_channel`` is true if nobody else's collectives can come
+    world size, for less than it costs to divide before. ``caps_follow_link`` is true if the caps below are a guess, and
+    the link is to be timed (sizing.py). ``own_channel`` is true if nobody else's collectives can come
     between this transport's. ``process_group`` is the group beneath, for comm hooks; ``transports`` are those beneath
     where several take turns.
     ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements, and

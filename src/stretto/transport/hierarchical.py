@@ -62,6 +62,7 @@ class HierarchicalTransport:
         self.name = f"hierarchical ({base.world_size} ranks on {len(hosts)} hosts)"
         self.rank = base.rank
         self.world_size = base.world_size
+        self.caps_follow_link = True
         self.bucket_cap_bytes = 4 * MIB
         self.last_bucket_cap_bytes = MIB
         self.own_channel = True

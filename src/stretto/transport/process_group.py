@@ -43,7 +43,8 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.name = f"process_group ({dist.get_backend(group)})"
-        # NCCL's start-up cost is hidden by larger messages; Gloo saturates loopback and Ethernet at 1-4 MB.
+        # NCCL's start-up cost is hidden by larger messages. What suits Gloo depends on the link, and is measured.
+        self.caps_follow_link = _waits_on_host(group) and dist.get_backend(group) != "stretto"
         self.bucket_cap_bytes = 4 * MIB if _waits_on_host(group) else 25 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None

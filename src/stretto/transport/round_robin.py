@@ -32,6 +32,7 @@ class RoundRobinTransport:
         self.name = f"{len(transports)} x {first.name}"
         self.rank = first.rank
         self.world_size = first.world_size
+        self.caps_follow_link = getattr(first, "caps_follow_link", False)
         self.bucket_cap_bytes = first.bucket_cap_bytes
         self.last_bucket_cap_bytes = first.last_bucket_cap_bytes
         self.store = getattr(first, "store", None)

@@ -13,7 +13,7 @@ import torch
 from test_shared_memory import shared
 
 import stretto
-from stretto.sharding import layout
+from stretto.sharding import layout, stretches
 from stretto.testing import run_ranks
 
 
@@ -458,6 +458,23 @@ def laid_flat(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = layout.laid_flat
     monkeypatch.setattr(layout, "laid_flat", lay_flat)
     return names
+
+
+def test_copies_of_what_strayed_take_no_more_memory_than_they_have_elements(
+    laid_flat: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 512)
+
+    def worker(transport: Any) -> None:
+        model = Two()
+        shares = stretto.shard(adam(model), stretto.attach(model, transport=transport))._shares
+        copies = shares.layout.copies(shares.layout.parameters, shares._pieces)
+        assert len(copies) > 2 * len(shares.layout.parameters)
+        held = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies.values()}
+        assert sum(held.values()) == sum(4 * piece.numel for piece in shares._pieces)
+
+    shared(worker, 2)
+    assert max(map(laid_flat.count, laid_flat)) <= 2, "once on each rank"
 
 
 def test_what_strayed_is_not_copied_where_all_is_laid_out_anew(laid_flat: list[str]) -> None:

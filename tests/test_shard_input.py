@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from test_shared_memory import shared
 
 import stretto
+from stretto.sharding import layout, stretches
 from stretto.testing import run_ranks
 
 
@@ -320,6 +323,99 @@ def test_a_parameter_has_another_size_on_one_rank() -> None:
     )
 
 
+def moved_by_hand(model: torch.nn.Module) -> None:
+    """Every parameter lies elsewhere, with another value."""
+    values = torch.nn.utils.parameters_to_vector(model.parameters()).detach() * 0.5
+    torch.nn.utils.vector_to_parameters(values, model.parameters())
+
+
+def fail_once(owner: Any, name: str, error: BaseException) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        delattr(owner, name)
+        raise error
+
+    setattr(owner, name, fail)
+
+
+def without_lines(text: str) -> str:
+    return re.sub(r"\.py:\d+", ".py:LINE", text)
+
+
+@pytest.mark.parametrize(("owner", "name"), [("layout", "strayed"), ("layout", "copies"), ("_groups", "number")])
+def test_what_fails_on_one_rank_before_any_has_stepped_is_told(owner: str, name: str) -> None:
+    def worker(transport: Any) -> str:
+        rank = transport.rank
+        model, plain = copy.deepcopy(START), copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        stretto.attach(plain, transport=transport)
+        sharded, optimizer = stretto.shard(adam(model), sync), adam(plain)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, rank)
+            moved_by_hand(net)
+        before = copy.deepcopy(model)
+        if rank == 1:
+            fail_once(getattr(sharded._shares, owner), name, MemoryError("no room"))
+        with pytest.raises((MemoryError, stretto.PeerError)) as caught:
+            sharded.step()
+        assert all(torch.equal(one, two) for one, two in zip(before.parameters(), model.parameters(), strict=True))
+        for net, one in ((model, sharded), (plain, optimizer)):
+            one.step()
+            train(net, one, rank)
+        assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), model.parameters(), strict=True))
+        return without_lines(str(caught.value))
+
+    assert shared(worker, 2) == [
+        "rank 0, pass 3: the step of an optimizer was refused on rank 1, before any rank had stepped.\n"
+        "  rank 1, pass 3, step: MemoryError: no room (test_shard_input.py:LINE in fail)\n"
+        "Remove the cause; then all ranks can go on.",
+        "no room",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [(run_ranks, MemoryError("no room")), (run_ranks, KeyboardInterrupt()), (shared, KeyboardInterrupt())],
+    ids=["apart-fails", "apart-ctrl-c", "shared-ctrl-c"],
+)
+def test_a_rank_that_leaves_before_it_has_stepped_says_so(run: Callable[..., Any], error: BaseException) -> None:
+    has_raised = threading.Event()
+
+    def worker(transport: Any) -> str:
+        model = Two()
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(adam(model), sync)
+        train(model, sharded, transport.rank)
+        moved_by_hand(model)
+        if transport.rank == 0:
+            with pytest.raises(stretto.PeerError) as told:
+                sharded.step()
+                model.state_dict()
+            has_raised.set()
+            return without_lines(str(told.value))
+        before = copy.deepcopy(model)
+        fail_once(sharded._shares.layout, "copies", error)
+        with pytest.raises(type(error)):
+            sharded.step()
+        assert has_raised.wait(10), "the other one waits for what does not come"
+        assert all(torch.equal(one, two) for one, two in zip(before.parameters(), model.parameters(), strict=True))
+        if isinstance(error, KeyboardInterrupt):
+            with pytest.raises(stretto.CommunicationError) as again:
+                sharded.step()
+            assert str(again.value) == (
+                "rank 1, shard: a step of this optimizer has failed, so no other can follow; the model is whole.\n"
+                "Start again from the last checkpoint."
+            )
+        return ""
+
+    told = run(worker, 2)[0]
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    assert told == (
+        "rank 0, pass 3: rank 1 failed and left, so nobody can complete this pass.\n"
+        f"  rank 1, pass 3, step: {said} (test_shard_input.py:LINE in fail)\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
 def test_a_sharded_optimizer_is_not_copied() -> None:
     model = Two()
     sharded = stretto.shard(adam(model), stretto.attach(model))
@@ -348,3 +444,51 @@ def test_state_takes_no_more_memory_than_it_has_elements() -> None:
             sharded.load_state_dict(whole)
 
     shared(worker, 2)
+
+
+@pytest.fixture
+def laid_flat(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the parameters that ranks have copied whole before a step."""
+    names = list[str]()
+
+    def lay_flat(value: torch.Tensor, spec: stretto.ParameterSpec) -> torch.Tensor:
+        names.append(spec.name)
+        return real(value, spec)
+
+    real = layout.laid_flat
+    monkeypatch.setattr(layout, "laid_flat", lay_flat)
+    return names
+
+
+def test_copies_of_what_strayed_take_no_more_memory_than_they_have_elements(
+    laid_flat: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 512)
+
+    def worker(transport: Any) -> None:
+        model = Two()
+        shares = stretto.shard(adam(model), stretto.attach(model, transport=transport))._shares
+        copies = shares.layout.copies(shares.layout.parameters, shares._pieces)
+        assert len(copies) > 2 * len(shares.layout.parameters)
+        held = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies.values()}
+        assert sum(held.values()) == sum(4 * piece.numel for piece in shares._pieces)
+
+    shared(worker, 2)
+    assert max(map(laid_flat.count, laid_flat)) <= 2, "once on each rank"
+
+
+def test_what_strayed_is_not_copied_where_all_is_laid_out_anew(laid_flat: list[str]) -> None:
+    def worker(transport: Any) -> None:
+        model, plain = copy.deepcopy(START), copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        stretto.attach(plain, transport=transport)
+        sharded, optimizer = stretto.shard(adam(model), sync), adam(plain)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank)
+            moved_by_hand(net)
+            one.param_groups[0]["params"].reverse()
+            one.step()
+        assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), model.parameters(), strict=True))
+
+    shared(worker, 2)
+    assert laid_flat == []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -164,12 +164,12 @@ class Layout:
             strayed: parameters that lie otherwise.
             pieces: this rank's.
         """
-        among = {*strayed}
-        return {
-            piece: laid_flat(self.parameters[piece.index], self.plan.parameters[piece.index])[piece.first : piece.end]
-            for piece in (pieces if among else ())
-            if piece.index in among
-        }
+        among, found = {*strayed}, dict[Piece, torch.Tensor]()
+        for index, own in groupby(pieces if among else (), lambda piece: piece.index):
+            if index in among:
+                flat = laid_flat(self.parameters[index], self.plan.parameters[index])
+                found |= {piece: flat[piece.first : piece.end].clone() for piece in own}  # a view would keep it whole
+        return found
 
     def bring_back(self, strayed: Iterable[int], copies: Mapping[Piece, torch.Tensor]) -> None:
         """Each rank writes what it owns of what strayed, and all of that lies here again.

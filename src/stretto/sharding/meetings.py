@@ -5,14 +5,15 @@ that lags may still look at them between backward and step. And none may read be
 
 [Note: half a step]  A rank that fails behind the first meeting leaves a model of which some ranks have stepped their
 share and others never will: on every rank that knows of it, all parameters refuse to be looked at from then on. What
-can be refused is looked for before that meeting, which tells all ranks; then nothing is written, and all can go on. A
-first meeting that fails leaves the model readable only if it is certain that no rank has passed it.
+can be refused, or can fail, is done before that meeting, which tells all ranks; then nothing is written, and all can go
+on. A first meeting that fails leaves the model readable only if it is certain that no rank has passed it.
 """
 
 from __future__ import annotations
 
 import array
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -89,14 +90,24 @@ class Meetings:
             )
         return bool(total == number * self._transport.world_size)
 
-    def refuse(self, problem: Exception, *, meets: bool) -> None:
-        """Tell the others why this rank will not step.
+    @contextlib.contextmanager
+    def tell_in_time(self, parameters: Iterable[torch.nn.Parameter], *, meets: bool) -> Iterator[None]:
+        """What fails inside is told to the others; nothing has been written so far. Collective where it fails.
 
         Args:
-            problem: why.
+            parameters: what is to be stepped.
             meets: they learn of it in the first meeting, and go on; else this rank has left them.
         """
-        self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets)
+        try:
+            yield
+        except Exception as problem:
+            self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets)
+            if meets:
+                self.meet_before(parameters, refused=True)
+            raise
+        except BaseException as error:  # whoever has pressed Ctrl-C is not to wait for the others
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """No step can follow. The others are told, unless it was another's failure."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..errors import CommunicationError, SetupError
+from ..errors import CommunicationError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
@@ -196,35 +196,30 @@ class Shares:
     def step(self) -> None:
         """Step this rank's share; all of the model is stepped when this returns. Collective."""
         self._spread.finish()
-        has_moved = self._groups.have_moved()
-        moves = has_moved or self._reducer.plan is not self.layout.plan
-        strayed = self.layout.strayed()
-        self._refuse_in_time(strayed, has_moved=has_moved)
-        copies = self.layout.copies(strayed, self._pieces)
-        number = self._groups.number(has_moved=has_moved)
+        with self.meetings.tell_in_time(self.layout.parameters.values(), meets=self.layout.is_shared):
+            has_moved = self._groups.have_moved()
+            moves = has_moved or self._reducer.plan is not self.layout.plan
+            strayed = self.layout.strayed()
+            self._refuse(strayed, has_moved=has_moved)
+            copies = {} if moves else self.layout.copies(strayed, self._pieces)
+            number = self._groups.number(has_moved=has_moved)
         self._agree(number, moves=moves)
         if moves:
             self._follow()
-            strayed, copies = [], {}
+            strayed = []
         self._write(strayed, copies, number)
         if has_moved:  # not before: what is there now is in the shares of this pass
             self._withholding.follow()
             self._withholding.drop(self._everything())
 
-    def _refuse_in_time(self, strayed: Sequence[int], *, has_moved: bool) -> None:
-        """What speaks against a step of this rank is told to all before any has written."""
-        layout, meetings, where = self.layout, self.meetings, self._peers.where
+    def _refuse(self, strayed: Sequence[int], *, has_moved: bool) -> None:
+        """Raise what speaks against a step of this rank."""
+        layout, where = self.layout, self._peers.where
         planned = self._reducer.plan is layout.plan
-        try:
-            layout.refuse_other_sizes(strayed if planned else layout.parameters, where, planned=planned)
-            self._kinds.refuse_change(where, has_moved=has_moved)
-            if has_moved or any(one.grad is not None for one in self._apart):
-                refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
-        except SetupError as problem:
-            meetings.refuse(problem, meets=layout.is_shared)
-            if layout.is_shared:
-                meetings.meet_before(self._everything(), refused=True)
-            raise
+        layout.refuse_other_sizes(strayed if planned else layout.parameters, where, planned=planned)
+        self._kinds.refuse_change(where, has_moved=has_moved)
+        if has_moved or any(one.grad is not None for one in self._apart):
+            refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 
     def _agree(self, number: int, *, moves: bool) -> None:
         """All have come, with groups that are alike: without shared memory that is seen in what they send."""

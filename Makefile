@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FRAMEWORKS := $(VENV)/.frameworks
 CODE := $(wildcard src tests examples benchmarks)
 WORKERS ?= 2# tests at a time; most of them have two ranks
 
@@ -14,7 +15,7 @@ help: ## say what there is
 demo: $(STAMP) ## train a model on two processes, compare it with torch DDP (about a minute)
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## run all tests (some 15 minutes on two quiet cores)
+test: $(STAMP) $(FRAMEWORKS) ## run all tests (some 15 minutes on two quiet cores)
 	@$(BIN)/python -m pytest -n $(WORKERS)
 
 quick: $(STAMP) ## run three in four of them: those without ranks in processes (some four minutes)
@@ -47,3 +48,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,test,dev]'
 	@touch $(STAMP)
+
+# Apart, since the demo has no use for them.
+$(FRAMEWORKS): $(STAMP)
+	@echo "Installing accelerate, Lightning and transformers, which the tests run with stretto: once, a minute."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[frameworks]'
+	@touch $(FRAMEWORKS)

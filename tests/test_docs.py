@@ -40,6 +40,7 @@ PAGES = [
         "docs/benchmarks.md",
         "docs/cli.md",
         "docs/design.md",
+        "docs/frameworks.md",
         "docs/overlap.md",
         "docs/sharding.md",
         "docs/transports.md",

@@ -11,6 +11,7 @@ import re
 import textwrap
 import weakref
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -311,6 +312,19 @@ def buffer_hooks(rank):
     return found
 
 
+def buffers_off(rank):
+    found = []
+    for off in (False, 0, numpy.bool_(False)):
+        model = torch.nn.Linear(1, 1)
+        model.register_buffer("seen", torch.tensor([1.0 + rank]))
+        with pytest.warns(FutureWarning, match="broadcast_buffers"):
+            model = DistributedDataParallel(model, broadcast_buffers=off)
+        found.append(model.module.seen.item())
+        model(torch.ones(1, 1)).sum().backward()
+        found.append(model.module.seen.item())
+    return found
+
+
 def wrapped_twice(rank):
     inner = DistributedDataParallel(build("mlp", seed=rank))
     outer = DistributedDataParallel(torch.nn.Sequential(inner, torch.nn.Linear(8, 8)))
@@ -344,6 +358,7 @@ def all_scenes(rank):
         "early end": early_end(rank),
         "another group": another_group(rank),
         "buffer hooks": buffer_hooks(rank),
+        "buffers off": buffers_off(rank),
         "wrapped twice": wrapped_twice(rank),
         "own options": own_options(rank),
     }
@@ -409,6 +424,9 @@ class TestTogether:
 
     def test_a_buffer_hook_replaces_what_is_done_to_buffers(self, scenes):
         assert scenes[0]["buffer hooks"] == scenes[1]["buffer hooks"] == [3.0] * 4
+
+    def test_whatever_is_false_leaves_buffers_to_each_rank(self, scenes):
+        assert [scene["buffers off"] for scene in scenes] == [[1.0] * 6, [2.0] * 6]
 
     def test_wrapping_again_hands_over(self, scenes):
         assert same(scenes[0]["wrapped twice"][0], scenes[1]["wrapped twice"][0])

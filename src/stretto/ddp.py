@@ -146,11 +146,12 @@ class DistributedDataParallel(TorchSurface):
 
     def _set_buffers(self, former: bool | None, flag: bool | None, policy: Buffers | None) -> set[str]:
         """By torch's flags, the former one too; returns the names of what is neither sent nor compared."""
-        self.forward_sync_buffers = former is not False if flag is None else flag
+        asked = former is None or bool(former)  # 0 and NumPy's False are off as well
+        self.forward_sync_buffers = asked if flag is None else flag
         self._buffers_policy = policy or ("rank0" if self.forward_sync_buffers else "none")
         buffers = {name for name, _ in self.module.named_buffers()}
         named = {name for name, _ in self.module.named_parameters()} | buffers
-        not_at_the_start_either = former is False and flag is None
+        not_at_the_start_either = flag is None and not asked
         return (self.parameters_to_ignore & named) | (buffers if not_at_the_start_either else set())
 
     def _set_bucket_caps(self, cap_mb: float | None, caps_mb: list[int] | None) -> float | None:

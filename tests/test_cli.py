@@ -829,6 +829,42 @@ def test_a_terminal_shows_that_torch_is_imported(tmp_path: Path) -> None:
     assert b"Traceback" not in shown
 
 
+def test_a_log_that_is_made_while_torch_is_imported_is_not_cut_into_lines(tmp_path: Path) -> None:
+    (tmp_path / "stretto").mkdir()
+    (tmp_path / "stretto/__init__.py").touch()
+    program = "import logging\nlog = logging.StreamHandler()\ndef main(): log.stream.write('long' * 100)"
+    (tmp_path / "stretto/cli.py").write_text(program)
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    here, there = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import _stretto_command as command; command.main()"],
+        stdout=there,
+        stderr=there,
+        env=os.environ | {"PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "80"},
+    ) as running:
+        os.close(there)
+        shown = b""
+        with contextlib.suppress(OSError):  # that is how a terminal ends
+            while more := os.read(here, 1000):
+                shown += more
+        assert running.wait(30) == 0
+    os.close(here)
+    assert b"importing torch" in shown and b"long" * 100 in shown
+
+
+def test_ctrl_c_as_a_command_begins_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "stretto").mkdir()
+    (tmp_path / "stretto/__init__.py").touch()
+    (tmp_path / "stretto/cli.py").write_text("def main(): raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-c", "import _stretto_command as command; command.main()"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])},
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 130)
+
+
 BROKEN_MODEL = """
 import torch
 number = 3

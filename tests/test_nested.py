@@ -326,6 +326,35 @@ def test_a_model_that_was_dropped_has_no_part_in_passes_whether_it_is_collected_
         compare([found[number] for found in everyone], joined(["abcd"] * 2, number))
 
 
+@pytest.mark.parametrize("keeps", [[], [1], [0, 1]], ids=["nobody-keeps", "one-keeps", "all-keep"])
+@pytest.mark.parametrize("which", ["inner", "outer"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_member_is_reduced_on_when_all_its_parameters_were_replaced(beside: bool, which: str, keeps: list) -> None:
+    """Whether the old ones are still alive differs between ranks, and says nothing."""
+
+    def worker(transport):
+        model, kept, found = Model(), [], []
+        rest = nn.ModuleDict({"c": model.c, "d": model.d})
+        if beside:
+            sync = stretto.attach(model.inner, transport=transport)
+            stretto.attach(rest, transport=transport, beside=[sync])
+        else:
+            attach_both(model, transport)
+        for number in range(4):
+            model.zero_grad()
+            if number == 2:
+                replaced = model.inner if which == "inner" else rest
+                kept += [*replaced.parameters()] if transport.rank in keeps else []
+                replaced.load_state_dict({n: one.clone() for n, one in replaced.state_dict().items()}, assign=True)
+            model(batch(transport.rank, number), ["abcd", "cdab"][transport.rank]).backward()
+            found.append(copies(model))
+        return found
+
+    everyone = run_ranks(worker, 2, timeout=20)
+    for number in range(4):
+        compare([found[number] for found in everyone], joined(["abcd", "cdab"], number))
+
+
 def test_a_handle_that_is_collected_while_others_are_looked_for_hides_none_of_them() -> None:
     def worker(transport):
         handles = [stretto.attach(nn.Linear(2, 2), transport=transport) for _ in range(3)]
@@ -447,6 +476,9 @@ SIDE_BY_SIDE = [  # what each of two ranks does in each pass; capitals: backward
 ]
 LAYERS_COME_AND_GO = [["ac", "bdc", "dcba", "cab", "abd"] * 4, ["cb", "abd", "abcd", "dab", "cdba"] * 4]
 ONE_FAILS = [["abcd", "cdab", "abcd"], ["cdab", "abDc", "cdab"]]
+REPLACED = [["abcd", "abcd", "abcd*", "cdab"], ["cdab", "cdab", "cdab*", "abcd"]]
+"""*: all parameters of ``a`` and ``b`` are others from here on."""
+RIGHT = {"order": SIDE_BY_SIDE, "absent": LAYERS_COME_AND_GO, "replaced": REPLACED}
 
 
 def drop_ins(rank: int, uses: list[list[str]], transport: str) -> tuple[list, list]:
@@ -458,7 +490,9 @@ def drop_ins(rank: int, uses: list[list[str]], transport: str) -> tuple[list, li
     found, raised = [], []
     for x, use in batches(rank, uses[rank]):
         model.zero_grad()
-        for name in use:
+        if use.endswith("*"):
+            model.inner.load_state_dict({n: one.clone() for n, one in model.inner.state_dict().items()}, assign=True)
+        for name in use.strip("*"):
             layer = model.inner[name.lower()] if name.lower() in "ab" else getattr(model, name.lower())
             x = torch.tanh(layer(x))
             x = Fails.apply(x) if name.isupper() else x
@@ -474,7 +508,7 @@ def drop_ins(rank: int, uses: list[list[str]], transport: str) -> tuple[list, li
 def several(rank: int) -> dict:
     return {
         (kind, transport): drop_ins(rank, uses, transport)
-        for kind, uses in (("order", SIDE_BY_SIDE), ("absent", LAYERS_COME_AND_GO), ("fails", ONE_FAILS))
+        for kind, uses in (*RIGHT.items(), ("fails", ONE_FAILS))
         for transport in TRANSPORTS
     }
 
@@ -483,9 +517,10 @@ def several(rank: int) -> dict:
 def test_drop_ins_side_by_side_in_another_order_on_each_rank() -> None:
     everyone = spawn_ranks(several, 2, timeout=90)
     for transport in TRANSPORTS:
-        for kind, uses in (("order", SIDE_BY_SIDE), ("absent", LAYERS_COME_AND_GO)):
+        for kind, uses in RIGHT.items():
             for number, both in enumerate(zip(*uses, strict=True)):
-                compare([rank[kind, transport][0][number] for rank in everyone], joined([*both], number))
+                wanted = joined([use.strip("*") for use in both], number)
+                compare([rank[kind, transport][0][number] for rank in everyone], wanted)
         for number in (0, 2):
             both = [uses[number] for uses in ONE_FAILS]
             compare([rank["fails", transport][0][number] for rank in everyone], joined(both, number))

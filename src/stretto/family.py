@@ -32,6 +32,7 @@ import torch.distributed as dist
 from .engine import ReentrantCheckpoints, current_task, will_arrive
 from .errors import CommunicationError, SetupError, name_list
 from .launch import LaunchQueue
+from .membership import Membership
 from .transport.base import Transport
 
 log = logging.getLogger("stretto")
@@ -42,6 +43,8 @@ class Member(Protocol):
 
     synchronize: bool
     running: bool
+    members: Membership
+    """Knows its module."""
     delay: bool
     """Whether nothing leaves before backward has ended; ``always_delays`` if that was asked for."""
     always_delays: bool
@@ -166,12 +169,17 @@ class Family:
                 stack.callback(member.shadow)
 
     def _present(self) -> list[Member]:
-        """Those that have a parameter yet: where a model was dropped, each rank's collector takes the rest in its own
-        time, and a pass must be of the same members on all ranks."""
+        """Those whose model was not dropped: each rank's collector takes the rest in its own time, and a pass must be
+        of the same members on all ranks. A module that is there counts whatever parameters it has: all of those in the
+        plan may have been replaced, and who holds the old ones differs. One that is not may have been a container."""
         members = self.members()
         if len(members) == 1:
             return members
-        return [one for one in members if any(p() is not None for p in one.queue.parameters) or one.parameters]
+        return [
+            one
+            for one in members
+            if one.members.module() is not None or any(p() is not None for p in one.queue.parameters) or one.parameters
+        ]
 
     # Families that do not know each other: see [Note: strangers]
 
@@ -201,7 +209,7 @@ class Family:
         if self._is_running():
             return self._is_at(place)
         members = [member for member in self.members() if member.synchronize]
-        return any(will_arrive([parameter for member in members for parameter in member.parameters]))
+        return any(will_arrive([p for one in members for p in (*one.parameters, *one.members.outsiders())]))
 
     def _meets(self, other: Family) -> bool:
         """Whether buckets of both could mix."""

@@ -172,6 +172,11 @@ class Membership:
         outside = self.everything().keys() - self._to_reduce().keys()
         return outside - self.known(outside) - self._planned.keys()
 
+    def outsiders(self) -> list[torch.Tensor]:
+        """Those outside the plan whose gradients are seen, and that require one now."""
+        alive = [one for reference, _ in self._hooks.values() if (one := reference()) is not None]
+        return [one for one in alive if one.requires_grad]
+
     def hooked(self, parameter: torch.Tensor) -> bool:
         """Whether it is an outsider whose gradients are seen."""
         reference, _ = self._hooks.get(id(parameter), (None, None))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stretto
-from stretto.testing import run_ranks, spawn_ranks
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 
 WIDTH = 5
 
@@ -62,6 +62,18 @@ def compare(everyone: list[dict], wanted: dict) -> None:
                 continue
             torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
             assert torch.equal(found[name], everyone[0][name]), name
+
+
+def stop_once(owner: object, name: str, carrier: RecordingTransport) -> None:
+    """Ctrl-C in place of the next call; from then on ``carrier`` counts."""
+    plain = getattr(owner, name)
+
+    def stop(*_: object, **__: object) -> None:
+        setattr(owner, name, plain)
+        carrier.calls.clear()
+        raise KeyboardInterrupt
+
+    setattr(owner, name, stop)
 
 
 def attach_both(model: Model, transport, **options):
@@ -353,6 +365,37 @@ def test_a_member_is_reduced_on_when_all_its_parameters_were_replaced(beside: bo
     everyone = run_ranks(worker, 2, timeout=20)
     for number in range(4):
         compare([found[number] for found in everyone], joined(["abcd", "cdab"], number))
+
+
+def test_who_is_stopped_amid_what_follows_a_pass_sends_nothing_for_the_members_behind() -> None:
+    """The others may be amid a message of that very member, or not: it would be summed with it."""
+
+    def worker(transport):
+        model, carrier = Model(), RecordingTransport(transport)
+        inner, outer = attach_both(model, carrier)
+        told = []
+        for number in range(4):
+            model.zero_grad()
+            if number == 2 and transport.rank:
+                stop_once(inner._reducer._consensus, "hear", carrier)
+            try:
+                model(batch(transport.rank, number), "abcd").backward()
+            except KeyboardInterrupt:
+                assert not carrier.calls
+                assert all(parameter.grad is None for parameter in model.parameters())
+            except stretto.CommunicationError as error:
+                told.append(f"{type(error).__name__} {error}")
+        assert [sync.statistics.passes for sync in (inner, outer)] == [3, 2]
+        return told, len(carrier.calls)
+
+    (waited, _), (stopped, sent) = run_ranks(worker, 2, timeout=20)
+    assert sent == 0
+    assert len(stopped) == 1 and stopped[0].startswith("CommunicationError rank 1, pass 3 failed on this rank"), stopped
+    assert [text.partition("\n")[0] for text in waited] == [
+        f"PeerError rank 0, pass {number}: rank 1 failed and left, so nobody can complete this pass."
+        for number in (3, 4)
+    ]
+    assert all("  rank 1, pass 3, backward: KeyboardInterrupt" in text for text in waited), waited
 
 
 def test_a_handle_that_is_collected_while_others_are_looked_for_hides_none_of_them() -> None:

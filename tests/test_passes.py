@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import stretto
+from stretto.failing import Failing
 from stretto.reducer import reducer_of
 from stretto.testing import RecordingTransport, run_ranks
 
@@ -614,3 +615,47 @@ def test_a_pass_that_fails_at_its_first_gradient_is_told_and_the_next_one_is_rig
         return True
 
     assert all(run_ranks(worker, world, timeout=20))
+
+
+@pytest.mark.parametrize(
+    ("where", "at"), [("__exit__", 1), ("__enter__", 2)], ids=["a-pass-has-begun", "backward-ended"]
+)
+@pytest.mark.parametrize("beside", [False, True])
+def test_ctrl_c_where_a_pass_is_counted_and_nobody_is_in_it_is_told_and_the_next_one_is_right(
+    where: str, at: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python looks for signals as a function begins: before it has done anything."""
+    plain, left = getattr(Failing, where), {}
+
+    def interrupted(self, *arguments):
+        if self in left:
+            left[self] -= 1
+            if not left[self]:
+                del left[self]
+                raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Failing, where, interrupted)
+
+    def worker(transport):
+        model, told = Branches(), []
+        sync = stretto.attach(model.c if beside else model, transport=transport, bucket_cap_mb=1e-6)
+        if beside:
+            stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(5):
+            model.zero_grad()
+            if number == 2 and transport.rank:
+                left[sync._reducer.failing] = at
+            try:
+                model(inputs_of(transport.rank, number), "abc").backward()
+            except (KeyboardInterrupt, stretto.PeerError) as error:
+                told.append((number, error))  # with its frames, which are not to hold what the engine lets go
+            else:
+                assert_same(gradients(model), expected(2, ["abc"] * 2, number))
+        return told
+
+    ((number, waited),), ((stopped_at, stopped),) = run_ranks(worker, 2, timeout=20)
+    assert (number, type(waited), stopped_at, type(stopped)) == (2, stretto.PeerError, 2, KeyboardInterrupt)
+    told = str(waited).splitlines()
+    assert told[0] == "rank 0, pass 3: backward failed on rank 1, so the mean of this pass lacks gradients."
+    assert told[1].startswith("  rank 1, pass 3, backward: KeyboardInterrupt"), told

@@ -32,18 +32,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction
 
 
-class _Callback:
-    """Handed to the engine and held by nobody else, so that its death means that the engine dropped it."""
-
-    __slots__ = ("__weakref__", "_call")
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self, *_: object) -> None:
-        self._call()
-
-
 class OutermostEnd:
     """Tells when the outermost backward that is running ends, or that it was dropped because something raised.
 
@@ -52,37 +40,42 @@ class OutermostEnd:
         paused: called when a nested task has ended and the enclosing one goes on. If gradients arrive before the
             enclosing node is done, call ``watch`` again: should that node fail while the user keeps its graph, nothing
             else would tell. So ``ended`` may be called twice.
-        dropped: called instead of ``ended`` when backward raised.
+        dropped: called when backward raised, or ``ended`` before it got to :meth:`ends`.
     """
 
     def __init__(self, ended: Callable[[], None], paused: Callable[[], None], dropped: Callable[[], None]) -> None:
         self._ended = ended
         self._paused = paused
         self._dropped = dropped
-        self._held: weakref.ref[_Callback] | None = None
+        self._held: weakref.ref[functools.partial[None]] | None = None
 
     def watch(self) -> None:
         """Call from a gradient hook, at the first of a pass."""
         self._hold(Variable._execution_engine.queue_callback, self._task_ended)
 
-    def _hold(self, give: Callable[[_Callback], object], call: Callable[[], None]) -> Any:
-        callback = _Callback(call)
+    def ends(self) -> None:
+        """Call in ``ended``, from where on failures are dealt with."""
+        self._held = None
+
+    def _hold(self, give: Callable[[functools.partial[None]], object], call: Callable[..., None]) -> Any:
+        # Held by nobody else, no frame of a traceback either, so that its death means that the engine dropped it.
+        callback = functools.partial(call)
         self._held = weakref.ref(callback, self._died)
         return give(callback)
 
-    def _died(self, reference: weakref.ref[_Callback]) -> None:
+    def _died(self, reference: weakref.ref[functools.partial[None]]) -> None:
         if reference is self._held:
             self._held = None
             self._dropped()
 
     def _task_ended(self) -> None:
-        self._held = None
         enclosing: Any = torch._C._current_autograd_node()
         if enclosing is None:
             self._ended()
+            self.ends()
             return
 
-        def again() -> None:
+        def again(*_: object) -> None:
             self.watch()
             handle.remove()
 

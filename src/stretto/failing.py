@@ -22,19 +22,27 @@ class Failing:
 
     Args:
         queue: knows the pass and the other ranks.
+        stop: ends the pass here, so that the next gradient begins one, which is refused.
     """
 
-    def __init__(self, queue: LaunchQueue) -> None:
+    def __init__(self, queue: LaunchQueue, stop: Callable[[], None]) -> None:
+        self.lost: BaseException | None = None
+        """Why this rank has no place any more."""
         self._queue = queue
-        self._lost: BaseException | None = None
+        self._stop = stop
+        self._is_told = False
 
     def __enter__(self) -> None:
-        pass
+        self._is_told = False
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or isinstance(error, StrettoError):
-            return
-        self._lost = error
+        if not (error is None or isinstance(error, StrettoError) or self._is_told):
+            self.lose(error, trace)
+
+    def lose(self, error: BaseException, trace: TracebackType | None = None) -> None:
+        """From here on this rank sends nothing, and the others know."""
+        self.lost = error
+        self._stop()
         for bucket in self._queue.buckets:  # the sums of others may be under way
             bucket.drop_gradients()
         self._queue.peers.tell_failed("backward", error, trace, leaves=True)
@@ -47,9 +55,12 @@ class Failing:
         """Of backward, where it can be seen."""
         left = not self._done(give_up)
         self._queue.peers.tell_failed("backward", error, error.__traceback__, leaves=left)
+        self._is_told = True
 
     def in_engine(self, give_up: Callable[[], None]) -> None:
         """Backward was dropped; the exception may come by. From a weak reference's callback: nothing must come out."""
+        if self.lost is not None:
+            return  # and the others know
         left = not self._done(give_up)
         tell = functools.partial(self._queue.peers.tell_failed, "backward", leaves=left)
         if not when_raised(tell):
@@ -60,7 +71,7 @@ class Failing:
         try:
             give_up()
         except BaseException as error:
-            self._lost = error
+            self.lost = error
             if not isinstance(error, CommunicationError):  # else another rank is to blame, and it is told already
                 log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
             return False
@@ -72,8 +83,8 @@ class Failing:
         Raises:
             CommunicationError: the others could not be told of an earlier one.
         """
-        if self._lost is not None:
+        if self.lost is not None:
             raise CommunicationError(
                 f"{self._queue.where} failed on this rank and could not be given up, so it has lost its place among "
                 "the others.\nRemove the cause and start again, on all ranks."
-            ) from self._lost
+            ) from self.lost

@@ -19,11 +19,10 @@ so, and from then on that one waits.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 from .engine import ReentrantCheckpoints, current_task, will_arrive
 from .errors import CommunicationError, SetupError, name_list
+from .failing import Failing
 from .launch import LaunchQueue
 from .membership import Membership
 from .transport.base import Transport
@@ -45,6 +45,8 @@ class Member(Protocol):
     running: bool
     members: Membership
     """Knows its module."""
+    failing: Failing
+    """Knows whether this rank has lost its place."""
     delay: bool
     """Whether nothing leaves before backward has ended; ``always_delays`` if that was asked for."""
     always_delays: bool
@@ -124,13 +126,14 @@ class Family:
         company = self._company()
         if len(company) == 1 or self._is_running():
             self.waits = self.waits and self._is_running()
-            self._begin()
+            all_of(self._due(), lambda member: member.begin())
             return
         place = (current_task(), threading.get_ident())
         coming = [family for family in company if family is self or family._comes(place)]
         for number, family in enumerate(coming):
             if family._is_running():
                 family._look_back(coming[:number])
+        due: list[Member] = []
         for number, family in enumerate(coming):
             before = coming[:number]
             if family._is_running():
@@ -139,12 +142,12 @@ class Family:
                 before = company[: company.index(family)]
             family._place = place
             family.waits = any(family._meets(other) for other in before)
-            family._begin()
+            due += family._due()
+        all_of(due, lambda member: member.begin())
 
-    def _begin(self) -> None:
-        for member in self._present():
-            if member.synchronize and not member.running:
-                member.begin()
+    def _due(self) -> list[Member]:
+        """Those that are to begin."""
+        return [member for member in self._present() if member.synchronize and not member.running]
 
     def settle(self) -> None:
         """The outermost backward has ended. Collective. If one fails here, the ones behind it give up."""
@@ -153,8 +156,10 @@ class Family:
             try:
                 member.settle()
             except BaseException:
-                for other in running[place + 1 :]:
-                    other.give_up()
+                self.lose_with(member)
+                for other in running[place:]:
+                    if other.running:
+                        other.give_up()
                 raise
 
     def give_up(self) -> None:
@@ -163,10 +168,18 @@ class Family:
             member.give_up()
 
     def shadow(self) -> None:
-        """Take part in one pass of the other ranks, all members whatever happens. Collective."""
-        with contextlib.ExitStack() as stack:
-            for member in reversed(self._present()):
-                stack.callback(member.shadow)
+        """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""
+        all_of(self._present(), lambda member: member.shadow())
+
+    def lose_with(self, member: Member) -> bool:
+        """One has failed. If this rank has lost its place there, it sends nothing for others on that channel either:
+        what they send would be summed with what the other ranks are amid."""
+        if (error := member.failing.lost) is None:
+            return False
+        for other in (*self.members(), *self._running()):
+            if other.failing.lost is None and share_channel(member.queue, other.queue):
+                other.failing.lose(error, error.__traceback__)
+        return True
 
     def _present(self) -> list[Member]:
         """Those whose model was not dropped: each rank's collector takes the rest in its own time, and a pass must be
@@ -233,6 +246,17 @@ class Family:
             name_list(queues[0].names),
             name_list(late[0].members()[0].queue.names),
         )
+
+
+def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
+    """Call it for each, also behind one that fails, as the other ranks do, unless this one has lost its place there."""
+    for place, member in enumerate(members):
+        try:
+            call(member)
+        except BaseException:
+            if not member.family.lose_with(member):
+                all_of(members[place + 1 :], call)
+            raise
 
 
 def channels_of(queue: LaunchQueue) -> frozenset[object] | None:

@@ -81,28 +81,26 @@ class Reducer:
         inspection: Inspection,
         sparse: SparseGradients,
     ) -> None:
-        self.synchronize = True
+        self.synchronize, self.running, self._passes = True, False, 0
         self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         self._events = events
         self.stop_watching = events.remove
         self.members, self.delay, self.always_delays = members, delay, delay
         self._inspection = inspection
         self._beside = Beside(self._queue, places, sparse, events)
-        self.running = False
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
-        self._failing = Failing(self._queue)
-        self._passes = 0
+        self.failing = Failing(self._queue, self._stop)
         hooked = list(parameters.values())
         self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self._queue, self._tracker, sparse, events)
-        self._forward = ForwardWatch(members.module(), self, self._queue, self._failing.in_forward)
+        self._forward = ForwardWatch(members.module(), self, self._queue, self.failing.in_forward)
         self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward)
         self._never_used = NeverUsed(self._queue)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
-        dropped = functools.partial(self._failing.in_engine, lambda: self.family.give_up())
+        dropped = functools.partial(self.failing.in_engine, lambda: self.family.give_up())
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
         members.follow({**parameters, **sparse.named_parameters()})
@@ -227,7 +225,7 @@ class Reducer:
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
         self._queue.peers.refuse_fork()
-        self._failing.refuse_if_lost()
+        self.failing.refuse_if_lost()
         if not self._queue.pass_number:
             self._queue.peers.meet()
         self._drain()
@@ -237,10 +235,10 @@ class Reducer:
 
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""
-        with self._failing:
+        with self.failing:
             self._next_pass()
-        self.running = True
-        self._end.watch()  # from here on a failure is seen, and the pass given up: the others have counted it
+            self.running = True
+            self._end.watch()  # from here on a failure is seen, and the pass given up: the others have counted it
         self._queue.begin()
         self._tracker.begin()
         self._arrivals.open()
@@ -257,7 +255,8 @@ class Reducer:
 
     def settle(self) -> None:
         """Every gradient of the pass has arrived. Collective."""
-        with self._queue.lock, without_graph():
+        with self.failing, self._queue.lock, without_graph():
+            self._end.ends()
             try:
                 shares = self._beside.prepare()
                 contributed = self._tracker.contributed(self._unsynchronized)
@@ -265,26 +264,25 @@ class Reducer:
                 says = self._consensus.says() + [Control.CHANGED] * changed
                 self._queue.launch_rest(contributed - self._queue.loose, says)
             except BaseException as error:
-                self._failing.at_the_end(error, self.give_up)
+                self.failing.at_the_end(error, self.give_up)
                 raise
-            with self._failing:
-                try:
-                    words = self._wait(self._beside.send(shares), release=True)
-                    if self._never_used.looking:
-                        self._never_used.look()
-                finally:
-                    self._unsynchronized.clear()
-                    self._beside.forget()
-                    self._reset()
-                self._passes += 1
-                if self._events.pass_settled:
-                    self._events.emit(self._events.pass_settled, self._queue.pass_number)
-                if changed and not self._queue.tells:
-                    self._rejoin.refuse()
-                self._consensus.hear(words, at_once=changed or self._inspection.due(self._queue.pass_number))
-                if self._beside.given_up:
-                    raise self._consensus.failure(self._beside.given_up)
-                self._inspect()
+            try:
+                words = self._wait(self._beside.send(shares), release=True)
+                if self._never_used.looking:
+                    self._never_used.look()
+            finally:
+                self._unsynchronized.clear()
+                self._beside.forget()
+                self._reset()
+            self._passes += 1
+            if self._events.pass_settled:
+                self._events.emit(self._events.pass_settled, self._queue.pass_number)
+            if changed and not self._queue.tells:
+                self._rejoin.refuse()
+            self._consensus.hear(words, at_once=changed or self._inspection.due(self._queue.pass_number))
+            if self._beside.given_up:
+                raise self._consensus.failure(self._beside.given_up)
+            self._inspect()
 
     def _inspect(self, *, idle: bool = False) -> None:
         if self._inspection.due(self._queue.pass_number) and not self._beside.given_up:
@@ -303,7 +301,7 @@ class Reducer:
 
     def shadow(self) -> None:
         """Take part in a pass of the other ranks with nothing to give; not the rest of the family. Collective."""
-        with self._queue.lock, torch.no_grad(), self._failing:
+        with self._queue.lock, torch.no_grad(), self.failing:
             self._next_pass()
             try:
                 self._queue.launch_idle()
@@ -318,9 +316,7 @@ class Reducer:
     def give_up(self) -> None:
         """Launch the rest of the pass, marked, and stay a little where others need this rank for it."""
         with self._queue.lock, torch.no_grad():
-            self.running = False
-            self._tracker.stop()
-            self._unsynchronized.clear()
+            self._stop()
             self._forward.says(self._queue.pass_number)  # to nobody: giving up says all
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self._queue.launch_given_up()
@@ -328,6 +324,11 @@ class Reducer:
             if not self._queue.tells and self._queue.pass_number == 1:
                 self._consensus.send_order()  # peers do not know of the failure
             self._queue.peers.flush()
+
+    def _stop(self) -> None:
+        self.running = False
+        self._tracker.stop()
+        self._unsynchronized.clear()
 
     def _drain(self) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""

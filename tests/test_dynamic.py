@@ -275,6 +275,52 @@ def test_accumulation_failure_and_idle_passes_beside_dropped_layers() -> None:
         assert_close(last, expected(2, 7, [[1, 4]] * 2))
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["not-sent", "ctrl-c-when-it-has-left"])
+def test_a_map_that_was_cut_short(stopped: bool) -> None:
+    """One that did not leave is sent when the pass is given up; if that is not known, nothing more is sent."""
+
+    def worker(transport):
+        class Cut(RecordingTransport):
+            is_cut = False
+
+            def all_reduce(self, tensor):
+                cut, self.is_cut = self.is_cut, False
+                if cut and not stopped:
+                    raise stretto.CommunicationError("the map has not left")
+                work = super().all_reduce(tensor)
+                if cut:
+                    self.calls.clear()
+                    raise KeyboardInterrupt
+                return work
+
+        model, carrier, told = Stack(), Cut(transport), []
+        stretto.attach(model, transport=carrier, bucket_cap_mb=1e-6)
+        for step in range(7):
+            model.zero_grad()
+            carrier.is_cut = step == 4 and transport.rank == 1
+            try:
+                model(inputs_of(transport.rank, step), [0, 4] if step < 4 else [transport.rank, 4]).backward()
+            except (KeyboardInterrupt, stretto.CommunicationError) as error:
+                told.append((step, type(error), str(error)))
+            else:
+                assert_close(
+                    gradients(model), expected(2, step, [[0, 4] if step < 4 else [rank, 4] for rank in (0, 1)])
+                )
+            if stopped and step == 5:
+                return told, carrier.calls
+        return told, carrier.calls
+
+    (waited, _), (failed, sent) = run_ranks(worker, 2, timeout=20)
+    if stopped:
+        assert [(step, kind) for step, kind, _ in failed] == [(4, KeyboardInterrupt), (5, stretto.CommunicationError)]
+        assert [step for step, *_ in waited] == [4, 5] and not sent
+        assert "rank 1 failed and left" in waited[0][2] and "backward: KeyboardInterrupt" in waited[0][2]
+    else:
+        assert failed == [(4, stretto.CommunicationError, "the map has not left")]
+        assert [(step, kind) for step, kind, _ in waited] == [(4, stretto.PeerError)]
+        assert waited[0][2].startswith("rank 0, pass 5: backward failed on rank 1, so the mean of this pass"), waited
+
+
 def train(rank: int, world: int) -> tuple[list, str]:
     model = Stack(32)
     sync = stretto.attach(model, bucket_cap_mb=0.004)

@@ -54,9 +54,10 @@ class Presence:
 
         ``later``: when it is asked for; see family.py, [Note: strangers].
         """
-        self._used = None
-        self._map = torch.tensor(uses, dtype=torch.int32)
-        self._work = None if later else self._transport.all_reduce(self._map)
+        self._used = self._map = self._work = None
+        asked = torch.tensor(uses, dtype=torch.int32)
+        self._work = None if later else self._transport.all_reduce(asked)
+        self._map = asked  # last: one that could not be sent was not announced
 
     @property
     def announced(self) -> bool:

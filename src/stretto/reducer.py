@@ -243,7 +243,8 @@ class Reducer:
         self._tracker.begin()
         self._arrivals.open()
         if self._queue.presence.active:
-            self._queue.announce(self._tracker.foresee(self._unsynchronized), later=self.family.waits)
+            with self.failing:  # stopped there, nobody knows whether the map has left
+                self._queue.announce(self._tracker.foresee(self._unsynchronized), later=self.family.waits)
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self._queue.pass_number)
 

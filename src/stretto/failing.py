@@ -10,6 +10,7 @@ from types import TracebackType
 from .engine import when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
+from .notes import text_of
 
 log = logging.getLogger("stretto")
 
@@ -26,18 +27,18 @@ class Failing:
 
     def __init__(self, queue: LaunchQueue) -> None:
         self._queue = queue
-        self._lost: BaseException | None = None
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or isinstance(error, StrettoError):
+        if error is None:
             return
-        self._lost = error
-        for bucket in self._queue.buckets:  # the sums of others may be under way
-            bucket.drop_gradients()
-        self._queue.peers.tell_failed("backward", error, trace, leaves=True)
+        if not isinstance(error, StrettoError):
+            self._queue.peers.tell_failed("backward", error, trace, leaves=True)
+        if self._queue.peers.left:
+            for bucket in self._queue.buckets:  # the sums of others may be under way
+                bucket.drop_gradients()
 
     def in_forward(self, error: Exception) -> None:
         """It came out of the module, before a pass."""
@@ -60,7 +61,7 @@ class Failing:
         try:
             give_up()
         except BaseException as error:
-            self._lost = error
+            self._queue.peers.left = text_of(error)
             if not isinstance(error, CommunicationError):  # else another rank is to blame, and it is told already
                 log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
             return False
@@ -70,10 +71,10 @@ class Failing:
         """Before a pass.
 
         Raises:
-            CommunicationError: the others could not be told of an earlier one.
+            CommunicationError: this rank has told the others that it takes part in none any more.
         """
-        if self._lost is not None:
+        if left := self._queue.peers.left:
             raise CommunicationError(
-                f"{self._queue.where} failed on this rank and could not be given up, so it has lost its place among "
-                "the others.\nRemove the cause and start again, on all ranks."
-            ) from self._lost
+                f"{self._queue.where}: this rank has failed and left, so it has lost its place among the others.\n"
+                f"  {left}\nRemove the cause and start again, on all ranks."
+            )

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from models import checkpoint
 
 import stretto
 from stretto.presence import QUIET

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import checkpoint
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import stretto
 from stretto.testing import run_ranks, spawn_ranks

@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from warm import in_warm_process
 
 import stretto
+from stretto.peers import Peers
 from stretto.testing import run_ranks, spawn_ranks
 from stretto.testing_network import SeparateHosts
 from stretto.transport import HierarchicalTransport, LocalTransport, ProcessGroupTransport, Transport, choose
@@ -594,3 +596,39 @@ def close_in_a_child(rank: int) -> int:
 @pytest.mark.ranks
 def test_a_forked_child_leaves_the_connections_alone() -> None:
     assert spawn_ranks(close_in_a_child, 3) == [7, 7, 7]
+
+
+def stop_amid_an_exchange() -> list[str]:
+    """In a process of its own: what is let go of for good stays to its end."""
+    closed = threading.Event()
+
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    def worker(local: LocalTransport) -> str:
+        transport: Any = choose(SeparateHosts(local, (2, 1)), "auto")
+        tensor = transport.allocate(50_000, torch.float32, CPU).fill_(1.0)
+        if transport.rank == 2:
+            assert closed.wait(30)
+        work = transport.all_reduce(tensor)
+        if transport.rank == 0:
+            host = transport._team.host
+            while not host._outside:
+                assert not work.is_completed()  # it looks whether rank 1 has come
+            host._sleep = interrupt
+        try:
+            Peers(transport, at_once=False).wait(work)
+        except (KeyboardInterrupt, stretto.CommunicationError) as error:
+            if transport.rank == 0:
+                transport.close()
+                closed.set()
+            return type(error).__name__
+        return "done"
+
+    return run_ranks(worker, 3)
+
+
+@pytest.mark.ranks
+def test_ctrl_c_amid_an_exchange_between_hosts_lets_go_of_them_at_once() -> None:
+    """Gloo's group, when it is freed, would wait for the host that has not come."""
+    assert in_warm_process(stop_amid_an_exchange, timeout=40) == ["KeyboardInterrupt", "PeerError", "done"]

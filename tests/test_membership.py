@@ -9,10 +9,9 @@ import weakref
 
 import pytest
 import torch
-from models import Fails
+from models import Fails, checkpoint
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.utils.checkpoint import checkpoint
 
 import stretto
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks

@@ -10,9 +10,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from models import Fails
+from models import Fails, checkpoint
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import stretto
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
@@ -390,7 +389,9 @@ def test_who_is_stopped_amid_what_follows_a_pass_sends_nothing_for_the_members_b
 
     (waited, _), (stopped, sent) = run_ranks(worker, 2, timeout=20)
     assert sent == 0
-    assert len(stopped) == 1 and stopped[0].startswith("CommunicationError rank 1, pass 3 failed on this rank"), stopped
+    assert len(stopped) == 1 and stopped[0].startswith("CommunicationError rank 1, pass 3: this rank has failed"), (
+        stopped
+    )
     assert [text.partition("\n")[0] for text in waited] == [
         f"PeerError rank 0, pass {number}: rank 1 failed and left, so nobody can complete this pass."
         for number in (3, 4)

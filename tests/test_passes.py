@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from models import checkpoint
 
 import stretto
 from stretto.failing import Failing

@@ -11,7 +11,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -476,7 +478,10 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
     """Long before the collective would run out of time. It knows by itself, or by the other one."""
     found, _ = in_warm_process(ranks_that_go_apart, str(tmp_path), instead)
     begin, place = "ranks have gone apart, so nobody can complete this: ", r"test_shard_faults\.py:LINE in \w+"
-    last = r"\.\nCall step\(\), state_dict\(\) and the like on all ranks, behind the same backward\."
+    advice = (
+        "Call step(), state_dict() and the like on all ranks, behind the same backward, and start again, on all ranks."
+    )
+    last = rf"\.\n{re.escape(advice)}"
     own = (
         rf"{begin}rank 1 has begun {there}, this rank {here}\.\nrank 0 waits at {place}; rank 1 .* at {place}{last}",
         rf"{begin}rank 0 has begun {here}, this rank {there}\.\nrank 1 waits at {place}; rank 0 .* at {place}{last}",
@@ -492,6 +497,71 @@ def test_a_rank_that_evaluates_before_its_step_is_waited_for_aloud(tmp_path: Pat
     assert not found[0][0] and found[0] == found[1]
     place = r"test_shard_faults\.py:\d+ in (go_another_way|<genexpr>)\.\n"
     assert re.search(rf"rank 1 has begun 6 passes and is at {place}", complaint)
+
+
+def go_apart(rank: int, tell: Tell, folder: str, asks: int | None) -> None:
+    """Rank ``asks`` finds out, or else Ctrl-C reaches both before anybody does."""
+    stretto.inquiry.ASK_SECONDS = 0.3 if rank == asks else 60.0
+    model, _, optimizer = build(Way("process_group", keep_grads=True))
+    for _ in range(5):
+        step(model, optimizer, rank)
+
+    def backward() -> None:
+        model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+
+    def interrupt() -> None:
+        while "in _comes\n" not in "".join(traceback.format_stack(sys._current_frames()[main])):
+            time.sleep(0.01)
+        Path(folder, f"waits{rank}").touch()
+        while not Path(folder, f"waits{1 - rank}").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    main = threading.main_thread().ident
+    backward()
+    if asks is None:
+        threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        if rank == 0:
+            optimizer.step()
+        backward()
+    except (stretto.PeerError, KeyboardInterrupt) as error:
+        tell((type(error).__name__, str(error)))
+    left = [name for name, one in model.named_parameters() if rank and one.grad is not None]
+    try:
+        backward()
+    except stretto.CommunicationError as error:
+        tell((left, str(error)))
+    dist.destroy_process_group()
+    tell("let go")
+    signal.pause()
+
+
+def ranks_that_have_gone_apart(folder: str, asks: int | None) -> Any:
+    ranks = fork_ranks(go_apart, 2, folder, folder, asks)
+    found = [[rank.hear(20) for _ in range(2)] for rank in ranks]
+    assert [rank.hear(10) for rank in ranks] == ["let go", "let go"]  # and both live
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.end()
+    return found
+
+
+@pytest.mark.parametrize("asks", [0, 1, None], ids=["told by the other", "found out", "Ctrl-C"])
+def test_ranks_that_have_gone_apart_let_go_of_their_group_and_begin_no_pass(tmp_path: Path, asks: int | None) -> None:
+    """One has sums under way in its buckets, which nobody completes while the other lives."""
+    found = in_warm_process(ranks_that_have_gone_apart, str(tmp_path), asks)
+    wanted = "KeyboardInterrupt" if asks is None else "PeerError"
+    assert [kind for (kind, _), _ in found] == [wanted, wanted]
+    (_, text), (left, then) = found[1]
+    if asks == 0:
+        assert "failed and left" in text and "  rank 0, pass 6, waiting: PeerError: " in then
+        return
+    assert not left, "gradients lie where a sum is under way"
+    assert then == (
+        "rank 1, pass 7: this rank has failed and left, so it has lost its place among the others.\n"
+        f"  {': '.join(filter(None, [wanted, text]))}\nRemove the cause and start again, on all ranks."
+    )
 
 
 # Children, and ends of all kinds

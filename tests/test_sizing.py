@@ -139,6 +139,20 @@ def test_join_does_not_forget_it() -> None:
         assert seen == 3 * [(8 * SLOW[0], 8 * SLOW[1])]
 
 
+def timed_in_vain(rank: int) -> None:
+    if rank == 1:
+        sizing._timed = lambda *arguments: 1 / 0  # type: ignore[assignment]
+    stretto.attach(deep_model(), transport="process_group")
+
+
+@pytest.mark.ranks
+def test_a_rank_that_fails_meanwhile_is_quoted() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        spawn_ranks(timed_in_vain, 2)
+    assert "PeerError: rank 0, attach: rank 1 failed" in str(caught.value)
+    assert "rank 1, attach: ZeroDivisionError: division by zero" in str(caught.value)
+
+
 def measured(rank: int) -> tuple[Caps, str]:
     sync = stretto.attach(deep_model())
     return caps_of(sync), sync.plan.hash

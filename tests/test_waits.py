@@ -486,8 +486,8 @@ def test_a_rank_that_cannot_give_up_says_that_it_is_lost(tmp_path: Path) -> None
     first, second = other.split("CommunicationError", 1)
     assert within(first, "OSError", 3) == "hook broke"
     assert within("CommunicationError" + second, "CommunicationError", 3) == (
-        "rank 1, pass 2 failed on this rank and could not be given up, so it has lost its place among the others.\n"
-        "Remove the cause and start again, on all ranks."
+        "rank 1, pass 2: this rank has failed and left, so it has lost its place among the others.\n"
+        "  OSError: hook broke\nRemove the cause and start again, on all ranks."
     )
 
 
@@ -530,14 +530,52 @@ def test_ctrl_c_amid_a_wait_over_a_process_group(tmp_path: Path, before: int) ->
     """
     (_, printed, _), (_, other, _) = ranks(tmp_path, body, transport="process_group")
     assert within(printed, "CommunicationError", 3) == (
-        f"rank 0, pass {before + 1} failed on this rank and could not be given up, so it has lost its place among the "
-        "others.\nRemove the cause and start again, on all ranks."
+        f"rank 0, pass {before + 1}: this rank has failed and left, so it has lost its place among the others.\n"
+        "  KeyboardInterrupt\nRemove the cause and start again, on all ranks."
     )
     assert within(other, "PeerError", 6) == (
         f"rank 1, pass {before + 1 + bool(before)}: rank 0 failed and left, so nobody can complete this pass.\n"
         f"  rank 0, pass {before + 1}, backward: KeyboardInterrupt (train.py:LINE in step)\n"
         "Remove the cause and start again, on all ranks."
     )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("transport", "again"),
+    [
+        ("process_group", ""),
+        ("auto", "sync.register_comm_hook(None, fp16_compress_hook)"),  # what is under way is the hook's alone
+        ("process_group", "sync = attach(process_groups=[dist.new_group(), dist.new_group()])"),
+    ],
+    ids=["process group", "comm hook beside shared memory", "round robin"],
+)
+def test_who_is_left_by_one_that_lives_on_can_let_go_of_the_group(tmp_path: Path, transport: str, again: str) -> None:
+    """Gloo's waits, when it is freed, for what is under way in it."""
+    body = f"""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        def attach(process_groups):
+            sync.detach()
+            return stretto.attach(model, bucket_cap_mb=1e-5, process_groups=process_groups, transport=transport)
+
+        {again}
+        step()
+        if rank == 1:
+            told()
+            dist.destroy_process_group()
+            open(f"{{folder}}/free", "w").close()
+        else:
+            sync.detach()
+            until = time.monotonic() + 20
+            while not os.path.exists(f"{{folder}}/free") and time.monotonic() < until:
+                time.sleep(0.01)
+            print(os.path.exists(f"{{folder}}/free"), flush=True)
+        os._exit(0)
+    """
+    (_, freed, _), (_, printed, _) = ranks(tmp_path, body, transport=transport)
+    assert within(printed, "PeerError", 6).startswith("rank 1, pass 2: rank 0 finished after 1 pass (it was detached)")
+    assert freed == "True\n", "rank 1 waited for this one's end"
 
 
 @pytest.mark.ranks

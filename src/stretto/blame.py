@@ -81,7 +81,8 @@ def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int
     mine = _counted(progress, next(iter(others.values())))
     return PeerError(
         f"{where}: ranks have gone apart, so nobody can complete this: {told}, this rank {mine}.\n"
-        f"{places}.\nCall step(), state_dict() and the like on all ranks, behind the same backward."
+        f"{places}.\nCall step(), state_dict() and the like on all ranks, behind the same backward, and "
+        "start again, on all ranks."
     )
 
 

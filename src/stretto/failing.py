@@ -10,6 +10,7 @@ from types import TracebackType
 from .engine import when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
+from .notes import text_of
 
 log = logging.getLogger("stretto")
 
@@ -26,26 +27,35 @@ class Failing:
     """
 
     def __init__(self, queue: LaunchQueue, stop: Callable[[], None]) -> None:
-        self.lost: BaseException | None = None
-        """Why this rank has no place any more."""
         self._queue = queue
         self._stop = stop
         self._is_told = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this rank has no place any more, and the others know."""
+        return bool(self._queue.peers.left)
 
     def __enter__(self) -> None:
         self._is_told = False
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not (error is None or isinstance(error, StrettoError) or self._is_told):
+        if error is None or self._is_told:
+            return
+        if not isinstance(error, StrettoError):
             self.lose(error, trace)
+        elif self.is_lost:
+            self._part()
 
     def lose(self, error: BaseException, trace: TracebackType | None = None) -> None:
         """From here on this rank sends nothing, and the others know."""
-        self.lost = error
+        self._queue.peers.tell_failed("backward", error, trace, leaves=True)
+        self._part()
+
+    def _part(self) -> None:
         self._stop()
         for bucket in self._queue.buckets:  # the sums of others may be under way
             bucket.drop_gradients()
-        self._queue.peers.tell_failed("backward", error, trace, leaves=True)
 
     def in_forward(self, error: Exception) -> None:
         """It came out of the module, before a pass."""
@@ -59,7 +69,7 @@ class Failing:
 
     def in_engine(self, give_up: Callable[[], None]) -> None:
         """Backward was dropped; the exception may come by. From a weak reference's callback: nothing must come out."""
-        if self.lost is not None:
+        if self.is_lost:
             return  # and the others know
         left = not self._done(give_up)
         tell = functools.partial(self._queue.peers.tell_failed, "backward", leaves=left)
@@ -71,7 +81,7 @@ class Failing:
         try:
             give_up()
         except BaseException as error:
-            self.lost = error
+            self._queue.peers.left = text_of(error)
             if not isinstance(error, CommunicationError):  # else another rank is to blame, and it is told already
                 log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
             return False
@@ -81,10 +91,10 @@ class Failing:
         """Before a pass.
 
         Raises:
-            CommunicationError: the others could not be told of an earlier one.
+            CommunicationError: this rank has told the others that it takes part in none any more.
         """
-        if self.lost is not None:
+        if left := self._queue.peers.left:
             raise CommunicationError(
-                f"{self._queue.where} failed on this rank and could not be given up, so it has lost its place among "
-                "the others.\nRemove the cause and start again, on all ranks."
-            ) from self.lost
+                f"{self._queue.where}: this rank has failed and left, so it has lost its place among the others.\n"
+                f"  {left}\nRemove the cause and start again, on all ranks."
+            )

@@ -155,8 +155,8 @@ class Family:
         for place, member in enumerate(running):
             try:
                 member.settle()
-            except BaseException:
-                self.lose_with(member)
+            except BaseException as error:
+                self.lose_with(member, error)
                 for other in running[place:]:
                     if other.running:
                         other.give_up()
@@ -171,13 +171,13 @@ class Family:
         """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""
         all_of(self._present(), lambda member: member.shadow())
 
-    def lose_with(self, member: Member) -> bool:
+    def lose_with(self, member: Member, error: BaseException) -> bool:
         """One has failed. If this rank has lost its place there, it sends nothing for others on that channel either:
         what they send would be summed with what the other ranks are amid."""
-        if (error := member.failing.lost) is None:
+        if not member.failing.is_lost:
             return False
         for other in (*self.members(), *self._running()):
-            if other.failing.lost is None and share_channel(member.queue, other.queue):
+            if not other.failing.is_lost and share_channel(member.queue, other.queue):
                 other.failing.lose(error, error.__traceback__)
         return True
 
@@ -253,8 +253,8 @@ def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
     for place, member in enumerate(members):
         try:
             call(member)
-        except BaseException:
-            if not member.family.lose_with(member):
+        except BaseException as error:
+            if not member.family.lose_with(member, error):
                 all_of(members[place + 1 :], call)
             raise
 

@@ -26,7 +26,7 @@ from .channel import Answer, Channel, Seat, channel_of
 from .errors import CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart
 from .notes import Note, text_of
-from .transport.base import Transport, Work
+from .transport.base import Transport, Work, abandon
 from .waiting import FIRST_SLICE, SLICE, done_within, equal_by_sums, gather_by_sums, takes_time
 from .whereabouts import place_of_failure
 
@@ -53,6 +53,8 @@ class Peers:
 
     def __init__(self, transport: Transport, occasion: str = "attach", *, at_once: bool = True) -> None:
         self.seat = Seat()
+        self.left = ""
+        """What this rank has told when it said that it cannot take part in passes any more."""
         self._transport = transport
         self._occasion = occasion
         self._offer = secrets.token_hex(8)
@@ -108,6 +110,8 @@ class Peers:
             before: the failure is of the next pass, which has not begun.
             leaves: this rank cannot take part in passes any more.
         """
+        if leaves:
+            self.left = text_of(error) or phase
         if self._channel is None:
             return
         begun = self.seat.passes
@@ -197,12 +201,17 @@ class Peers:
         limit = self._patience if patience is None else patience
         if limit is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
-        elif not self._done_within(work, FIRST_SLICE) and not self._comes(work, limit):
+            return
+        try:
+            if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
+                return
             if patience is None and (break_off := getattr(self._transport, "break_off", None)) is not None:
                 told = f"rank {self._transport.rank}: {self._what} was not done within {limit:.0f} s"
                 break_off(f"{told}\nStart again, on all ranks.")
-            self._abandon()
             raise RuntimeError(f"not done within {limit:.0f} s")
+        except BaseException:  # Ctrl-C too: others may wait for something else, and live on
+            abandon(self._transport, work)
+            raise
 
     def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
         """The same for ``what``, a noun, with an error that says who did not come.
@@ -214,10 +223,6 @@ class Peers:
             self.wait(work, patience)
         except RuntimeError as error:
             self.fail(f"{what} could not be reduced", error)
-
-    def _abandon(self) -> None:
-        if (abandon := getattr(self._transport, "abandon", None)) is not None:
-            abandon()
 
     def _comes(self, work: Any, patience: float) -> bool:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
@@ -251,7 +256,6 @@ class Peers:
             who_has_gone_apart(self.where, self.seat, self._transport.rank, channel, told)
         except PeerError as error:
             self.tell_failed("waiting", error, leaves=True)
-            self._abandon()
             raise
         log.warning("%s: %s.", self.where, places(self._transport.rank, channel, told, waited))
 

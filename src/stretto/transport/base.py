@@ -42,8 +42,8 @@ class Transport(Protocol):
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
     go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
     any more. ``break_off(reason)`` ends the transport when the patience is over, on all ranks: what was waited for may
-    be filled again, and must not be summed when a late rank comes. ``abandon()`` keeps what would wait, when it is
-    freed, for collectives that never end, from being freed.
+    be filled again, and must not be summed when a late rank comes. ``abandon(work)`` is told where nobody waits
+    any more for a work that may be under way: what would wait for it to be freed is never freed.
     """
 
     name: str
@@ -68,6 +68,12 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back what ``allocate`` took. Harmless twice. Groups that the user made are left to the user."""
+
+
+def abandon(transport: Transport, work: Any) -> None:
+    """See :class:`Transport`. Harmless to one that knows nothing of it."""
+    if (tell := getattr(transport, "abandon", None)) is not None:
+        tell(work)
 
 
 def never_free(held: object) -> None:

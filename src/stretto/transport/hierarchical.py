@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from ..specs import MIB, dtype_name
-from .base import Transport, Work
+from .base import Transport, Work, abandon
 from .common import Offered
 from .counterparts import Counterparts
 from .host import Host
 from .host_shares import HostShares
+from .message import Posted
 from .ordinary import elements
 from .shared_memory import CLOSE_SECONDS
 from .slices import slice_of
@@ -135,11 +136,12 @@ class HierarchicalTransport:
         """Nothing will ever be done again on this host, for this reason; other hosts wait in vain."""
         self._team.host.lose_patience(reason)
 
-    def abandon(self) -> None:
-        """No group that this stands on is freed any more."""
-        self._team.counterparts.abandon()
-        if (abandon := getattr(self._base, "abandon", None)) is not None:
-            abandon()
+    def abandon(self, work: Any) -> None:
+        """Of the groups that this stands on, those that have something under way are not freed any more."""
+        if self._team.host.awaits_outside():
+            self._team.counterparts.abandon()
+        if not isinstance(work, Posted):  # a comm hook's
+            abandon(self._base, work)
 
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""

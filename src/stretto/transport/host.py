@@ -243,6 +243,10 @@ class Host:
             self._stopped_by(error)
             raise
 
+    def awaits_outside(self) -> bool:
+        """Whether other hosts have not done their part of something."""
+        return any(posted.outside is not None and not posted.outside.is_completed() for posted in self._outside)
+
     def flush(self, seconds: float) -> None:
         """See messages under way through, as far as others come within so many seconds. Raises no ``RuntimeError``."""
         under_way = self._waiting or self._outside or self._held

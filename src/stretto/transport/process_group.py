@@ -111,9 +111,12 @@ class ProcessGroupTransport:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def abandon(self) -> None:
-        """The group is never freed. Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends."""
-        if (group := self._group()) is not None:
+    def abandon(self, work: Any) -> None:
+        """Unless it is over, the group is never freed.
+
+        Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends.
+        """
+        if not work.is_completed() and (group := self._group()) is not None:
             never_free(group)
 
     def close(self) -> None:

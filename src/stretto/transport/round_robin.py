@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import SetupError
-from .base import Transport, Work
+from .base import Transport, Work, abandon
 
 
 class RoundRobinTransport:
@@ -73,11 +73,10 @@ class RoundRobinTransport:
             if (break_off := getattr(transport, "break_off", None)) is not None:
                 break_off(reason)
 
-    def abandon(self) -> None:
-        """All that know how."""
+    def abandon(self, work: Any) -> None:
+        """All: what others carry is under way as well."""
         for transport in self._transports:
-            if (abandon := getattr(transport, "abandon", None)) is not None:
-                abandon()
+            abandon(transport, work)
 
     def close(self) -> None:
         """Close all."""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ..specs import MIB
-from .base import Transport, Work
+from .base import Transport, Work, abandon
 from .common import Offered
 from .host import Host
+from .message import Posted
 from .ordinary import elements
 from .staging import Staging
 from .sums import PIECE_BYTES, SMALL_BYTES, Copy, StagedSum, SumForAll, SumOfShare, SumOfSlices
@@ -138,6 +139,11 @@ class SharedMemoryTransport:
     def break_off(self, reason: str) -> None:
         """Nothing will ever be done again, on any rank, for this reason."""
         self._host.lose_patience(reason)
+
+    def abandon(self, work: Any) -> None:
+        """Memory waits for nothing; the group beneath may, for what a comm hook has begun there."""
+        if not isinstance(work, Posted):
+            abandon(self._base, work)
 
     def dead(self) -> list[tuple[int, int]]:
         """Rank and pid of those whose process has ended without a word."""

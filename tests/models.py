@@ -12,8 +12,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
-# torch locks its generator to read it. Python's collector, which may run meanwhile, lets other threads run; one that wants
-# to read it too then waits with the interpreter in its hand, for ever. Ranks that are threads do not share it well.
+# torch locks its generator to read it. Python's collector, which may run meanwhile, lets other threads run; one of them
+# that wants to read it too waits with the interpreter in its hand, for ever. Ranks as threads do not share it well.
 checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=False)
 
 ROWS = 4

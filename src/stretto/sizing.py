@@ -1,9 +1,10 @@
 """How large buckets should be between hosts: from what an all-reduce costs there, measured once, when ranks attach.
 
-When the last of S bytes travel, nothing is left to compute: about one bucket of c bytes, at B bytes a second, cannot be
-hidden. And each of S / c messages costs a seconds again, whatever is in it. c / B + a S / c is least at
+A message of c bytes takes a + c / B seconds. Small ones leave early, and little is left when backward has ended; but
+the smaller they are, the more of their time is a, in which no byte moves. At c = a B that is half of it (Hockney calls
+that length n 1/2: "The communication challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
 
-    c = sqrt(a B S)
+    c = 2 a B
 
 so buckets are small on a slow link and large on a fast one. Sizes are rounded to powers of two, so that the next run on
 the same link finds the same: with more than two ranks, Gloo's ring sums in an order that depends on where buckets are
@@ -31,8 +32,8 @@ PROBE_BYTES = MIB
 """Of the larger of two messages that are timed. Models no larger are not worth it."""
 PROBES = 3
 BUSY_SECONDS = 4e-3
-"""What a message costs on top of its latency on an idle machine: threads that carry it find the cores computing.
-Measured between two emulated hosts of one core each (Gloo): a step of 13 to 45 MB took 4 to 5 ms more a bucket."""
+"""What a message takes besides its latency on an idle machine: threads that carry it find the cores computing. Measured
+between two emulated hosts of one core each (Gloo): a step of 13 to 45 MB took 4 to 5 ms more a bucket."""
 LEAST, MOST = 256 * KIB, 32 * MIB
 log = logging.getLogger("stretto")
 
@@ -51,16 +52,17 @@ class AllReduceCost:
     bandwidth: float
     """Bytes of payload in a second, besides."""
 
-    def bucket_cap_bytes(self, nbytes: int) -> int:
-        """A power of two and a sixteenth more, for gradients of so many bytes altogether.
+    @property
+    def bucket_cap_bytes(self) -> int:
+        """A power of two and a sixteenth more.
 
         Example::
 
             slow, fast = AllReduceCost(5e-4, 117e6), AllReduceCost(5e-4, 800e6)
-            assert slow.bucket_cap_bytes(20 << 20) == 17 << 18
-            assert fast.bucket_cap_bytes(20 << 20) == 17 << 19
+            assert slow.bucket_cap_bytes == 17 << 16
+            assert fast.bucket_cap_bytes == 17 << 19
         """
-        best = math.sqrt((self.latency + BUSY_SECONDS) * self.bandwidth * nbytes)
+        best = 2 * (self.latency + BUSY_SECONDS) * self.bandwidth
         return 17 << round(math.log2(min(max(best, LEAST), MOST) / 16))
 
 
@@ -78,7 +80,7 @@ def suit_link(options: Options, plan: BucketPlan, transport: Transport, wait_for
     if asked or nbytes <= PROBE_BYTES or not getattr(transport, "caps_follow_link", False):
         return options
     cost = measure_all_reduce(transport, wait_for, gather)
-    cap = cost.bucket_cap_bytes(nbytes)
+    cap = cost.bucket_cap_bytes
     if transport.rank == 0:
         log.info(
             "attach: an all-reduce over %s moves %s/s, so buckets hold at most %s; to choose: attach(bucket_cap_mb=)",

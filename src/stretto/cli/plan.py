@@ -66,7 +66,7 @@ def _cap_for(specs: Sequence[ParameterSpec], link: Link) -> float:
     nbytes = sum(spec.nbytes for spec in specs)
     if link.ranks == 1 or nbytes <= PROBE_BYTES:
         return DEFAULT_CAP_MB
-    return AllReduceCost(link.waiting(), nbytes / link.moving(nbytes)).bucket_cap_bytes(nbytes) / MIB
+    return AllReduceCost(link.waiting(), nbytes / link.moving(nbytes)).bucket_cap_bytes / MIB
 
 
 def _plan(specs: Sequence[ParameterSpec], cap_mb: float) -> BucketPlan:

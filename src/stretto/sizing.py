@@ -1,8 +1,8 @@
 """How large buckets should be between hosts: from what an all-reduce costs there, measured once, when ranks attach.
 
 A message of c bytes takes a + c / B seconds. Small ones leave early, and little is left when backward has ended; but
-the smaller they are, the more of their time is a, in which no byte moves. At c = a B that is half of it (Hockney calls
-that length n 1/2: "The communication challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
+the smaller they are, the more of their time is a, in which no byte moves. At c = a B that is half of it (n 1/2 in
+Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
 
     c = 2 a B
 

@@ -74,8 +74,9 @@ def test_caps_are_kept_unless_a_parameter_is_alone(request):
         size = plan.bucket_bytes(number)
         assert size == sum(p.nbytes for p in inside)
         assert size <= plan.cap_bytes or sum(p.nbytes > 0 for p in inside) == 1
-    last = [p for p in members(plan)[-1] if p.nbytes]
-    assert plan.bucket_bytes(len(plan.buckets) - 1) <= plan.last_cap_bytes or len(last) == 1
+    *before, last = [p.nbytes for p in members(plan)[-1]]
+    assert sum(before) <= plan.last_cap_bytes, "few bytes go with one that is too large anyhow"
+    assert sum(before) + last <= plan.last_cap_bytes or last > plan.last_cap_bytes
     assert plan.last_cap_bytes == (request[2] // 4 if request[3] is None else request[3])
 
 
@@ -127,6 +128,13 @@ def test_biases_of_large_layers_share_a_bucket():
         assert [list(b.indices) for b in plan.buckets if len(b.indices) == 1] == [[weight] for weight in weights]
         assert [list(b.indices) for b in plan.buckets if len(b.indices) > 1] == [list(range(23, 0, -2))]
         assert list(plan.buckets[-1].indices) == last
+
+
+def test_no_message_is_made_of_a_few_bytes_before_a_large_last_one():
+    parameters = [spec(number, (size,)) for number, size in enumerate((60, 20, 70))]
+    for last_cap, buckets in ((80, [(0,), (1, 2)]), (79, [(0,), (1,), (2,)])):
+        plan = plan_buckets(parameters, range(3), cap_bytes=400, last_cap_bytes=last_cap)
+        assert [bucket.indices for bucket in plan.buckets] == buckets
 
 
 def test_much_does_not_wait_behind_a_large_one():

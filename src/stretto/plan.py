@@ -248,13 +248,18 @@ def plan_buckets(
 
 
 def _split_tail(parameters: Sequence[ParameterSpec], members: list[int], last_cap: int) -> list[list[int]]:
-    """Cut off as many of the last arrivals as fit into the last bucket, at least one."""
+    """Cut off as many of the last arrivals as fit into the last bucket, at least one.
+
+    Where even one does not fit, no cut is made for a few bytes before it: a message would cost more than they do.
+    """
+    sizes = [parameters[index].nbytes for index in members]
+    if sizes[-1] > last_cap:
+        return [members[:-1], members[-1:]] if members[:-1] and sum(sizes[:-1]) > last_cap else [members]
     size = 0
     for cut in range(len(members) - 1, -1, -1):
-        size += parameters[members[cut]].nbytes
+        size += sizes[cut]
         if size > last_cap:
-            cut = min(cut + 1, len(members) - 1)
-            return [members[:cut], members[cut:]] if cut else [members]
+            return [members[: cut + 1], members[cut + 1 :]]
     return [members]
 
 

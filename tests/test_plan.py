@@ -131,8 +131,8 @@ def test_biases_of_large_layers_share_a_bucket():
 
 
 def test_no_message_is_made_of_a_few_bytes_before_a_large_last_one():
-    parameters = [spec(number, (size,)) for number, size in enumerate((60, 20, 70))]
-    for last_cap, buckets in ((80, [(0,), (1, 2)]), (79, [(0,), (1,), (2,)])):
+    parameters = [spec(number, (size,)) for number, size in enumerate((20, 10, 50))]
+    for last_cap, buckets in ((120, [(0, 1, 2)]), (119, [(0, 1), (2,)])):
         plan = plan_buckets(parameters, range(3), cap_bytes=400, last_cap_bytes=last_cap)
         assert [bucket.indices for bucket in plan.buckets] == buckets
 

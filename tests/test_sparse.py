@@ -433,8 +433,8 @@ def test_what_sparse_parameters_cost() -> None:
 
     idle, used = run_ranks(worker, 2, timeout=20)[0]
     assert idle == ["all_reduce"] * 2  # the bucket, and the counts
-    assert [kind for kind, _ in used] == ["all_reduce"] * 2 + ["broadcast"] * 4
-    assert [nbytes for _, nbytes in used[2:]] == [2 * 8, 2 * WIDTH * 4] * 2
+    assert [kind for kind, _ in used] == ["all_reduce"] * 2 + ["broadcast"] * 2
+    assert [nbytes for _, nbytes in used[2:]] == [2 * 8 + 2 * WIDTH * 4] * 2
 
 
 def drop_in(rank: int) -> list:

@@ -93,6 +93,15 @@ def test_nothing_is_timed_where_it_does_not_matter(options: dict[str, Any]) -> N
         assert options != {"bucket_cap_mb": 3} or caps == (3 * MIB, 3 * MIB // 4)
 
 
+def test_defaults_of_torch_change_nothing() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        ((caps, _, times), _) = attached(lambda nbytes: nbytes / 130e6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (caps, times) == (SLOW, sizing.PROBES)
+
+
 def test_a_last_bucket_that_was_named_stays() -> None:
     for caps, _, times in attached(lambda nbytes: nbytes / 130e6, last_bucket_cap_mb=0.125):
         assert (caps, times) == ((SLOW[0], MIB // 8), sizing.PROBES)

@@ -6,8 +6,9 @@ travels as bytes, all dtypes in one message (BatchNorm counts in int64 beside it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -56,7 +57,8 @@ class CoalescedMessages:
             if message.replaces:
                 tensors = tuple(tensor for tensor in message.tensors if not tensor.is_inference())  # those have none
                 with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors):
-                    torch._foreach_copy_(message.tensors, _unpack(message.flat, message.tensors))
+                    for targets, values in _by_dtype(message.tensors, _unpack(message.flat, message.tensors)):
+                        torch._foreach_copy_(targets, values)
         self.messages.clear()
 
 
@@ -74,7 +76,7 @@ def start_broadcast(
     started = CoalescedMessages()
     is_root = transport.rank == root
     for group in _groups(tensors, message_bytes, lambda tensor: tensor.device):
-        group.sort(key=lambda tensor: -tensor.itemsize)  # so each begins where its dtype may
+        group.sort(key=lambda tensor: (-tensor.itemsize, str(tensor.dtype)))  # so each begins where its dtype may
         nbytes = sum(tensor.nbytes for tensor in group)
         flat = _pack(group, torch.uint8) if is_root else group[0].new_empty(nbytes, dtype=torch.uint8)
         started.messages.append(Message(flat, group, transport.broadcast(flat, root), replaces=not is_root))
@@ -136,6 +138,15 @@ def _groups(
 def _pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     flat = (tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors)
     return torch.cat([one.view(dtype) for one in flat])
+
+
+def _by_dtype(
+    targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Runs of one dtype: for these accelerators have one kernel."""
+    for _, run in groupby(zip(targets, values, strict=True), key=lambda pair: pair[0].dtype):
+        pairs = [*run]
+        yield [target for target, _ in pairs], [value for _, value in pairs]
 
 
 def _unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

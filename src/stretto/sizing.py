@@ -6,9 +6,9 @@ Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). He
 
     c = 2 a B
 
-so buckets are small on a slow link and large on a fast one. Sizes are rounded to powers of two, so that the next run on
-the same link finds the same: with more than two ranks, Gloo's ring sums in an order that depends on where buckets are
-cut. A sixteenth more lets matrices whose sizes are powers of two fit in together with their biases.
+so buckets are small on a slow link and large on a fast one. Sizes are rounded to powers of two, so that mostly the next
+run on the same link finds the same: with more than two ranks, Gloo's ring sums in an order that depends on where they
+are cut. A sixteenth more lets matrices whose sizes are powers of two fit in together with their biases.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def suit_link(options: Options, plan: BucketPlan, transport: Transport, wait_for
         wait_for: waits for a collective, named by a noun.
         gather: gives the values of all ranks.
     """
-    nbytes = sum(plan.bucket_bytes(number) for number in range(len(plan.buckets)))
+    on_host = [
+        number for number, bucket in enumerate(plan.buckets) if bucket.device == "cpu"
+    ]  # others may go elsewhere
+    nbytes = sum(map(plan.bucket_bytes, on_host))
     asked = options.bucket_cap_mb is not None or options.delay
     if asked or nbytes <= PROBE_BYTES or not getattr(transport, "caps_follow_link", False):
         return options
@@ -100,7 +103,7 @@ def measure_all_reduce(transport: Transport, wait_for: WaitFor, gather: Gather) 
 
 
 def _timed(transport: Transport, wait_for: WaitFor, numel: int) -> float:
-    tensor = torch.zeros(numel)
+    tensor = torch.zeros(numel, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
     start = time.perf_counter()
     wait_for(transport.all_reduce(tensor), "messages that time the link")
     return time.perf_counter() - start

@@ -54,12 +54,12 @@ def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], obje
         wait: waits for them.
     """
     data = pickle.dumps(value)
-    sizes = torch.zeros(transport.world_size, dtype=torch.int64)
+    sizes = torch.zeros(transport.world_size, dtype=torch.int64, device="cpu")
     sizes[transport.rank] = len(data)
     wait(transport.all_reduce(sizes))
     ends = sizes.cumsum(0).tolist()
     begins = [0, *ends[:-1]]
-    flat = torch.zeros(ends[-1], dtype=torch.uint8)
+    flat = torch.zeros(ends[-1], dtype=torch.uint8, device="cpu")
     flat[begins[transport.rank] : ends[transport.rank]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     wait(transport.all_reduce(flat))
     whole = ctypes.string_at(flat.data_ptr(), flat.numel())
@@ -68,7 +68,7 @@ def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], obje
 
 def equal_by_sums(fingerprint: str, transport: Transport, wait: Callable[[Work], object]) -> bool:
     """Whether all ranks bring the same fingerprint, hexadecimal, in one all-reduce on the host. Collective."""
-    brought = torch.zeros(transport.world_size, dtype=torch.int64)
+    brought = torch.zeros(transport.world_size, dtype=torch.int64, device="cpu")
     brought[transport.rank] = int(fingerprint[:15], 16)
     wait(transport.all_reduce(brought))
     return bool((brought == brought[0]).all())

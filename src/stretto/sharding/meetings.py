@@ -98,10 +98,12 @@ class Meetings:
             parameters: what is to be stepped.
             meets: they learn of it in the first meeting, and go on; else this rank has left them.
         """
+        had_left = self._peers.left
         try:
             yield
         except Exception as problem:
             self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets)
+            self._peers.left = had_left  # nothing was sent: where all ranks refuse alike, all can go on
             if meets:
                 self.meet_before(parameters, refused=True)
             raise

@@ -7,6 +7,7 @@ here needs. It runs in Chromium, which is spoken to through a pipe (``--remote-d
 from __future__ import annotations
 
 import importlib.util
+import fcntl
 import itertools
 import json
 import os
@@ -63,7 +64,7 @@ class Page:
         command += [f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"]
         ends = {3: read_there, 4: write_there}  # where Chromium looks for them
         starter = "import os, sys; [os.dup2(int(b), int(a)) for a, b in (x.split('=') for x in sys.argv[1].split(','))]"
-        high = {number: os.dup2(end, 40 + number) for number, end in ends.items()}
+        high = {number: fcntl.fcntl(end, fcntl.F_DUPFD, 40) for number, end in ends.items()}  # free ones: dup2 closes
         words = ",".join(f"{number}={end}" for number, end in high.items())
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"{starter}; os.execv(sys.argv[2], sys.argv[2:])", words, *command],

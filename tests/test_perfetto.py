@@ -6,8 +6,8 @@ here needs. It runs in Chromium, which is spoken to through a pipe (``--remote-d
 
 from __future__ import annotations
 
-import importlib.util
 import fcntl
+import importlib.util
 import itertools
 import json
 import os

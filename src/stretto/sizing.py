@@ -75,10 +75,8 @@ def suit_link(options: Options, plan: BucketPlan, transport: Transport, wait_for
         wait_for: waits for a collective, named by a noun.
         gather: gives the values of all ranks.
     """
-    on_host = [
-        number for number, bucket in enumerate(plan.buckets) if bucket.device == "cpu"
-    ]  # others may go elsewhere
-    nbytes = sum(map(plan.bucket_bytes, on_host))
+    on_host = (number for number, bucket in enumerate(plan.buckets) if bucket.device == "cpu")
+    nbytes = sum(map(plan.bucket_bytes, on_host))  # those of other devices may go another way
     asked = options.bucket_cap_mb is not None or options.delay
     if asked or nbytes <= PROBE_BYTES or not getattr(transport, "caps_follow_link", False):
         return options

@@ -88,6 +88,53 @@ def test_one_share_of_the_gradients_leaves_a_host(
     torch.testing.assert_close(ours[0][2], gradients)
 
 
+def train_in_shares(rank: int, overlap: bool) -> tuple[str, float, dict[str, torch.Tensor]]:
+    """Returns what is done, bytes that left this host in a step per byte of the model, and the model."""
+    model = small_model()
+    sync = stretto.attach(model, bucket_cap_mb=0.5)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sharded = stretto.shard(sgd, sync, keep_grads=False, overlap=overlap)
+
+    def step(number: int) -> None:
+        sharded.zero_grad()
+        loss(model, batch(rank, number)).backward()
+        sharded.step()
+
+    for number in range(2):  # the order of buckets is learnt
+        step(number)
+    model.state_dict()
+    dist.barrier()
+    before = sent_bytes()
+    dist.barrier()
+    for number in range(STEPS):
+        step(number)
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    dist.barrier()
+    sent = sent_bytes() - before
+    told = sync.describe()
+    sync.detach()
+    return told, sent / (STEPS * sum(value.nbytes for value in after.values())), after
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_half_of_the_gradients_and_half_of_the_model_leave_a_host(hosts: EmulatedHosts, overlap: bool) -> None:
+    """Each of two hosts needs of the other what that has of its share, and what that has stepped."""
+    found = hosts.spawn_ranks(train_in_shares, [2, 2], overlap)
+    when = "while the next forward runs" if overlap else "before step() returns"
+    for told, sent, model in found:
+        assert f"come from other hosts {when}; gradients arrive in shares" in told
+        assert 1 < sent < 1.06, "with headers, barriers, meetings and acknowledgements"
+        assert all(torch.equal(value, found[0][2][name]) for name, value in model.items())
+
+    model = small_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in (*range(2), *range(STEPS)):
+        plain.zero_grad()
+        loss(model, torch.cat([batch(rank, number) for rank in range(4)])).backward()
+        plain.step()
+    torch.testing.assert_close(found[0][2], dict(model.state_dict()))
+
+
 # Life and death
 
 
@@ -120,12 +167,16 @@ def test_a_rank_of_another_host_that_was_killed_is_named_within_seconds(
         assert f"rank {victim} (pid {pid})" in text, text
 
 
-def end_without_a_word(rank: int, how: str) -> None:
-    """Ends as programs do that neither detach nor destroy anything."""
+def end_without_a_word(rank: int, how: str, in_shares: bool) -> None:
+    """Ends as programs do that neither detach nor destroy anything; with shares of the last step under way."""
     model = small_model()
     sync = stretto.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if in_shares:
+        optimizer = stretto.shard(optimizer, sync)
     for step in range(3):
         loss(model, batch(rank, step)).backward()
+        optimizer.step()
     if how == "destroy first":
         dist.barrier()
         dist.destroy_process_group()
@@ -133,12 +184,15 @@ def end_without_a_word(rank: int, how: str) -> None:
     elif how == "detach":
         sync.detach()
     else:
-        globals()["kept"] = model, sync
+        globals()["kept"] = model, sync, optimizer
 
 
+@pytest.mark.parametrize("in_shares", [False, True])
 @pytest.mark.parametrize("how", ["nothing", "detach", "destroy first"])
-def test_programs_end_without_a_sound(hosts: EmulatedHosts, how: str, capfd: pytest.CaptureFixture[str]) -> None:
-    hosts.spawn_ranks(end_without_a_word, [2, 1], how)
+def test_programs_end_without_a_sound(
+    hosts: EmulatedHosts, how: str, in_shares: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hosts.spawn_ranks(end_without_a_word, [2, 2] if in_shares else [2, 1], how, in_shares)
     assert capfd.readouterr() == ("", "")
 
 

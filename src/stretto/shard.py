@@ -40,7 +40,7 @@ def shard(
             Without effect where parameters stay whole.
         overlap: where ranks do not share memory, let what was stepped travel while the next forward goes on; whoever
             reads a parameter, in whatever way, waits until it is there. False to wait for all of it in ``step``, as is
-            done anyway where hosts have several ranks each.
+            done anyway where hosts have unequal numbers of ranks.
 
     Returns:
         The optimizer to use from here on. The one given keeps the parameter groups, and no state. ``sync.detach()``

@@ -4,9 +4,10 @@
 
 Gradients arrive from the last layer to the first, so forward needs the plan's last bucket first.
 
-[Note: by themselves]  Messages of several ranks of a host go on only while all of these are inside stretto. One that
-looked at a parameter by itself, to save it, would wait for others that are in a barrier and do not come. So where
-ranks share a host nothing is left under way when ``step`` returns; a process group has threads of its own.
+[Note: by themselves]  A rank that looks at a parameter by itself, to save it, must not wait for others that are in a
+barrier and do not come. A process group has threads of its own; where ranks share a host see transport/spreading.py.
+Between hosts with unequal numbers of ranks nothing is left under way when ``step`` returns: messages of several ranks
+of a host go on only while all of these are inside stretto.
 """
 
 from __future__ import annotations
@@ -69,14 +70,17 @@ class Spread:
         self._wait_for = wait_for
         self._failed = failed
         self._compare = compare
-        self.is_late = overlap and not layout.is_shared
-        """Whether messages are under way when a step has ended."""
         self._under_way: list[Arrival] = []
         self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
         self._compiler = compiler
         compiler.call(self.finish)
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.homes) > 1 else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
+        self._spreading: Any = None
+        if layout.is_shared and self._buckets and hasattr(transport, "spreading"):
+            self._spreading = transport.spreading(len(self._buckets), wait_for)
+        self.is_late = overlap and (not layout.is_shared or self._spreading is not None)
+        """Whether messages are under way when a step has ended."""
         self._numbers: list[torch.Tensor] = []
         """Of all ranks, in elements of the first bucket's dtype. Where memory is shared they have met before."""
         if self._buckets and not layout.is_shared and self._buckets[0].parameters[0].is_cpu:
@@ -89,8 +93,10 @@ class Spread:
         """Put all shares under way, and the number with the first. Collective."""
         if self._numbers:
             self._numbers[self._transport.rank].view(torch.int64).fill_(number)
-        for shares in self._buckets:
-            receive = self._exchange(shares) if hasattr(self._transport, "spread_share") else self._broadcast(shares)
+        if self._spreading is not None:
+            self._spreading.begin()
+        for message, shares in enumerate(self._buckets):
+            receive = self._send(message, shares)
             if self._numbers and shares is self._buckets[0]:
                 receive = functools.partial(self._receive_first, receive)
             self._under_way.append(Arrival(shares.parameters, functools.partial(self._arrive, receive)))
@@ -114,6 +120,22 @@ class Spread:
     def _receive_first(self, receive: Callable[[], None]) -> None:
         receive()
         self._compare([int(number.view(torch.int64)[0]) for number in self._numbers])
+
+    def _send(self, message: int, shares: _OfBucket) -> Callable[[], None]:
+        """Put one bucket's under way; what is returned waits until they are in place."""
+        if self._spreading is not None:
+            return self._spread(message, shares)
+        return self._exchange(shares) if hasattr(self._transport, "spread_share") else self._broadcast(shares)
+
+    def _spread(self, message: int, shares: _OfBucket) -> Callable[[], None]:
+        rank, spreading = self._transport.rank, self._spreading
+        alike = [ranks[spreading.place] for ranks in spreading.hosts]
+        numels = [shares.numels[one] for one in alike]
+        own = _joined(shares.flats[rank], like=shares.parameters[0])
+        received = own.new_empty(sum(numels) - len(own))
+        others = [flat for one in alike if one != rank for flat in shares.flats[one]]
+        work = spreading.send(message, received, own, numels, functools.partial(_put, received, others))
+        return functools.partial(self._wait_for, work, "what other hosts have stepped")
 
     def _exchange(self, shares: _OfBucket) -> Callable[[], None]:
         numels, rank = shares.numels, self._transport.rank

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import CommunicationError
 from .base import Transport, Work, never_free
-from .exchange import all_to_all
+from .exchange import Exchange, all_to_all, exchange_shares
 
 
 class Counterparts:
@@ -61,6 +61,10 @@ class Counterparts:
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, numels: Sequence[int]) -> Work:
         """One part of ``sent`` to each of them, given their lengths, and equally long ones from all."""
         return all_to_all(self._group, received, sent, [len(received) // len(numels)] * len(numels), numels)
+
+    def spread(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Exchange:
+        """``share`` to each of them, and theirs, one behind the other, into ``received``."""
+        return exchange_shares(self._group, received, share, numels)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """From host number ``root``."""

@@ -16,7 +16,7 @@ See host.py for how the ranks of a host meet; the all-reduce between hosts is th
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from .message import Posted
 from .ordinary import elements
 from .shared_memory import CLOSE_SECONDS
 from .slices import slice_of
+from .spreading import SharesUnderWay, Spreading
 from .staging import Staging
 from .sums import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES, Block, views
 
@@ -108,10 +109,17 @@ class HierarchicalTransport:
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """The same of this rank's share of the first ``numel`` elements, and of what follows them; the rest is lost."""
-        alike = len(set(map(len, self._team.hosts))) == 1 and tensor.is_cpu and not tensor.is_complex()
-        if not alike or tensor.nbytes <= SMALL_BYTES or self._team.host.page.arena.locate(tensor) is None:
+        divisible = self._team.is_even and tensor.is_cpu and not tensor.is_complex()
+        if not divisible or tensor.nbytes <= SMALL_BYTES or self._team.host.page.arena.locate(tensor) is None:
             return self.all_reduce_mean(tensor, numel)
         return self._post([HostShares(self._team, tensor, numel)])
+
+    def spreading(self, messages: int, wait_for: Callable[[Work, str], None]) -> Spreading | None:
+        """For shares that go into memory that each host has in common; None where hosts have unequal numbers of ranks.
+
+        Collective. Arguments as of :class:`Spreading`.
+        """
+        return Spreading(self._team, messages, wait_for) if self._team.is_even else None
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Each slice leaves the root's host by its owner there."""
@@ -138,9 +146,10 @@ class HierarchicalTransport:
 
     def abandon(self, work: Any) -> None:
         """Of the groups that this stands on, those that have something under way are not freed any more."""
-        if self._team.host.awaits_outside():
+        shares_come = isinstance(work, SharesUnderWay) and work.abandon()
+        if shares_come or self._team.host.awaits_outside():
             self._team.counterparts.abandon()
-        if not isinstance(work, Posted):  # a comm hook's
+        if not isinstance(work, (Posted, SharesUnderWay)):  # a comm hook's
             abandon(self._base, work)
 
     def close(self) -> None:
@@ -166,6 +175,7 @@ class Team:
         self.staging = Staging(host)
         self.world_size = base.world_size
         self.slices = min(map(len, hosts))
+        self.is_even = self.slices == max(map(len, hosts))
         self.home = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
         self.counterparts = Counterparts(base, host.patience)
         self.hosts = hosts

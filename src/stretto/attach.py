@@ -76,6 +76,7 @@ def attach(
         last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap.
         buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
             ``"mean"``, floating ones become their mean and others follow rank 0's; ``"none"``, each keeps its own.
+            Of a module on the host, buffers of which none changes (masks) are sent no more until one does.
         init_sync: False if the ranks are known to hold the same values: nothing is compared or sent, but for what
             ``transport`` asks unless it is ``"process_group"``.
         ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone.

@@ -11,6 +11,7 @@ from .buffers import BufferPlaces
 from .events import Events
 from .launch import LaunchQueue
 from .sparse import Share, SparseGradients
+from .words import Control
 
 
 class Beside:
@@ -81,6 +82,15 @@ class Beside:
             factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
             self.sparse.finish(factor, self._queue.wait_for, release=release)
         buffers.finish(self._queue.wait_for, "the buffers")
+
+    def says(self) -> list[Control]:
+        """What this rank has to say of its buffers."""
+        return [Control.BUFFERS] if self._places.have_moved() else []
+
+    def hear(self, *, some_have_moved: bool) -> None:
+        """Buffers of some rank are not what all had, or of none. Collective."""
+        if self._places.hear(self._queue.pass_number, some_have_moved=some_have_moved):
+            self._send_buffers().finish(self._queue.wait_for, "the buffers")
 
     def forget(self) -> None:
         """What has arrived so far is dealt with."""

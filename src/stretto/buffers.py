@@ -3,14 +3,23 @@
 [Note: agreed shapes]  Buffers travel without a word beforehand, so a rank whose buffer has come, gone or changed its
 shape since the ranks agreed must not send what it has: messages would not match, and the failure would have no name. It
 sends a stand-in of the agreed shape and says so in the last bucket; rejoin.py then has all ranks agree anew.
+
+[Note: at rest]  Causal masks and tables of positions never change, and can be larger than the gradients. So each rank
+compares its buffers with what all had, and says in the last bucket if they differ. Once none did, none are sent until
+one does: then all follow in that very pass. Whether buffers rest is looked at after passes 4, 8, 16 and so on, since
+those of BatchNorm never do. To compare costs one read of them; a version counter would not see what BatchNorm's kernels
+write.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .options import Buffers, Options
+from .specs import MIB
 from .transport.base import Transport
 
 
@@ -25,16 +34,26 @@ class BufferPlaces:
         self.policy: Buffers = options.buffers
         self._options = options
         self._seen: list[int] | None = None
+        self._known: list[torch.Tensor] | None = None
+        """What all ranks had when it was looked at last; None while nobody asks whether they change."""
+        self.at_rest = False
+        """Whether none are sent, since none change: see [Note: at rest]."""
         self.follow(module)
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def use(self, policy: Buffers) -> None:
+        """Another policy from the next pass on. On all ranks alike."""
+        self.policy = policy
+        self.wake()
 
     def follow(self, module: torch.nn.Module) -> None:
         """All ranks have agreed on the buffers that the module has now. Its tables may be others than before."""
         self._places = self._places_in(module)
         self._agreed = [None if (buffer := table.get(key)) is None else _kind(buffer) for table, key in self._places]
         self._to_send: list[torch.Tensor] = []
+        self.wake()
         self.changed = False
         """Whether what is here is not what was agreed."""
 
@@ -74,6 +93,8 @@ class BufferPlaces:
 
     def send(self, transport: Transport) -> CoalescedMessages:
         """Put under way what is to be equal on all ranks when the pass has settled. Collective."""
+        if self.at_rest:
+            return CoalescedMessages()
         (follow, average), sent = self._to_send_now(), CoalescedMessages()
         if follow:
             sent.add(start_broadcast(follow, transport))
@@ -88,6 +109,45 @@ class BufferPlaces:
             return self._to_send, []
         exact = [buffer for buffer in self._to_send if not buffer.is_floating_point()]
         return exact, [buffer for buffer in self._to_send if buffer.is_floating_point()]
+
+    # See [Note: at rest]
+
+    def have_moved(self) -> bool:
+        """Whether this rank's are not what all had, as of the last look; False while nobody asks."""
+        if self._known is None:
+            return False
+        return len(self._known) != len(self._to_send) or not all(map(torch.equal, self._known, self._to_send))
+
+    def hear(self, number: int, *, some_have_moved: bool) -> bool:
+        """At the end of a pass, on all ranks alike: whether they have to be sent after all. Returns True if so.
+
+        Args:
+            number: of the pass.
+            some_have_moved: of any rank.
+        """
+        rested, asked = self.at_rest, self._known is not None
+        self.at_rest = asked and not some_have_moved
+        if asked and some_have_moved:
+            self._known = None
+        elif not asked and number >= _FIRST_LOOK and not number & (number - 1):
+            self.look()
+            self._known = [buffer.clone() for buffer in self._to_send] if _can_rest(self._to_send) else []
+        return rested and some_have_moved
+
+    def wake(self) -> None:
+        """They are sent in every pass, until it is known again that they do not change. On all ranks alike."""
+        self._known, self.at_rest = None, False
+
+
+_FIRST_LOOK = 4
+_MOST_BYTES = 256 * MIB
+"""Of buffers that may rest: a copy is kept of them."""
+
+
+def _can_rest(buffers: Sequence[torch.Tensor]) -> bool:
+    """Whether they can be compared by their values."""
+    plain = all(type(buffer) is torch.Tensor and buffer.layout is torch.strided for buffer in buffers)
+    return bool(buffers) and plain and sum(buffer.nbytes for buffer in buffers) <= _MOST_BYTES
 
 
 def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

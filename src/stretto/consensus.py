@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .agreement import describe_ranks
+from .beside import Beside
 from .errors import PeerError, UnsupportedError, name_list
 from .events import Events
 from .forward import ForwardWatch
@@ -30,10 +31,17 @@ class Consensus:
         events: told of new plans.
         rejoin: follows changes of the module.
         forward: knows how forward went.
+        beside: what travels behind the last bucket.
     """
 
     def __init__(
-        self, queue: LaunchQueue, tracker: ArrivalTracker, events: Events, rejoin: Rejoin, forward: ForwardWatch
+        self,
+        queue: LaunchQueue,
+        tracker: ArrivalTracker,
+        events: Events,
+        rejoin: Rejoin,
+        forward: ForwardWatch,
+        beside: Beside,
     ) -> None:
         self.plans = 1
         """Plans used, the first one included."""
@@ -42,6 +50,7 @@ class Consensus:
         self._events = events
         self._rejoin = rejoin
         self._forward = forward
+        self._beside = beside
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
@@ -49,7 +58,7 @@ class Consensus:
 
     def says(self) -> list[Control]:
         """What the last bucket is to tell the other ranks."""
-        said: list[Control] = self._forward.says(self._queue.pass_number)
+        said = self._forward.says(self._queue.pass_number) + self._beside.says()
         scheduled = self._tracker.as_scheduled()
         if scheduled and not self._replan_policy.deferred:
             return said
@@ -133,6 +142,8 @@ class Consensus:
             self._replan_policy = ReplanPolicy()
             self.plans += 1
             return
+        if words.on_host:
+            self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         presence = self._queue.presence
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:

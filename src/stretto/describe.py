@@ -27,7 +27,7 @@ def describe(reducer: Reducer | None, options: Options, places: BufferPlaces, op
             f"rank {transport.rank} of {transport.world_size} over {transport.name}",
             f"gradients: {_how(reducer, options)}, in place when backward returns",
             *_sparse(reducer),
-            f"buffers ({len(places)}): {_BUFFERS_IN_WORDS[places.policy]}",
+            f"buffers ({len(places)}): {_BUFFERS_IN_WORDS[places.policy]}{_AT_REST if places.at_rest else ''}",
             *filter(None, optimizers),
             str(reducer.plan),
         ]
@@ -46,6 +46,7 @@ def _sparse(reducer: Reducer) -> list[str]:
     return [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"] if names else []
 
 
+_AT_REST = "; sent no more, since none changes"
 _BUFFERS_IN_WORDS = {
     "rank0": "follow rank 0's at the end of every pass",
     "mean": "become their mean over ranks at the end of every pass (integers follow rank 0's)",

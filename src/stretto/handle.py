@@ -89,7 +89,7 @@ class Synchronizer:
 
     @buffers.setter
     def buffers(self, policy: Buffers) -> None:
-        self._buffer_places.policy = policy
+        self._buffer_places.use(policy)
 
     @property
     def plan(self) -> BucketPlan:

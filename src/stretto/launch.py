@@ -203,11 +203,11 @@ class LaunchQueue:
         nothing = float("nan") if self.comm_hook is None else 0.0
         self._launch_nothing(nothing, [Control.GAVE_UP])
 
-    def launch_idle(self) -> None:
+    def launch_idle(self, says: Collection[Control]) -> None:
         """This rank has run out of batches: launch zeros that say so. ``.grad`` stays as it is."""
         for bucket in self.buckets:
             bucket.leave()
-        self._launch_nothing(0.0, ())
+        self._launch_nothing(0.0, says)
 
     def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
         self._weight, self._says = 0.0, says

@@ -96,7 +96,7 @@ class Reducer:
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self._queue, self._tracker, sparse, events)
         self._forward = ForwardWatch(members.module(), self, self._queue, self.failing.in_forward)
-        self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward)
+        self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward, self._beside)
         self._never_used = NeverUsed(self._queue)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
@@ -305,7 +305,7 @@ class Reducer:
         with self._queue.lock, torch.no_grad(), self.failing:
             self._next_pass()
             try:
-                self._queue.launch_idle()
+                self._queue.launch_idle(self._beside.says())
                 words = self._wait(self._beside.send(None), release=False)
             finally:
                 self._reset()

@@ -25,6 +25,8 @@ class Control(IntEnum):
     """Forward failed on this rank since the last pass, and that was caught: see forward.py."""
     MORE_FORWARDS = 6
     """This rank ran forward more often than for the pass before."""
+    BUFFERS = 7
+    """This rank's buffers are not what all had: see buffers.py, [Note: at rest]."""
 
 
 @dataclass(frozen=True)

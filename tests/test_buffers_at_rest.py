@@ -1,0 +1,275 @@
+"""Buffers that never change are sent no more; when one does, all ranks follow in that very pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import stretto
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Masked(torch.nn.Module):
+    """A mask, a table of numbers, and a buffer that is reassigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool())
+        self.register_buffer("places", torch.arange(4), persistent=False)
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def step(model: torch.nn.Module) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+
+
+class Ranked:
+    """One rank's model and handle, and how many messages carried buffers."""
+
+    def __init__(self, transport: Any, model: torch.nn.Module | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.transport = RecordingTransport(transport)
+        self.model = Masked() if model is None else model
+        self.sync = stretto.attach(self.model, transport=self.transport, **options)
+        self.rank = self.sync.rank
+
+    def steps(self, count: int = 1) -> int:
+        """Messages that carried buffers, in so many passes."""
+        found = 0
+        for _ in range(count):
+            self.transport.calls.clear()
+            step(self.model)
+            found += [kind for kind, _ in self.transport.calls].count("broadcast")
+        return found
+
+    def rest(self) -> None:
+        """Until nothing is sent any more."""
+        assert self.steps(5) == 6, "five passes, and the order of gradients once"
+        assert self.steps(3) == 0
+
+
+def ranks(worker: Callable[[Ranked], Any], world: int = 2, **options: Any) -> list[Any]:
+    return run_ranks(lambda transport: worker(Ranked(transport, **options)), world)
+
+
+def test_what_does_not_change_is_sent_no_more() -> None:
+    def worker(one: Ranked) -> str:
+        before = one.sync.describe().splitlines()[2]
+        one.rest()
+        assert before == "buffers (3): follow rank 0's at the end of every pass"
+        assert one.sync.describe().splitlines()[2] == f"{before}; sent no more, since none changes"
+        return before
+
+    ranks(worker, 3)
+
+
+CHANGES: dict[str, Callable[[Masked, int], object]] = {
+    "in place": lambda model, rank: model.mask.logical_not_(),
+    "behind autograd's back": lambda model, rank: model.places.data.add_(rank + 3),
+    "reassigned": lambda model, rank: setattr(model, "scale", torch.tensor(2.0 + rank)),
+    "no number": lambda model, rank: model.scale.fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_all_follow_in_the_pass_in_which_one_has_changed(change: str, who: tuple[int, ...]) -> None:
+    def worker(one: Ranked) -> dict[str, torch.Tensor]:
+        one.rest()
+        if one.rank in who:
+            CHANGES[change](one.model, one.rank)
+        expected = {name: buffer.clone() for name, buffer in one.model.named_buffers()}
+        assert one.steps() == 1, "in this pass, behind the last bucket"
+        found = dict(one.model.named_buffers())
+        if one.rank == 0:
+            torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+        assert one.steps(7) == 7, "from here on in every pass, passes 10 to 16"
+        if change != "no number":
+            assert one.steps() == 1, "what was looked at behind pass 16 is compared in the next"
+            assert one.steps(3) == 0
+        return {name: buffer.clone() for name, buffer in one.model.named_buffers()}
+
+    first, *others = ranks(worker, 3)
+    for other in others:
+        torch.testing.assert_close(other, first, equal_nan=True, rtol=0, atol=0)
+
+
+def test_what_batch_norm_counts_is_sent_in_every_pass() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, track_running_stats=True))
+        one = Ranked(transport, model)
+        assert one.steps(40) == 41
+        model.eval()  # statistics of BatchNorm rest as well
+        assert one.steps(25) == 25, "passes 41 to 65"
+        assert one.steps(3) == 0
+        model.train()
+        assert one.steps(3) == 3
+
+    run_ranks(worker, 2)
+
+
+def test_instance_norm_has_no_count_and_writes_past_autograd() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.InstanceNorm1d(2, track_running_stats=True))
+        one = Ranked(transport, model)
+        assert one.steps(20) == 21
+        assert model[1].num_batches_tracked == 0
+
+    run_ranks(worker, 2)
+
+
+def test_means_of_buffers_rest_too() -> None:
+    """Divided by three they are another number, once."""
+
+    def worker(one: Ranked) -> torch.Tensor:
+        kinds = []
+        for _ in range(8):
+            one.transport.calls.clear()
+            step(one.model)
+            kinds.append(len(one.transport.calls))
+        assert kinds[1:] == [3, 3, 3, 3, 1, 1, 1], "gradients, integers, the mean"
+        one.model.scale.add_(one.rank)
+        step(one.model)
+        return one.model.scale.clone()
+
+    found = ranks(worker, 3, buffers="mean")
+    assert found[0] == found[1] == found[2] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("fails", ["backward", "forward"])
+def test_a_change_in_a_pass_that_failed_is_followed_in_the_next(fails: str) -> None:
+    def worker(one: Ranked) -> tuple[int, float]:
+        one.rest()
+
+        def fail(*_: Any) -> None:
+            raise ValueError("no")
+
+        if one.rank == 0:
+            one.model.scale.fill_(7.0)
+        if one.rank == 1 and fails == "forward":
+            with pytest.raises(ValueError), one.model.layer.register_forward_pre_hook(fail):
+                one.model(torch.ones(2, 4))
+        loss = one.model(torch.ones(2, 4))
+        if one.rank == 1 and fails == "backward":
+            one.model.layer.weight.register_hook(fail)  # the bias comes before it
+        with pytest.raises((ValueError, stretto.PeerError)):
+            loss.sum().backward()
+        if fails == "backward" and one.rank == 1:
+            one.model.layer.weight._backward_hooks.clear()
+        assert one.model.scale == (1.0 if one.rank else 7.0)
+        return one.steps(), float(one.model.scale)
+
+    assert ranks(worker) == [(1, 7.0), (1, 7.0)]
+
+
+def test_other_buffers_are_sent_again() -> None:
+    def worker(one: Ranked) -> float:
+        one.rest()
+        one.model.register_buffer("more", torch.full((3,), 1.0 + one.rank))
+        one.model.layer = torch.nn.Linear(4, 4)  # it tells of itself
+        step(one.model)
+        assert one.model.more[0] == 1.0
+        one.model.more.add_(one.rank)
+        assert one.steps() >= 1
+        return float(one.model.more[0])
+
+    assert ranks(worker) == [1.0, 1.0]
+
+
+def test_another_policy_begins_anew() -> None:
+    def worker(one: Ranked) -> list[float]:
+        one.rest()
+        one.sync.buffers = "none"
+        one.model.scale.fill_(2.0 + one.rank)
+        assert one.steps(9) == 0
+        found = [float(one.model.scale)]
+        one.sync.buffers = "rank0"
+        assert one.steps(3) == 3
+        return [*found, float(one.model.scale)]
+
+    assert ranks(worker) == [[2.0, 2.0], [3.0, 2.0]]
+
+
+def test_what_cannot_be_compared_is_sent_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass may have an equality of its own, or be too large to keep a copy."""
+
+    class Own(torch.Tensor):
+        pass
+
+    def worker(one: Ranked) -> None:
+        if one.rank == 1:
+            one.model.scale = one.model.scale.as_subclass(Own)
+        assert one.steps(20) == 21
+
+    ranks(worker)
+    monkeypatch.setattr("stretto.buffers._MOST_BYTES", 51)  # 16 + 32 + 4 bytes
+    ranks(lambda one: one.steps(20) == 21 or pytest.fail("it rests"))
+
+
+def behind_hooks(rank: int) -> list[Any]:
+    found = []
+    for hook, silent in ((allreduce_hook, False), (noop_hook, True)):
+        torch.manual_seed(0)
+        model = Masked()
+        sync = stretto.attach(model)
+        sync.register_comm_hook(None, hook)
+        for _ in range(8):
+            step(model)
+        rests = "sent no more" in sync.describe()
+        model.scale.fill_(5.0 - rank)
+        step(model)
+        found.append((silent, rests, float(model.scale)))
+        sync.detach()
+    dist.barrier()
+    return found
+
+
+def test_beside_comm_hooks() -> None:
+    """Nobody can say that buffers have changed where nothing is communicated, so they are sent."""
+    assert spawn_ranks(behind_hooks, 2) == [[(False, True, 5.0), (True, False, 5.0)]] * 2
+
+
+def joined(rank: int) -> list[float]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Masked())
+    for _ in range(6):
+        step(model)
+    with model.join():
+        for _ in range(3 + 2 * rank):
+            step(model)
+    model.module.scale.fill_(3.0 + rank)
+    step(model)
+    return [float(model.module.scale), float(model.module.places.sum())]
+
+
+def test_behind_join() -> None:
+    assert spawn_ranks(joined, 2) == [[3.0, 6.0]] * 2
+
+
+def uneven(transport: Any) -> float:
+    one = Ranked(transport)
+    one.rest()
+    if one.rank:
+        one.model.scale.fill_(9.0)
+    if one.rank:
+        one.sync.shadow_pass()
+    else:
+        step(one.model)
+    return float(one.model.scale)
+
+
+def test_a_rank_without_batches_says_so_too() -> None:
+    assert run_ranks(uneven, 2) == [1.0, 1.0]

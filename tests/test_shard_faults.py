@@ -34,9 +34,9 @@ from stretto.sharding.stretches import Stretches
 from stretto.testing_network import SeparateHosts
 from stretto.transport import ProcessGroupTransport, choose, memory
 from stretto.transport.counterparts import Counterparts
+from stretto.transport.courier import Courier
 from stretto.transport.futex import Futex
 from stretto.transport.host import Host
-from stretto.transport.spreading import Incoming
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 Tell = Callable[[Any], None]
@@ -263,9 +263,7 @@ HOSTS = {
     "in its step": Place(Stretches, "take_gradients", (1, 2, 5), False),
     "before it sends what it has stepped": Place(Spread, "send", (1, 2, 5), None),
     "before it sends some of what it has stepped": Place(Counterparts, "spread", (1, 2, 3, 9, 10), None),
-    "before it puts some of what has come where its host sees it": Place(
-        Incoming, "_one_has_come", (1, 2, 3, 9, 12), None
-    ),
+    "before it puts some of what has come where its host sees it": Place(Courier, "_carry", (1, 2, 3, 9, 12), None),
     "before it says so": Place(Futex, "wake", (20, 31, 42), None),
     "with some of what others have stepped": Place(Spread, "_arrive", (1, 2, 3, 9), None),
 }
@@ -453,7 +451,7 @@ def ranks_of_which_one_does_not_step(folder: str, way: Way) -> list[Any]:
 def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) -> None:
     way = Way("shared_memory", keep_grads)
     for rank, (took, text, code) in enumerate(in_warm_process(ranks_of_which_one_does_not_step, str(tmp_path), way)):
-        called = "optimizer.step of 2 elements", f"{'mean' if keep_grads else 'share'} float32 of 5768 elements"
+        called = "optimizer.step of 2 elements", f"{'mean' if keep_grads else 'share'} float32 of 5769 elements"
         assert text == f"rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}"
         assert took < 5 and code == 0
 

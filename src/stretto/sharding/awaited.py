@@ -52,8 +52,9 @@ class Arrival:
         self._arrive()
         self._arrive = None
         for parameter, kind in self._before:
-            parameter.__class__ = kind
-            parameter.__dict__.pop(_KEY, None)
+            if parameter.__dict__.get(_KEY) is self:  # and no other arrival has taken it over
+                parameter.__class__ = kind
+                del parameter.__dict__[_KEY]
         self._before = []
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, PeerError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
@@ -117,7 +117,7 @@ class Shares:
             self._pieces = [
                 part for one in self._pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))
             ]
-        told = self._peers.wait_for, self._spoil, self._compare, self._compiler
+        told = self._peers.wait_for, self._lost, self._compare, self._compiler
         self._spread = Spread(layout, owned, transport, *told, overlap=self._overlap)
         self._groups.remember()
         inside = {id(parameter) for parameter in mine.values()}
@@ -260,7 +260,14 @@ class Shares:
             self._groups.refuse_patchwork(numbers, self.rank, self._peers.where)
 
     def _spoil(self, error: BaseException) -> None:
+        self._spread.drop()
         self.meetings.spoil(error, self._everything())
+
+    def _lost(self, error: BaseException) -> None:
+        """What other ranks have stepped will not come; nor do they know, unless it was told them before."""
+        if not isinstance(error, PeerError):
+            self._peers.tell_failed("step", error, error.__traceback__, leaves=True)
+        self._spoil(error)
 
     # State
 
@@ -314,10 +321,9 @@ class Shares:
     def describe(self) -> str:
         """What is done with them, in plain words."""
         numels = sum(piece.numel for piece in self._pieces), sum(map(torch.numel, self.layout.views.values()))
-        whole, late = self._kind is Kind.WHOLE, self._spread.is_late
-        nbytes, homes = self.footprint()[0].state, self.layout.homes
-        arriving = f"; {words}" if (words := self.describe_gradients()) else ""
-        return describe_shares(homes, self.rank, numels, nbytes, whole=whole, late=late) + arriving
+        whole, late, homes = self._kind is Kind.WHOLE, self._spread.is_late, self.layout.homes
+        told = describe_shares(homes, self.rank, numels, self.footprint()[0].state, whole=whole, late=late)
+        return "; ".join(filter(None, (told, self.describe_gradients())))
 
     def describe_gradients(self) -> str:
         """How they arrive, if in shares was asked for."""

@@ -12,13 +12,17 @@ of a host go on only while all of these are inside stretto.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..errors import CommunicationError
 from ..transport import Transport, Work
 from .awaited import Arrival
 from .compiled import CompilerWatch
@@ -71,6 +75,7 @@ class Spread:
         self._failed = failed
         self._compare = compare
         self._under_way: list[Arrival] = []
+        os.register_at_fork(before=functools.partial(_finish_before_fork, weakref.WeakMethod(self.finish)))
         self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
         self._compiler = compiler
         compiler.call(self.finish)
@@ -109,11 +114,14 @@ class Spread:
             arrival.finish()
         self._under_way.clear()
 
+    def drop(self) -> None:
+        """Wait for nothing more."""
+        self._under_way.clear()
+
     def _arrive(self, receive: Callable[[], None]) -> None:
         try:
             receive()
         except Exception as error:  # after Ctrl-C whoever reads next waits again
-            self._under_way.clear()
             self._failed(error)
             raise
 
@@ -132,9 +140,8 @@ class Spread:
         alike = [ranks[spreading.place] for ranks in spreading.hosts]
         numels = [shares.numels[one] for one in alike]
         own = _joined(shares.flats[rank], like=shares.parameters[0])
-        received = own.new_empty(sum(numels) - len(own))
         others = [flat for one in alike if one != rank for flat in shares.flats[one]]
-        work = spreading.send(message, received, own, numels, functools.partial(_put, received, others))
+        work = spreading.send(message, own, numels, others)
         return functools.partial(self._wait_for, work, "what other hosts have stepped")
 
     def _exchange(self, shares: _OfBucket) -> Callable[[], None]:
@@ -164,6 +171,13 @@ class Spread:
                     _put(message, flats)
 
         return arrive
+
+
+def _finish_before_fork(finish: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Whoever waits does it in this process: in the child nothing comes any more."""
+    if (alive := finish()) is not None:
+        with contextlib.suppress(CommunicationError):  # told to whoever looks at a parameter
+            alive()
 
 
 def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> _OfBucket:

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import CommunicationError
 from .base import Transport, Work, never_free
+from .courier import Courier
 from .exchange import Exchange, all_to_all, exchange_shares
 
 
@@ -38,9 +39,10 @@ class Counterparts:
         self._seconds = seconds
         self._groups: list[Any] = []  # one or none
         self._sum = dist.AllreduceOptions()  # its default is a sum
-        self._close = weakref.finalize(self, _end, self._groups, os.getpid())
+        self.courier = Courier(self._groups, seconds)
+        self._close = weakref.finalize(self, _end, self._groups, self.courier, os.getpid())
         if (group := getattr(base, "process_group", None)) is not None:
-            weakref.finalize(group, _end, self._groups, os.getpid()).atexit = False
+            weakref.finalize(group, _end, self._groups, self.courier, os.getpid()).atexit = False
 
     def connect(self, name: str, number: int, hosts: int) -> None:
         """Find the others. Collective among them.
@@ -85,16 +87,17 @@ class Counterparts:
 
     def abandon(self) -> None:
         """Never let go: their threads wait for what will not come."""
-        never_free(self._groups)
-        self._close.detach()
+        for group in self._groups:
+            never_free(group)
 
     def close(self) -> None:
         """Let go of the others. Harmless twice."""
         self._close()
 
 
-def _end(groups: list[Any], pid: int) -> None:
+def _end(groups: list[Any], courier: Courier, pid: int) -> None:
     if pid == os.getpid():
+        courier.close()
         groups.clear()
     else:  # its threads did not follow the fork, and would be waited for: leave it to the end of the process
         never_free(groups)

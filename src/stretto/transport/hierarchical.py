@@ -146,10 +146,12 @@ class HierarchicalTransport:
 
     def abandon(self, work: Any) -> None:
         """Of the groups that this stands on, those that have something under way are not freed any more."""
-        shares_come = isinstance(work, SharesUnderWay) and work.abandon()
-        if shares_come or self._team.host.awaits_outside():
+        if isinstance(work, SharesUnderWay):
+            work.doubt()  # and goes on: others of this host wait for it
+            return
+        if self._team.host.awaits_outside():
             self._team.counterparts.abandon()
-        if not isinstance(work, (Posted, SharesUnderWay)):  # a comm hook's
+        if not isinstance(work, Posted):  # a comm hook's
             abandon(self._base, work)
 
     def close(self) -> None:

@@ -3,24 +3,22 @@
     place p of each host ──all-to-all──> place p of the others ──> into its host's memory ──> its word says so
     whoever reads sleeps on the words of all places of its host
 
-[Note: by itself]  A rank that reads must not need the others to be inside stretto: they may be in a barrier, waiting
-for it. So the last two arrows are drawn by Gloo's thread, in the callback of the message's future, whatever the rank
-itself is doing. A word that will never say so says ``_FAILED``.
+The last two arrows are drawn by a thread, see courier.py. A word that will never say so says ``_FAILED``.
 """
 
 from __future__ import annotations
 
 import datetime
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from .base import Work
 from .common import Offered
-from .exchange import Exchange
+from .courier import Courier, Incoming
+from .futex import Futex
 
 if TYPE_CHECKING:
     from .hierarchical import Team
@@ -46,121 +44,89 @@ class Spreading:
         self._messages = messages
         offered = Offered.by(team.host, 4 * messages * len(team.host.peers))
         wait_for(offered.work, "words about shares")
-        words = offered.memory.tensor(0, messages * len(team.host.peers), torch.int32)
-        self._address = words.data_ptr()
-        self._words = offered.memory.words(0, len(words))
+        self._words = Words(offered.memory.words(0, messages * len(team.host.peers)), team.host.page.futex)
         self._round = 0
-        self._problem: BaseException | None = None
-        self._incoming: list[Incoming] = []
 
     def begin(self) -> None:
         """A round begins; all messages of the last one have come. Collective."""
         self._round = self._round % _ROUNDS + 1
-        self._incoming.clear()
-
-    def abandon(self) -> bool:
-        """Nobody waits any more: what still comes is put nowhere. Whether anything does."""
-        return any([incoming.drop() for incoming in self._incoming])
+        self._team.counterparts.courier.is_in_doubt = False
 
     def send(
-        self, message: int, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int], put: Callable[[], None]
+        self, message: int, share: torch.Tensor, numels: Sequence[int], others: Sequence[torch.Tensor]
     ) -> SharesUnderWay:
-        """This rank's share to those of its place, and theirs into ``received``. Collective.
+        """This rank's share to those of its place on the other hosts, and theirs into this host's memory. Collective.
 
         Args:
             message: its number in the round.
-            received: flat, as long as the other hosts' shares together.
-            share: flat, of the same dtype.
+            share: flat.
             numels: of the shares of this place, by host.
-            put: called from another thread when all is there; puts it into the host's memory.
+            others: where those of the other hosts belong.
         """
         places = [self._messages * place + message for place in range(len(self._team.host.peers))]
-        own, current, futex = places[self.place], self._round, self._team.host.page.futex
-
-        def say(problem: BaseException | None) -> None:  # from another thread
-            self._problem = self._problem or problem
-            futex.fence()
-            self._words[own] = current if problem is None else _FAILED
-            futex.wake(self._address + 4 * own)
-
+        say = self._words.sayer(places[self.place], self._round)
         if any(numels):
+            received = share.new_empty(sum(numels) - len(share))
             exchange = self._team.counterparts.spread(received, share, numels)
-            self._incoming.append(Incoming(exchange, put, say))
+            self._team.counterparts.courier.take(Incoming(exchange, received, others, say))
         else:
             say(None)
-        return SharesUnderWay(self, places, current)
-
-    def seen(self, place: int) -> int:
-        """What a word says."""
-        return self._words[place]
-
-    def refuse(self, place: int) -> NoReturn:
-        """Raise ``RuntimeError`` for a word that says so."""
-        rank = self.hosts[self._team.home][place // self._messages]
-        told = "" if self._problem is None else f": {self._problem}"
-        raise RuntimeError(f"the exchange of rank {rank} with other hosts has failed{told}")
-
-    def sleep(self, place: int, seen: int, seconds: float) -> None:
-        """Until the word says something else, or for so long."""
-        self._team.host.page.futex.wait(self._address + 4 * place, seen, seconds)
+        ranks = self.hosts[self._team.home]
+        return SharesUnderWay(
+            self._words, dict(zip(places, ranks, strict=True)), self._round, self._team.counterparts.courier
+        )
 
 
-class Incoming:
-    """A message between hosts. Calls ``put`` when it is complete, then ``say``, with what was the matter if it failed.
+class Words:
+    """Numbers that ranks of a host say to each other, one writer each.
 
-    Nothing that it was given outlives that.
+    Args:
+        numbers: in common memory.
+        futex: to sleep on them.
     """
 
-    def __init__(
-        self, exchange: Exchange, put: Callable[[], None], say: Callable[[BaseException | None], None]
-    ) -> None:
-        self._under_way: tuple[Any, ...] = exchange, put, say
-        self._left = len(exchange.works)
-        self._lock = threading.Lock()
-        for work in exchange.works:
-            work.get_future().add_done_callback(self._one_has_come)
+    def __init__(self, numbers: memoryview, futex: Futex) -> None:
+        self._numbers = numbers
+        self._futex = futex
+        self._address = torch.frombuffer(numbers, dtype=torch.int32).data_ptr() if len(numbers) else 0
+        self.problem: BaseException | None = None
+        """Why this rank's own say ``_FAILED``."""
 
-    def _one_has_come(self, future: Any) -> None:
-        with self._lock:
-            self._left -= 1
-            if not self._under_way:
-                return
-            _, put, say = self._under_way
-            try:
-                future.value()  # to wait for the work would wait for this very call to end
-                if self._left:
-                    return
-                put()
-            except BaseException as error:  # told to whoever waits
-                say(error.with_traceback(None))
-            else:
-                say(None)
-            self._under_way = ()
+    def sayer(self, place: int, number: int) -> Callable[[BaseException | None], None]:
+        """To be called once, by whatever thread."""
 
-    def drop(self) -> bool:
-        """Call nobody any more. Whether anybody was to be called."""
-        with self._lock:
-            under_way, self._under_way = self._under_way, ()
-        return bool(under_way)
+        def say(problem: BaseException | None) -> None:
+            self.problem = self.problem or problem
+            self._futex.fence()
+            self._numbers[place] = number if problem is None else _FAILED
+            self._futex.wake(self._address + 4 * place)
+
+        return say
+
+    def seen(self, place: int) -> int:
+        """What is said."""
+        return self._numbers[place]
+
+    def sleep(self, place: int, seen: int, seconds: float) -> None:
+        """Until something else is said, or for so long."""
+        self._futex.wait(self._address + 4 * place, seen, seconds)
 
 
 class SharesUnderWay:
     """What the ranks of all hosts have sent with one message, in this host's memory.
 
     Args:
-        spreading: has the words.
-        places: of the words.
+        words: say whether it is there.
+        ranks: who says it, by the word's place.
         number: what they will say.
+        courier: of this rank.
     """
 
-    def __init__(self, spreading: Spreading, places: Sequence[int], number: int) -> None:
-        self._spreading = spreading
-        self._places = places
+    def __init__(self, words: Words, ranks: Mapping[int, int], number: int, courier: Courier) -> None:
+        self._words = words
+        self._ranks = ranks
         self._number = number
-
-    def abandon(self) -> bool:
-        """As :meth:`Spreading.abandon`."""
-        return self._spreading.abandon()
+        self._courier = courier
 
     def is_completed(self) -> bool:
         """Whether waiting would return, or raise, at once."""
@@ -168,11 +134,11 @@ class SharesUnderWay:
 
     def _missing(self) -> tuple[int, int] | None:
         """A word that does not say so yet, and what it says."""
-        said = ((place, self._spreading.seen(place)) for place in self._places)
+        said = ((place, self._words.seen(place)) for place in self._ranks)
         return next((one for one in said if one[1] != self._number), None)
 
     def _failed(self) -> int | None:
-        return next((place for place in self._places if self._spreading.seen(place) == _FAILED), None)
+        return next((rank for place, rank in self._ranks.items() if self._words.seen(place) == _FAILED), None)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
         """Until all of it is there. Raises ``RuntimeError`` if it lasts longer, and can be called again then.
@@ -182,8 +148,16 @@ class SharesUnderWay:
         until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while (missing := self._missing()) is not None:
             if (failed := self._failed()) is not None:
-                self._spreading.refuse(failed)
+                self._refuse(failed)
             left = _SLICE_SECONDS if until is None else until - time.monotonic()
             if left <= 0:
                 raise RuntimeError("not done in time")
-            self._spreading.sleep(*missing, min(left, _SLICE_SECONDS))
+            self._words.sleep(*missing, min(left, _SLICE_SECONDS))
+
+    def _refuse(self, rank: int) -> NoReturn:
+        told = "" if self._words.problem is None else f": {self._words.problem}"
+        raise RuntimeError(f"the exchange of rank {rank} with other hosts has failed{told}")
+
+    def doubt(self) -> None:
+        """Whoever has waited for it does not any more."""
+        self._courier.is_in_doubt = True

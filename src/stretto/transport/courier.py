@@ -1,0 +1,127 @@
+"""A thread that puts what other hosts have sent into the memory of this one.
+
+[Note: by itself]  A rank that reads a parameter must not need the others of its host to be inside stretto: they may be
+in a barrier, waiting for it. So each rank has a thread that waits for its messages, puts what has come into place and
+says so, whatever the rank itself is doing. It is there only while something is under way. Callbacks in Gloo's own
+threads would not do: these run on into the end of the interpreter, which ends a process whose thread asks for its lock,
+and whoever lets go of a group in one of its threads waits for himself. The end of the program waits for this one.
+
+[Note: doubt]  Whoever stops waiting, by Ctrl-C or since a rank has died, may read again, and others of its host still
+do. So messages go on; but where the transport is closed, or the program ends, they are waited for ``DOUBT_SECONDS``
+and no longer, and the group that carries them is never freed. Where nobody is in doubt all ranks have stepped, so
+that all messages come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .base import never_free
+from .exchange import Exchange
+
+DOUBT_SECONDS = 5.0
+_LOOK = datetime.timedelta(milliseconds=100)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A message between hosts."""
+
+    exchange: Exchange
+    received: torch.Tensor
+    flats: Sequence[torch.Tensor]
+    """Where what is received belongs, one behind the other."""
+    say: Callable[[BaseException | None], None]
+    """Called when it is there, or with what was the matter."""
+
+    def put(self) -> None:
+        """Copy it there. Not by torch, which would make this thread the first of a team."""
+        source = self.received.data_ptr()
+        for flat in self.flats:
+            ctypes.memmove(flat.data_ptr(), source, flat.nbytes)
+            source += flat.nbytes
+
+
+class Courier:
+    """The thread of one rank; messages come in the order in which they were sent.
+
+    Args:
+        groups: those that carry messages.
+        patience: seconds that a message may take.
+    """
+
+    def __init__(self, groups: Sequence[Any], patience: float) -> None:
+        self._groups = groups
+        self._patience = patience
+        self._messages: deque[Incoming] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ends_at: float | None = None
+        self.is_closing = False
+        self.is_in_doubt = False
+        """Whether somebody has stopped waiting: see [Note: doubt]."""
+
+    def take(self, message: Incoming) -> None:
+        """Put it into place when it has come."""
+        with self._lock:
+            self._messages.append(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._carry_all, name="stretto shares")
+                self._thread.start()
+
+    def close(self) -> None:
+        """Wait until nothing is under way, or too long."""
+        self.is_closing = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _carry_all(self) -> None:
+        is_over = False
+        while not is_over:
+            self._carry(self._messages[0])
+            with self._lock:
+                self._messages.popleft()
+                if is_over := not self._messages:
+                    self._thread = None
+
+    def _carry(self, message: Incoming) -> None:
+        try:
+            for work in message.exchange.works:
+                self._wait(work)
+            message.put()
+        except Exception as error:  # told to whoever waits
+            message.say(error.with_traceback(None))
+        else:
+            message.say(None)
+
+    def _wait(self, work: Any) -> None:
+        """In slices, with a look whether the program ends."""
+        began = time.monotonic()
+        while not self._has_come(work):
+            now = time.monotonic()
+            if self._ends_at is None and (self.is_closing or not threading.main_thread().is_alive()):
+                self._ends_at = now + DOUBT_SECONDS
+            if now - began > self._patience or (self.is_in_doubt and self._ends_at is not None and now > self._ends_at):
+                for group in self._groups:
+                    never_free(group)  # that would wait for it
+                raise RuntimeError(f"nothing came within {now - began:.0f} s")
+
+    def _has_come(self, work: Any) -> bool:
+        """Its own failure is raised."""
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it may have come just then
+        return True

@@ -99,15 +99,18 @@ def with_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.xdist_group("commands of the docs")  # each finds what those before it have left
-@pytest.mark.parametrize("line, code, shown", COMMANDS, ids=[line for line, _, _ in COMMANDS])
-def test_commands_of_the_docs_run(line: str, code: str, shown: str, with_scripts: Path) -> None:
-    """What they print begins line by line with the words that are shown; figures differ."""
-    done = warm_programs.run(["-m", *line.split()], cwd=with_scripts, timeout=100)
-    assert done.returncode == int(code or 0), done.stderr
-    printed = {beginning_of(one) for one in (done.stdout + done.stderr).splitlines()}
-    missing = {beginning_of(one) for one in shown.splitlines()} - printed - {"...", ""}
-    assert len(missing) <= UNSTEADY, f"{line} prints nothing like {missing}"
+@pytest.mark.timeout(400)
+def test_commands_of_the_docs_run(with_scripts: Path) -> None:
+    """What they print begins line by line with the words that are shown; figures differ.
+
+    One test for all: each finds what those before it have left.
+    """
+    for line, code, shown in COMMANDS:
+        done = warm_programs.run(["-m", *line.split()], cwd=with_scripts, timeout=100)
+        assert done.returncode == int(code or 0), (line, done.stderr)
+        printed = {beginning_of(one) for one in (done.stdout + done.stderr).splitlines()}
+        missing = {beginning_of(one) for one in shown.splitlines()} - printed - {"...", ""}
+        assert len(missing) <= UNSTEADY, f"{line} prints nothing like {missing}"
 
 
 def beginning_of(line: str) -> str:

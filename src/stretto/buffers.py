@@ -7,8 +7,8 @@ sends a stand-in of the agreed shape and says so in the last bucket; rejoin.py t
 [Note: at rest]  Causal masks and tables of positions never change, and can be larger than the gradients. So each rank
 compares its buffers with what all had, and says in the last bucket if they differ. Once none did, none are sent until
 one does: then all follow in that very pass. Whether buffers rest is looked at after passes 4, 8, 16 and so on, since
-those of BatchNorm never do. To compare costs one read of them; a version counter would not see what BatchNorm's kernels
-write.
+those of BatchNorm never do. To compare costs a read of them and of a copy; a version counter would not see what
+BatchNorm's kernels write.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class BufferPlaces:
         """Whether this rank's are not what all had, as of the last look; False while nobody asks."""
         if self._known is None:
             return False
-        return len(self._known) != len(self._to_send) or not all(map(torch.equal, self._known, self._to_send))
+        return len(self._known) != len(self._to_send) or not all(map(_same, self._known, self._to_send))
 
     def hear(self, number: int, *, some_have_moved: bool) -> bool:
         """At the end of a pass, on all ranks alike: whether they have to be sent after all. Returns True if so.
@@ -131,7 +131,7 @@ class BufferPlaces:
             self._known = None
         elif not asked and number >= _FIRST_LOOK and not number & (number - 1):
             self.look()
-            self._known = [buffer.clone() for buffer in self._to_send] if _can_rest(self._to_send) else []
+            self._known = [_bits(buffer).clone() for buffer in self._to_send] if _can_rest(self._to_send) else []
         return rested and some_have_moved
 
     def wake(self) -> None:
@@ -145,9 +145,20 @@ _MOST_BYTES = 256 * MIB
 
 
 def _can_rest(buffers: Sequence[torch.Tensor]) -> bool:
-    """Whether they can be compared by their values."""
-    plain = all(type(buffer) is torch.Tensor and buffer.layout is torch.strided for buffer in buffers)
+    """Whether they can be compared by their bits."""
+    plain = all(type(one) is torch.Tensor and one.layout is torch.strided and not one.is_quantized for one in buffers)
     return bool(buffers) and plain and sum(buffer.nbytes for buffer in buffers) <= _MOST_BYTES
+
+
+def _bits(buffer: torch.Tensor) -> torch.Tensor:
+    """As whole numbers: a zero has two signs, a NaN is not equal to itself, and truth values take 8 times as long."""
+    flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return flat if flat.nbytes % 8 or flat.storage_offset() % 8 else flat.view(torch.int64)
+
+
+def _same(known: torch.Tensor, buffer: torch.Tensor) -> bool:
+    bits = _bits(buffer)
+    return bits.dtype is known.dtype and torch.equal(bits, known)
 
 
 def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

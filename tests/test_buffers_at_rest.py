@@ -114,6 +114,7 @@ class Odd(Masked):
         memory = torch.arange(64, dtype=torch.uint8)
         self.register_buffer("behind", memory[3:11])
         self.register_buffer("turned", torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("column", (torch.arange(64) % 2).bool().view(8, 8)[:, 0])
         self.register_buffer("short", torch.zeros(3, dtype=torch.bfloat16))
         self.register_buffer("nothing", torch.empty(0))
         self.register_buffer("missing", None)
@@ -288,17 +289,73 @@ def test_behind_join() -> None:
     assert spawn_ranks(joined, 2) == [[3.0, 6.0]] * 2
 
 
-def uneven(transport: Any) -> float:
+def uneven(transport: Any, changed: int, idle: int) -> float:
     one = Ranked(transport)
     one.rest()
-    if one.rank:
-        one.model.scale.fill_(9.0)
-    if one.rank:
+    if one.rank == changed:
+        one.model.scale = torch.tensor(9.0)
+    if one.rank == idle:
         one.sync.shadow_pass()
     else:
         step(one.model)
     return float(one.model.scale)
 
 
-def test_a_rank_without_batches_says_so_too() -> None:
-    assert run_ranks(uneven, 2) == [1.0, 1.0]
+@pytest.mark.parametrize("idle", [0, 1])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_rank_without_batches_says_so_too(changed: int, idle: int) -> None:
+    found = run_ranks(lambda transport: uneven(transport, changed, idle), 2)
+    assert found == ([1.0, 1.0] if changed else [9.0, 9.0])
+
+
+def test_nothing_is_said_of_buffers_that_nobody_sends() -> None:
+    def worker(transport: Any) -> list[str]:
+        own, none = Ranked(transport, buffers="none"), Ranked(transport, torch.nn.Linear(4, 4))
+        own.steps(6), none.steps(6)
+        return [one.sync.describe().splitlines()[2] for one in (own, none)]
+
+    said = ["buffers (3): stay as they are on each rank", "buffers (0): follow rank 0's at the end of every pass"]
+    assert run_ranks(worker, 2) == [said] * 2
+
+
+def silent_at_last(rank: int) -> tuple[bool, float]:
+    torch.manual_seed(0)
+    model = Masked()
+    sync = stretto.attach(model)
+    for _ in range(6):
+        step(model)
+    rested = "sent no more" in sync.describe()
+    sync.register_comm_hook(None, noop_hook)
+    model.scale.fill_(5.0 - rank)
+    step(model)
+    return rested, float(model.scale)
+
+
+def test_a_hook_that_sends_nothing_wakes_them() -> None:
+    assert spawn_ranks(silent_at_last, 2) == [(True, 5.0)] * 2
+
+
+def failing_beside_silence(rank: int) -> float:
+    """Rank 1 gives up passes 4 and 6, which nobody can be told; it alone acts on words for it."""
+    torch.manual_seed(0)
+    model = Masked()
+    sync = stretto.attach(model)
+    sync.register_comm_hook(None, noop_hook)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    for number in range(1, 9):
+        hook = model.layer.weight.register_hook(fail) if rank and number in (4, 6) else None
+        try:
+            step(model)
+        except ValueError:
+            assert hook is not None
+            hook.remove()
+    model.scale.fill_(5.0 - rank)
+    step(model)
+    return float(model.scale)
+
+
+def test_a_rank_that_gives_up_beside_a_silent_hook_sends_on() -> None:
+    assert spawn_ranks(failing_beside_silence, 2) == [5.0] * 2

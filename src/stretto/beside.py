@@ -71,6 +71,8 @@ class Beside:
         return self._send_buffers()
 
     def _send_buffers(self) -> CoalescedMessages:
+        if not self._queue.tells:
+            self._places.wake()  # nobody can say that they have changed
         sent = self._places.send(self._queue.transport)
         if sent.messages and self._events.buffers_sent:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)

@@ -113,9 +113,10 @@ class BufferPlaces:
     # See [Note: at rest]
 
     def have_moved(self) -> bool:
-        """Whether this rank's are not what all had, as of the last look; False while nobody asks."""
+        """Whether this rank's are not what all had; False while nobody asks."""
         if self._known is None:
             return False
+        self.look()
         return len(self._known) != len(self._to_send) or not all(map(_same, self._known, self._to_send))
 
     def hear(self, number: int, *, some_have_moved: bool) -> bool:
@@ -131,7 +132,8 @@ class BufferPlaces:
             self._known = None
         elif not asked and number >= _FIRST_LOOK and not number & (number - 1):
             self.look()
-            self._known = [_bits(buffer).clone() for buffer in self._to_send] if _can_rest(self._to_send) else []
+            if self._to_send:
+                self._known = [_bits(one).clone() for one in self._to_send] if _can_rest(self._to_send) else []
         return rested and some_have_moved
 
     def wake(self) -> None:
@@ -147,12 +149,12 @@ _MOST_BYTES = 256 * MIB
 def _can_rest(buffers: Sequence[torch.Tensor]) -> bool:
     """Whether they can be compared by their bits."""
     plain = all(type(one) is torch.Tensor and one.layout is torch.strided and not one.is_quantized for one in buffers)
-    return bool(buffers) and plain and sum(buffer.nbytes for buffer in buffers) <= _MOST_BYTES
+    return plain and sum(buffer.nbytes for buffer in buffers) <= _MOST_BYTES
 
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:
     """As whole numbers: a zero has two signs, a NaN is not equal to itself, and truth values take 8 times as long."""
-    flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     return flat if flat.nbytes % 8 or flat.storage_offset() % 8 else flat.view(torch.int64)
 
 

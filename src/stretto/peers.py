@@ -230,7 +230,7 @@ class Peers:
         inquiry, suspected = Inquiry(self.seat), False
         quoted: set[str] = set()
         while True:
-            blame, sure = self._blame()
+            blame, sure = self._blame(by_itself=getattr(work, "goes_on_by_itself", False))
             if blame is not None and (sure or suspected):
                 raise blame
             suspected = blame is not None  # it may have done all that was to be done before it left
@@ -327,8 +327,11 @@ class Peers:
             return []
         return [note for note in self._channel.told(self.seat.handle) if note.rank != self._transport.rank]
 
-    def _blame(self) -> tuple[PeerError | None, bool]:
-        """An error for ranks that have left or died, and whether they surely have no part in what is awaited."""
+    def _blame(self, *, by_itself: bool = False) -> tuple[PeerError | None, bool]:
+        """An error for ranks that have left or died, and whether they surely have no part in what is awaited.
+
+        ``by_itself``: that goes on when a rank has left in peace.
+        """
         channel = self._channel
         if channel is None:
             return None, False
@@ -338,6 +341,7 @@ class Peers:
             channel.look_again(note.rank for note in self._notes() if note.leaves)
         left = [note for note in self._notes() if note.leaves]
         silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
+        left = [note for note in left if note.failed or not by_itself]
         if left and (not silent or any(note.failed and note.first_hand for note in left)):
             missing = [note for note in left if note.passes is not None and note.passes < self.seat.passes]
             return left_early(self.where, self._kind, missing or left, self.seat.passes), bool(missing)

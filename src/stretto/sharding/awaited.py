@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,21 +42,23 @@ class Arrival:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None]) -> None:
         self._arrive: Callable[[], None] | None = arrive
         self._before = [(parameter, _plain(parameter)) for parameter in parameters]
+        self._lock = threading.RLock()  # a thread may fork, or read, while another reads
         for parameter, kind in self._before:
             parameter.__class__ = _awaited(kind)
             parameter.__dict__[_KEY] = self
 
     def finish(self) -> None:
         """Wait until the parameters can be read. Harmless twice."""
-        if self._arrive is None:
-            return
-        self._arrive()
-        self._arrive = None
-        for parameter, kind in self._before:
-            if parameter.__dict__.get(_KEY) is self:  # and no other arrival has taken it over
-                parameter.__class__ = kind
-                del parameter.__dict__[_KEY]
-        self._before = []
+        with self._lock:
+            if self._arrive is None:
+                return
+            self._arrive()
+            self._arrive = None
+            for parameter, kind in self._before:
+                if parameter.__dict__.get(_KEY) is self:  # and no other arrival has taken it over
+                    parameter.__class__ = kind
+                    del parameter.__dict__[_KEY]
+            self._before = []
 
 
 _KEY = "_stretto_arrival"

@@ -112,11 +112,14 @@ class Spread:
         """Wait until all parameters can be read."""
         for arrival in [*self._under_way]:
             arrival.finish()
-        self._under_way.clear()
+            with contextlib.suppress(ValueError):  # another thread has done it
+                self._under_way.remove(arrival)
 
     def drop(self) -> None:
         """Wait for nothing more."""
         self._under_way.clear()
+        if self._spreading is not None:
+            self._spreading.doubt()
 
     def _arrive(self, receive: Callable[[], None]) -> None:
         try:

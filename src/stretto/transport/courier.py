@@ -7,9 +7,9 @@ threads would not do: these run on into the end of the interpreter, which ends a
 and whoever lets go of a group in one of its threads waits for himself. The end of the program waits for this one.
 
 [Note: doubt]  Whoever stops waiting, by Ctrl-C or since a rank has died, may read again, and others of its host still
-do. So messages go on; but where the transport is closed, or the program ends, they are waited for ``DOUBT_SECONDS``
-and no longer, and the group that carries them is never freed. Where nobody is in doubt all ranks have stepped, so
-that all messages come.
+do. So messages go on; but where the transport is closed, or the program ends, all of them are waited for
+``DOUBT_SECONDS`` and no longer, and the group that carries them is never freed. Where nobody is in doubt all ranks
+should have stepped, so that all messages come: each is waited for ``END_SECONDS`` then.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .base import never_free
 from .exchange import Exchange
 
 DOUBT_SECONDS = 5.0
+END_SECONDS = 60.0
 _LOOK = datetime.timedelta(milliseconds=100)
 
 
@@ -65,7 +66,8 @@ class Courier:
         self._messages: deque[Incoming] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._ends_at: float | None = None
+        self._ends_since: float | None = None
+        self._has_given_up = False
         self.is_closing = False
         self.is_in_doubt = False
         """Whether somebody has stopped waiting: see [Note: doubt]."""
@@ -75,8 +77,18 @@ class Courier:
         with self._lock:
             self._messages.append(message)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._carry_all, name="stretto shares")
-                self._thread.start()
+                thread = threading.Thread(target=self._carry_all, name="stretto shares")
+                try:
+                    thread.start()
+                except BaseException:
+                    self._messages.pop()
+                    raise
+                self._thread = thread
+
+    def trust(self) -> None:
+        """A round begins. What is left of another's stays in doubt."""
+        if not self._messages:
+            self.is_in_doubt = self._has_given_up = False
 
     def close(self) -> None:
         """Wait until nothing is under way, or too long."""
@@ -108,13 +120,21 @@ class Courier:
         """In slices, with a look whether the program ends."""
         began = time.monotonic()
         while not self._has_come(work):
-            now = time.monotonic()
-            if self._ends_at is None and (self.is_closing or not threading.main_thread().is_alive()):
-                self._ends_at = now + DOUBT_SECONDS
-            if now - began > self._patience or (self.is_in_doubt and self._ends_at is not None and now > self._ends_at):
+            if self._has_given_up or self._takes_too_long(began, time.monotonic()):
+                self._has_given_up = True
                 for group in self._groups:
                     never_free(group)  # that would wait for it
-                raise RuntimeError(f"nothing came within {now - began:.0f} s")
+                raise RuntimeError(f"nothing came within {time.monotonic() - began:.0f} s")
+
+    def _takes_too_long(self, began: float, now: float) -> bool:
+        if now - began > self._patience:
+            return True
+        if self._ends_since is None and (self.is_closing or not threading.main_thread().is_alive()):
+            self._ends_since = now
+        if self._ends_since is None:
+            return False
+        since, limit = (self._ends_since, DOUBT_SECONDS) if self.is_in_doubt else (began, END_SECONDS)
+        return now - max(since, self._ends_since) > limit
 
     def _has_come(self, work: Any) -> bool:
         """Its own failure is raised."""

@@ -50,7 +50,11 @@ class Spreading:
     def begin(self) -> None:
         """A round begins; all messages of the last one have come. Collective."""
         self._round = self._round % _ROUNDS + 1
-        self._team.counterparts.courier.is_in_doubt = False
+        self._team.counterparts.courier.trust()
+
+    def doubt(self) -> None:
+        """Nobody waits for this round any more."""
+        self._team.counterparts.courier.is_in_doubt = True
 
     def send(
         self, message: int, share: torch.Tensor, numels: Sequence[int], others: Sequence[torch.Tensor]
@@ -107,6 +111,10 @@ class Words:
         """What is said."""
         return self._numbers[place]
 
+    def fence(self) -> None:
+        """What they say is read before what they speak of."""
+        self._futex.fence()
+
     def sleep(self, place: int, seen: int, seconds: float) -> None:
         """Until something else is said, or for so long."""
         self._futex.wait(self._address + 4 * place, seen, seconds)
@@ -115,12 +123,16 @@ class Words:
 class SharesUnderWay:
     """What the ranks of all hosts have sent with one message, in this host's memory.
 
+    ``goes_on_by_itself``: a rank that has done its passes and ends stays until others have what they need of it.
+
     Args:
         words: say whether it is there.
         ranks: who says it, by the word's place.
         number: what they will say.
         courier: of this rank.
     """
+
+    goes_on_by_itself = True
 
     def __init__(self, words: Words, ranks: Mapping[int, int], number: int, courier: Courier) -> None:
         self._words = words
@@ -135,7 +147,11 @@ class SharesUnderWay:
     def _missing(self) -> tuple[int, int] | None:
         """A word that does not say so yet, and what it says."""
         said = ((place, self._words.seen(place)) for place in self._ranks)
-        return next((one for one in said if one[1] != self._number), None)
+        return next((one for one in said if one[1] == _FAILED or self._is_behind(one[1])), None)
+
+    def _is_behind(self, round_: int) -> bool:
+        """Another thread may have gone on to the next."""
+        return (round_ - self._number) % _ROUNDS >= _ROUNDS // 2
 
     def _failed(self) -> int | None:
         return next((rank for place, rank in self._ranks.items() if self._words.seen(place) == _FAILED), None)
@@ -153,6 +169,7 @@ class SharesUnderWay:
             if left <= 0:
                 raise RuntimeError("not done in time")
             self._words.sleep(*missing, min(left, _SLICE_SECONDS))
+        self._words.fence()
 
     def _refuse(self, rank: int) -> NoReturn:
         told = "" if self._words.problem is None else f": {self._words.problem}"

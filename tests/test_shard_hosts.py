@@ -197,7 +197,7 @@ def test_what_is_in_doubt_keeps_no_program_from_ending(monkeypatch: pytest.Monke
     for _ in range(50):
         exchange = Exchange([Never()], [])
         courier.take(Incoming(exchange, torch.empty(0), [], lambda problem: said.append(str(problem))))
-    courier.is_in_doubt = True
+    courier.doubt()
     courier.close()
     assert said == ["nothing came within 0 s"] * 50
     courier.close()

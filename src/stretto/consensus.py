@@ -124,7 +124,7 @@ class Consensus:
         Raises:
             PeerError: another rank gave up the pass, or forward failed before it on some ranks only.
         """
-        if (words is NOTHING_SAID or not self._queue.tells) and self._queue.pass_number > 1:
+        if words is NOTHING_SAID and self._queue.pass_number > 1:
             return
         said = words.read()
         if said[Control.GAVE_UP]:

@@ -26,8 +26,8 @@ from .channel import Answer, Channel, Seat, channel_of
 from .errors import CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart
 from .notes import Note, text_of
-from .transport.base import Transport, Work, abandon
-from .waiting import FIRST_SLICE, SLICE, done_within, equal_by_sums, gather_by_sums, takes_time
+from .transport.base import Transport, Work, abandon, done_within
+from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time
 from .whereabouts import place_of_failure
 
 NOTE_SECONDS = 2.0

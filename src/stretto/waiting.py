@@ -32,17 +32,6 @@ def takes_time(kind: type) -> bool:
     return True
 
 
-def done_within(work: Any, time: datetime.timedelta) -> bool:
-    """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
-    try:
-        work.wait(time)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # it may have become complete just after the time was over
-    return True
-
-
 def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], object]) -> list[Any]:
     """The picklable values of all ranks, in two all-reduces on the host. Collective.
 

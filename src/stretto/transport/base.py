@@ -7,6 +7,7 @@ tensors return at once with a :class:`Work`, calls that move objects return when
 from __future__ import annotations
 
 import ctypes
+import datetime
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -74,6 +75,17 @@ def abandon(transport: Transport, work: Any) -> None:
     """See :class:`Transport`. Harmless to one that knows nothing of it."""
     if (tell := getattr(transport, "abandon", None)) is not None:
         tell(work)
+
+
+def done_within(work: Any, time: datetime.timedelta) -> bool:
+    """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
+    try:
+        work.wait(time)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have become complete just after the time was over
+    return True
 
 
 def never_free(held: object) -> None:

@@ -34,9 +34,9 @@ class CommonMemory:
         with torch.inference_mode(False):  # see ordinary.py
             return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=start)
 
-    def words(self, start: int, count: int) -> memoryview:
-        """So many numbers of four bytes from byte ``start`` on, written and read in one piece each."""
-        return self._buffer[start : start + 4 * count].cast("I")
+    def words(self, count: int) -> memoryview:
+        """So many numbers of four bytes, from the first byte on, written and read in one piece each."""
+        return self._buffer[: 4 * count].cast("I")
 
 
 def own_memory(nbytes: int) -> CommonMemory:

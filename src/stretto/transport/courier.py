@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .base import never_free
+from .base import done_within, never_free
 from .exchange import Exchange
 
 DOUBT_SECONDS = 5.0
@@ -68,9 +68,7 @@ class Courier:
         self._thread: threading.Thread | None = None
         self._ends_since: float | None = None
         self._has_given_up = False
-        self.is_closing = False
-        self.is_in_doubt = False
-        """Whether somebody has stopped waiting: see [Note: doubt]."""
+        self._is_closing = self._is_in_doubt = False
 
     def take(self, message: Incoming) -> None:
         """Put it into place when it has come."""
@@ -85,14 +83,18 @@ class Courier:
                     raise
                 self._thread = thread
 
+    def doubt(self) -> None:
+        """Somebody has stopped waiting: see [Note: doubt]."""
+        self._is_in_doubt = True
+
     def trust(self) -> None:
         """A round begins. What is left of another's stays in doubt."""
         if not self._messages:
-            self.is_in_doubt = self._has_given_up = False
+            self._is_in_doubt = self._has_given_up = False
 
     def close(self) -> None:
         """Wait until nothing is under way, or too long."""
-        self.is_closing = True
+        self._is_closing = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -119,7 +121,7 @@ class Courier:
     def _wait(self, work: Any) -> None:
         """In slices, with a look whether the program ends."""
         began = time.monotonic()
-        while not self._has_come(work):
+        while not done_within(work, _LOOK):
             if self._has_given_up or self._takes_too_long(began, time.monotonic()):
                 self._has_given_up = True
                 for group in self._groups:
@@ -129,19 +131,9 @@ class Courier:
     def _takes_too_long(self, began: float, now: float) -> bool:
         if now - began > self._patience:
             return True
-        if self._ends_since is None and (self.is_closing or not threading.main_thread().is_alive()):
+        if self._ends_since is None and (self._is_closing or not threading.main_thread().is_alive()):
             self._ends_since = now
         if self._ends_since is None:
             return False
-        since, limit = (self._ends_since, DOUBT_SECONDS) if self.is_in_doubt else (began, END_SECONDS)
+        since, limit = (self._ends_since, DOUBT_SECONDS) if self._is_in_doubt else (began, END_SECONDS)
         return now - max(since, self._ends_since) > limit
-
-    def _has_come(self, work: Any) -> bool:
-        """Its own failure is raised."""
-        try:
-            work.wait(_LOOK)
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # it may have come just then
-        return True

@@ -44,7 +44,7 @@ class Spreading:
         self._messages = messages
         offered = Offered.by(team.host, 4 * messages * len(team.host.peers))
         wait_for(offered.work, "words about shares")
-        self._words = Words(offered.memory.words(0, messages * len(team.host.peers)), team.host.page.futex)
+        self._words = Words(offered.memory.words(messages * len(team.host.peers)), team.host.page.futex)
         self._round = 0
 
     def begin(self) -> None:
@@ -54,7 +54,7 @@ class Spreading:
 
     def doubt(self) -> None:
         """Nobody waits for this round any more."""
-        self._team.counterparts.courier.is_in_doubt = True
+        self._team.counterparts.courier.doubt()
 
     def send(
         self, message: int, share: torch.Tensor, numels: Sequence[int], others: Sequence[torch.Tensor]
@@ -177,4 +177,4 @@ class SharesUnderWay:
 
     def doubt(self) -> None:
         """Whoever has waited for it does not any more."""
-        self._courier.is_in_doubt = True
+        self._courier.doubt()

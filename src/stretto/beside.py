@@ -55,17 +55,17 @@ class Beside:
 
     def prepare(self) -> list[Share] | None:
         """What this rank has to give. What can fail on one rank alone fails here."""
-        return self.sparse.prepare(self._queue.weight) if self.sparse else None
+        return self.sparse.prepare(self._queue.weight) if self.sparse.any else None
 
     def send(self, shares: list[Share] | None) -> CoalescedMessages:
         """Put all of it under way; returns the buffers' messages. Collective; ``None`` if there is nothing to give."""
-        if self.sparse:
+        if self.sparse.any:
             self.sparse.exchange(shares, self._queue.wait_for)
         return self._send_buffers()
 
     def send_given_up(self) -> CoalescedMessages:
         """The same for a rank that gives up the pass; waits for nobody."""
-        if self.sparse:
+        if self.sparse.any:
             self.sparse.forget()
             self.sparse.exchange_given_up()
         return self._send_buffers()
@@ -80,10 +80,11 @@ class Beside:
 
     def finish(self, buffers: CoalescedMessages, *, release: bool) -> None:
         """Wait for it. ``release``: put sparse gradients into ``.grad``."""
-        if self.sparse:
+        if self.sparse.any:
             factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
             self.sparse.finish(factor, self._queue.wait_for, release=release)
-        buffers.finish(self._queue.wait_for, "the buffers")
+        if buffers.messages:
+            buffers.finish(self._queue.wait_for, "the buffers")
 
     def says(self) -> list[Control]:
         """What this rank has to say of its buffers."""
@@ -96,8 +97,10 @@ class Beside:
 
     def forget(self) -> None:
         """What has arrived so far is dealt with."""
-        self.sparse.forget()
+        if self.sparse.any:
+            self.sparse.forget()
 
     def reset(self) -> None:
         """Nothing is under way, for the next pass."""
-        self.sparse.reset()
+        if self.sparse.any:
+            self.sparse.reset()

@@ -48,9 +48,11 @@ class Bucket:
         "_before",
         "_complete",
         "_mean",
+        "_numel",
         "_scaling",
         "_share",
         "_standing",
+        "_weight_words",
         "arrived",
         "aside",
         "control",
@@ -127,6 +129,7 @@ class Bucket:
         """``.grad`` of places for which there was nothing new, or not yet, when the bucket was filled."""
         self._before: dict[int, torch.Tensor] = {}
         """What is to be averaged where the rest is summed, by place: see preset.py."""
+        self._numel, self._weight_words = self.offsets[-1], tail[-1]  # len() of a tensor runs Python
         self._complete = torch.ones_like(self.footer)
         self._complete[len(specs) :] = 0
         self.reset()
@@ -224,7 +227,7 @@ class Bucket:
         if at_once is not None:
             if self.slots is not self.payload:
                 self.payload.copy_(self.slots)
-            self.work = at_once(self.flat, len(self.payload))
+            self.work = at_once(self.flat, self._numel)
             return
         for place, value in self._before.items():
             self.views[place].sub_(value)
@@ -242,8 +245,8 @@ class Bucket:
         self.footer.copy_(self._complete)
         for place in self.missing:
             self.footer[place] = 0
-        if self.is_last and len(self.weight):
-            self.weight.copy_(torch.tensor(encode_weight(weight, len(self.weight))))
+        if self.is_last and self._weight_words:
+            self.weight.copy_(torch.tensor(encode_weight(weight, self._weight_words)))
         for word in says:
             self.control[word] = 1
 

@@ -93,7 +93,7 @@ class BufferPlaces:
 
     def send(self, transport: Transport) -> CoalescedMessages:
         """Put under way what is to be equal on all ranks when the pass has settled. Collective."""
-        if self.at_rest:
+        if self.at_rest or not self._places:
             return CoalescedMessages()
         (follow, average), sent = self._to_send_now(), CoalescedMessages()
         if follow:

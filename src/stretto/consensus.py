@@ -5,6 +5,8 @@ tracker.py, replan.py ──> says() ──> words in the last bucket ──sum�
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .agreement import describe_ranks
@@ -19,7 +21,7 @@ from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
 from .usage import carry_over, ranks_that_had
-from .words import NOTHING_SAID, Control, ControlWords
+from .words import ALL_WELL, NOTHING_SAID, Control, ControlWords
 
 
 class Consensus:
@@ -127,20 +129,7 @@ class Consensus:
         if words is NOTHING_SAID and self._queue.pass_number > 1:
             return
         said = words.read()
-        if said[Control.GAVE_UP]:
-            if words.own_failure:
-                return
-            raise self.failure(round(said[Control.GAVE_UP]))
-        if self._on_some(said[Control.FORWARD_FAILED]):
-            raise self._forward_failure(round(said[Control.FORWARD_FAILED]))
-        if self._on_some(said[Control.MORE_FORWARDS]):
-            self._forward.warn(self._queue.where, self._queue.transport.rank, self._queue.peers)
-        if said[Control.CHANGED]:
-            if self._queue.comm_hook is not None:
-                self._rejoin.refuse()
-            self._rejoin.all_together(release=release)
-            self._replan_policy = ReplanPolicy()
-            self.plans += 1
+        if words is not ALL_WELL and self._ends_with(said, words.own_failure, release):
             return
         if words.on_host:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
@@ -150,6 +139,25 @@ class Consensus:
             self._replan()
         elif presence.active and (cuts := presence.apart(self._queue.plan)):
             self._adopt(recut(self._queue.plan, self._queue.plan.order, cuts))
+
+    def _ends_with(self, said: Sequence[float], own_failure: bool, release: bool) -> bool:
+        """Whether nothing more follows: a pass was given up, or the module has changed."""
+        if said[Control.GAVE_UP]:
+            if own_failure:
+                return True
+            raise self.failure(round(said[Control.GAVE_UP]))
+        if self._on_some(said[Control.FORWARD_FAILED]):
+            raise self._forward_failure(round(said[Control.FORWARD_FAILED]))
+        if self._on_some(said[Control.MORE_FORWARDS]):
+            self._forward.warn(self._queue.where, self._queue.transport.rank, self._queue.peers)
+        if not said[Control.CHANGED]:
+            return False
+        if self._queue.comm_hook is not None:
+            self._rejoin.refuse()
+        self._rejoin.all_together(release=release)
+        self._replan_policy = ReplanPolicy()
+        self.plans += 1
+        return True
 
     def failure(self, ranks: int) -> PeerError:
         """The error for a pass that so many others gave up, with what they told of it."""

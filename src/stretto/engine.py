@@ -18,7 +18,6 @@ function on that frame is told. So one is set, for that one event, and what was 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import weakref
@@ -83,9 +82,13 @@ class OutermostEnd:
         self._paused()
 
 
-def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Grad mode off, which it mostly is during backward: only ``create_graph=True`` switches it on."""
-    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+def without_graph(call: Callable[..., object], *arguments: object) -> None:
+    """Call it with grad mode off, which it mostly is during backward: only ``create_graph=True`` switches it on."""
+    if not torch.is_grad_enabled():
+        call(*arguments)
+        return
+    with torch.no_grad():
+        call(*arguments)
 
 
 class _Meeting(torch.autograd.Function):
@@ -127,9 +130,8 @@ class ReentrantCheckpoints:
         return count > self._fewest
 
 
-def current_task() -> int:
-    """A number for the engine's task that is running; -1 outside of backward."""
-    return torch._C._current_graph_task_id()
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""A number for the engine's task that is running; -1 outside of backward."""
 
 
 def when_raised(tell: Callable[[BaseException, TracebackType], None]) -> bool:

@@ -20,6 +20,7 @@ so, and from then on that one waits.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ from .membership import Membership
 from .transport.base import Transport
 
 log = logging.getLogger("stretto")
+_begin, _shadow = operator.methodcaller("begin"), operator.methodcaller("shadow")
 
 
 class Member(Protocol):
@@ -123,10 +125,15 @@ class Family:
 
     def begin(self) -> None:
         """A gradient of one of them has arrived. From its hook."""
+        if (alone := self._alone()) is not None:
+            self.waits = self.waits and alone.running
+            if alone.synchronize and not alone.running:
+                alone.begin()
+            return
         company = self._company()
         if len(company) == 1 or self._is_running():
             self.waits = self.waits and self._is_running()
-            all_of(self._due(), lambda member: member.begin())
+            all_of(self._due(), _begin)
             return
         place = (current_task(), threading.get_ident())
         coming = [family for family in company if family is self or family._comes(place)]
@@ -143,7 +150,7 @@ class Family:
             family._place = place
             family.waits = any(family._meets(other) for other in before)
             due += family._due()
-        all_of(due, lambda member: member.begin())
+        all_of(due, _begin)
 
     def _due(self) -> list[Member]:
         """Those that are to begin."""
@@ -169,7 +176,7 @@ class Family:
 
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""
-        all_of(self._present(), lambda member: member.shadow())
+        all_of(self._present(), _shadow)
 
     def lose_with(self, member: Member, error: BaseException) -> bool:
         """One has failed. If this rank has lost its place there, it sends nothing for others on that channel either:
@@ -201,15 +208,23 @@ class Family:
         found: dict[Family, None] = {}
         for member in self.members():
             seats = member.queue.peers.seat.row
-            handles = [seat.whose() for seat in [*seats]] if len(seats) > 1 else ()  # meanwhile one may be dropped
-            found.update(dict.fromkeys(other.family for other in handles if other is not None))
+            if len(seats) > 1:
+                handles = [seat.whose() for seat in [*seats]]  # meanwhile one may be dropped
+                found.update(dict.fromkeys(other.family for other in handles if other is not None))
         return [*found] if self in found else [self]
 
     def _is_running(self) -> bool:
         return any(member.running for member in self.members())
 
+    def _alone(self) -> Member | None:
+        """The member that is alone in this family, and on its process group."""
+        member = self._members[0]() if len(self._members) == 1 else None
+        return None if member is None or len(member.queue.peers.seat.row) > 1 else member
+
     def _running(self) -> list[Member]:
         """All that this backward has reached."""
+        if (alone := self._alone()) is not None:
+            return [alone] if alone.running else []
         reached = [family for family in self._company() if family is self or family._is_at(self._place)]
         return [member for family in reached for member in family.members() if member.running]
 

@@ -63,9 +63,11 @@ class LaunchQueue:
         self.peers = peers
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
-        self.scaling = scaling
+        self.scaling, self._scales_after = scaling, not scaling.is_plain_mean
         self.weight = 1.0
         self.comm_hook: CommHook | None = None
+        self.tells = True
+        """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
         self.pass_number = 0
         self.launched = self.total_launched = self.total_bytes = 0
         self.buckets: list[Bucket] = []
@@ -152,11 +154,6 @@ class LaunchQueue:
     # Launching
 
     @property
-    def tells(self) -> bool:
-        """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
-        return self.comm_hook is None or not self.comm_hook.silent
-
-    @property
     def has_own_channel(self) -> bool:
         """Whether nobody else's collectives can come between its buckets; a comm hook's go over the process group."""
         return self.comm_hook is None and bool(getattr(self.transport, "own_channel", False))
@@ -165,10 +162,12 @@ class LaunchQueue:
         """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
         while self.launched < len(self.buckets) - 1 and not self.buckets[self.launched].pending:
             bucket = self.buckets[self.launched]
-            if self.has_own_channel and self.presence.under_way():
-                return  # asked again at the next gradient, and waited for when backward has ended
-            if not self._skip(bucket):
-                self._launch(bucket)
+            if self.presence.active:
+                if self.has_own_channel and self.presence.under_way():
+                    return  # asked again at the next gradient, and waited for when backward has ended
+                if self._skip(bucket):
+                    continue
+            self._launch(bucket)
 
     def announce(self, coming: set[int], *, later: bool) -> None:
         """At the first gradient of a pass: what of this rank will come, by index. Collective; see presence.py."""
@@ -189,11 +188,11 @@ class LaunchQueue:
         if self.events.backward_ended:
             self.events.emit(self.events.backward_ended, self.pass_number)
         for bucket in self.buckets[self.launched :]:
-            if self._skip(bucket):
+            if self.presence.active and self._skip(bucket):
                 continue
             if bucket.pending or contributed:
                 self.guard(bucket.fill, contributed)
-            if bucket.is_last and any(bucket.lacks() for bucket in self.buckets):
+            if bucket.is_last and any([one.lacks() for one in self.buckets if one.skipped or one.missing]):
                 self._says = [*says, Control.ABSENT]
             self._launch(bucket)
 
@@ -219,13 +218,11 @@ class LaunchQueue:
             if not bucket.taken:  # the pass may have failed before it was looked who keeps gradients
                 bucket.leave()
             bucket.clear(value)
-            if not self._skip(bucket):
+            if not (self.presence.active and self._skip(bucket)):
                 self._launch(bucket)
 
     def _skip(self, bucket: Bucket) -> bool:
         """Leave the bucket out if no rank has anything for it. Of the last one the words leave all the same."""
-        if not self.presence.active:
-            return False
         bucket.skipped = self.presence.unused(bucket.index, self.wait_for)
         if bucket.is_last or not bucket.skipped:
             return False
@@ -258,9 +255,9 @@ class LaunchQueue:
         if words.words is not None and (words.on_host or self.pass_number == 1):
             said = words.read()
             late = bool(said[Control.LATE] and not said[Control.GAVE_UP])
-        factor = self.scaling.after(last.weight) if self.comm_hook is None else None
+        factor = self.scaling.after(last.weight) if self._scales_after and self.comm_hook is None else None
         for bucket in self.buckets if release else ():
-            if not bucket.skipped:
+            if not bucket.skipped and (factor is not None or bucket.slots is not bucket.payload):
                 bucket.unpack(factor)
         if late:
             says, send = self._says, self._send
@@ -270,7 +267,8 @@ class LaunchQueue:
         for bucket in self.buckets if release else ():
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)
-            bucket.withhold()
+            if bucket.withheld:
+                bucket.withhold()
         if self.presence.active:
             self.presence.record(self.buckets)
         return words
@@ -331,7 +329,7 @@ class LaunchQueue:
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
         hook.wait, hook.wait_for = self.peers.wait, lambda work: self._wait_for_work(work, work.bucket)
-        self.comm_hook = hook
+        self.comm_hook, self.tells = hook, not hook.silent
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
 
     def wait_for(self, work: Work, what: str) -> None:

@@ -82,22 +82,23 @@ class Reducer:
         sparse: SparseGradients,
     ) -> None:
         self.synchronize, self.running, self._passes = True, False, 0
-        self._queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
+        self.queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
+        """The buckets of the plan in use."""
         self._events = events
         self.stop_watching = events.remove
         self.members, self.delay, self.always_delays = members, delay, delay
         self._inspection = inspection
-        self._beside = Beside(self._queue, places, sparse, events)
+        self._beside = Beside(self.queue, places, sparse, events)
         self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
-        self.failing = Failing(self._queue, self._stop)
+        self.failing = Failing(self.queue, self._stop)
         hooked = list(parameters.values())
-        self._tracker = ArrivalTracker(hooked, self._queue, events, self, self._first_arrival, self._progressed)
+        self._tracker = ArrivalTracker(hooked, self.queue, events, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
-        self._rejoin = Rejoin(members, places, self._queue, self._tracker, sparse, events)
-        self._forward = ForwardWatch(members.module(), self, self._queue, self.failing.in_forward)
-        self._consensus = Consensus(self._queue, self._tracker, events, self._rejoin, self._forward, self._beside)
-        self._never_used = NeverUsed(self._queue)
+        self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse, events)
+        self._forward = ForwardWatch(members.module(), self, self.queue, self.failing.in_forward)
+        self._consensus = Consensus(self.queue, self._tracker, events, self._rejoin, self._forward, self._beside)
+        self._never_used = NeverUsed(self.queue)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
         dropped = functools.partial(self.failing.in_engine, lambda: self.family.give_up())
@@ -109,27 +110,22 @@ class Reducer:
     @property
     def plan(self) -> BucketPlan:
         """The plan in use."""
-        return self._queue.plan
-
-    @property
-    def queue(self) -> LaunchQueue:
-        """The buckets of the plan in use."""
-        return self._queue
+        return self.queue.plan
 
     @property
     def transport(self) -> Transport:
         """What carries the buckets."""
-        return self._queue.transport
+        return self.queue.transport
 
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        return statistics_of(self._queue, self._passes, self._beside.total_bytes, self._consensus.plans)
+        return statistics_of(self.queue, self._passes, self._beside.total_bytes, self._consensus.plans)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
-        references = self._queue.parameters
+        references = self.queue.parameters
         return [alive for reference in references if (alive := reference()) is not None] + self._beside.parameters
 
     @property
@@ -140,7 +136,7 @@ class Reducer:
     @property
     def used_by(self) -> dict[str, int]:
         """How many ranks had a gradient for each parameter in the last pass."""
-        return used_by(self._queue) | self.sparse.used_by
+        return used_by(self.queue) | self.sparse.used_by
 
     @property
     def graph_changed(self) -> bool:
@@ -150,21 +146,21 @@ class Reducer:
     @property
     def weight(self) -> float:
         """What this rank's gradients count for."""
-        return self._queue.weight
+        return self.queue.weight
 
     @weight.setter
     def weight(self, value: float) -> None:
-        encode_weight(value, len(self._queue.buckets[-1].weight))  # here, not when peers wait for the bucket
-        self._queue.weight = value
+        encode_weight(value, len(self.queue.buckets[-1].weight))  # here, not when peers wait for the bucket
+        self.queue.weight = value
 
     @property
     def comm_hook(self) -> CommHook | None:
         """What is called in place of the all-reduce. Can be set once."""
-        return self._queue.comm_hook
+        return self.queue.comm_hook
 
     @comm_hook.setter
     def comm_hook(self, hook: CommHook) -> None:
-        self._queue.use(hook)
+        self.queue.use(hook)
         self.family.part()
 
     def detach(self) -> None:
@@ -177,7 +173,7 @@ class Reducer:
         self._arrivals.remove()
         self._beside.remove()
         self._forward.remove()
-        self._queue.close()
+        self.queue.close()
         self.members.stop()
 
     def start_watching(self, observer: object) -> None:
@@ -190,19 +186,19 @@ class Reducer:
 
     def _first_arrival(self, parameter: torch.Tensor) -> None:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
-        with self._queue.lock:
+        with self.queue.lock:
             if self._enter():
                 self._arrivals.order.append(parameter)
             else:
                 self._unsynchronized.add(self._tracker.index_of[id(parameter)])
                 if self._events.gradient_kept:
-                    self._events.emit(self._events.gradient_kept, self._queue.pass_number + 1)
+                    self._events.emit(self._events.gradient_kept, self.queue.pass_number + 1)
 
     def _sparse_arrival(self, name: str) -> None:
         """A pass may reach nothing but sparse parameters."""
-        with self._queue.lock:
+        with self.queue.lock:
             if (self._arrivals.is_open or self._enter()) and self._events.gradient_ready:
-                self._events.emit(self._events.gradient_ready, self._queue.pass_number, name)
+                self._events.emit(self._events.gradient_ready, self.queue.pass_number, name)
 
     def _enter(self) -> bool:
         """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
@@ -218,20 +214,21 @@ class Reducer:
 
     def _outsider_arrived(self) -> None:
         """A parameter outside the plan has got a gradient; maybe nothing else does in this pass."""
-        with self._queue.lock:
+        with self.queue.lock:
             if not self._arrivals.is_open:
                 self._enter()
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
-        self._queue.peers.refuse_fork()
+        self.queue.peers.refuse_fork()
         self.failing.refuse_if_lost()
-        if not self._queue.pass_number:
-            self._queue.peers.meet()
-        self._drain()
+        if not self.queue.pass_number:
+            self.queue.peers.meet()
+        if self._buffers_of_given_up is not None:
+            self._drain(self._buffers_of_given_up)
         self._consensus.catch_up()
-        self._queue.pass_number += 1
-        self._queue.peers.seat.passes = self._queue.pass_number
+        self.queue.pass_number += 1
+        self.queue.peers.seat.passes = self.queue.pass_number
 
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""
@@ -239,103 +236,103 @@ class Reducer:
             self._next_pass()
             self.running = True
             self._end.watch()  # from here on a failure is seen, and the pass given up: the others have counted it
-        self._queue.begin()
+        self.queue.begin()
         self._tracker.begin()
         self._arrivals.open()
-        if self._queue.presence.active:
+        if self.queue.presence.active:
             with self.failing:  # stopped there, nobody knows whether the map has left
-                self._queue.announce(self._tracker.foresee(self._unsynchronized), later=self.family.waits)
+                self.queue.announce(self._tracker.foresee(self._unsynchronized), later=self.family.waits)
         if self._events.pass_started:
-            self._events.emit(self._events.pass_started, self._queue.pass_number)
+            self._events.emit(self._events.pass_started, self.queue.pass_number)
 
     def _progressed(self) -> None:
         if not (self.delay or self.family.waits or self._tracker.holds_back()):
-            self._queue.launch_full()
+            self.queue.launch_full()
 
     # The end of a pass
 
     def settle(self) -> None:
         """Every gradient of the pass has arrived. Collective."""
-        with self.failing, self._queue.lock, without_graph():
+        with self.failing, self.queue.lock:
             self._end.ends()
-            try:
-                shares = self._beside.prepare()
-                contributed = self._tracker.contributed(self._unsynchronized)
-                changed = self._rejoin.noticed(self._unsynchronized)
-                says = self._consensus.says() + [Control.CHANGED] * changed
-                self._queue.launch_rest(contributed - self._queue.loose, says)
-            except BaseException as error:
-                self.failing.at_the_end(error, self.give_up)
-                raise
-            try:
-                words = self._wait(self._beside.send(shares), release=True)
-                if self._never_used.looking:
-                    self._never_used.look()
-            finally:
-                self._unsynchronized.clear()
-                self._beside.forget()
-                self._reset()
-            self._passes += 1
-            if self._events.pass_settled:
-                self._events.emit(self._events.pass_settled, self._queue.pass_number)
-            if changed and not self._queue.tells:
-                self._rejoin.refuse()
-            self._consensus.hear(words, at_once=changed or self._inspection.due(self._queue.pass_number))
-            if self._beside.given_up:
-                raise self._consensus.failure(self._beside.given_up)
-            self._inspect()
+            without_graph(self._settle)
 
-    def _inspect(self, *, idle: bool = False) -> None:
-        if self._inspection.due(self._queue.pass_number) and not self._beside.given_up:
-            self._inspection.run(self._queue.pass_number, idle=idle)
+    def _settle(self) -> None:
+        try:
+            shares = self._beside.prepare()
+            contributed = self._tracker.contributed(self._unsynchronized)
+            changed = self._rejoin.noticed(self._unsynchronized)
+            says = self._consensus.says() + [Control.CHANGED] * changed
+            self.queue.launch_rest(contributed - self.queue.loose, says)
+        except BaseException as error:
+            self.failing.at_the_end(error, self.give_up)
+            raise
+        try:
+            words = self._wait(self._beside.send(shares), release=True)
+            if self._never_used.looking:
+                self._never_used.look()
+        finally:
+            self._unsynchronized.clear()
+            self._beside.forget()
+            self._reset()
+        self._passes += 1
+        if self._events.pass_settled:
+            self._events.emit(self._events.pass_settled, self.queue.pass_number)
+        if changed and not self.queue.tells:
+            self._rejoin.refuse()
+        inspected = self._inspection.due(self.queue.pass_number)
+        self._consensus.hear(words, at_once=changed or inspected)
+        if self._beside.given_up:
+            raise self._consensus.failure(self._beside.given_up)
+        if inspected:
+            self._inspection.run(self.queue.pass_number)
 
     def _wait(self, buffers: CoalescedMessages, *, release: bool) -> ControlWords:
-        words = self._queue.wait(release=release, handed_out=release and self._tracker.handed_out())
+        words = self.queue.wait(release=release, handed_out=release and self._tracker.handed_out())
         self._beside.finish(buffers, release=release)
         return words
 
     def _reset(self) -> None:
         self.running = False
         self._tracker.end()
-        self._queue.reset()
+        self.queue.reset()
         self._beside.reset()
 
     def shadow(self) -> None:
         """Take part in a pass of the other ranks with nothing to give; not the rest of the family. Collective."""
-        with self._queue.lock, torch.no_grad(), self.failing:
+        with self.queue.lock, torch.no_grad(), self.failing:
             self._next_pass()
             try:
-                self._queue.launch_idle(self._beside.says())
+                self.queue.launch_idle(self._beside.says())
                 words = self._wait(self._beside.send(None), release=False)
             finally:
                 self._reset()
             self._consensus.act_on(words, release=False)
-            self._inspect(idle=True)
+            if self._inspection.due(self.queue.pass_number) and not self._beside.given_up:
+                self._inspection.run(self.queue.pass_number, idle=True)
 
     # A pass that failed on this rank: see [Note: a pass given up]
 
     def give_up(self) -> None:
         """Launch the rest of the pass, marked, and stay a little where others need this rank for it."""
-        with self._queue.lock, torch.no_grad():
+        with self.queue.lock, torch.no_grad():
             self._stop()
-            self._forward.says(self._queue.pass_number)  # to nobody: giving up says all
+            self._forward.says(self.queue.pass_number)  # to nobody: giving up says all
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
-            self._queue.launch_given_up()
+            self.queue.launch_given_up()
             self._buffers_of_given_up = self._beside.send_given_up()
-            if not self._queue.tells and self._queue.pass_number == 1:
+            if not self.queue.tells and self.queue.pass_number == 1:
                 self._consensus.send_order()  # peers do not know of the failure
-            self._queue.peers.flush()
+            self.queue.peers.flush()
 
     def _stop(self) -> None:
         self.running = False
         self._tracker.stop()
         self._unsynchronized.clear()
 
-    def _drain(self) -> None:
+    def _drain(self, buffers: CoalescedMessages) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""
-        if self._buffers_of_given_up is None:
-            return
-        buffers, self._buffers_of_given_up = self._buffers_of_given_up, None
+        self._buffers_of_given_up = None
         with torch.no_grad():
             try:
                 words = self._wait(buffers, release=False)

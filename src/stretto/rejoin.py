@@ -17,13 +17,14 @@ need no message; 6. what is loose, in each new bucket that has some; 7. what is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from .agreement import Statement, agree, describe_ranks, state_model
 from .arrivals import owner_of
 from .broadcast import broadcast_coalesced
+from .bucket import Bucket
 from .buffers import BufferPlaces
 from .changes import Changes
 from .errors import SetupError, name_list
@@ -87,10 +88,10 @@ class Rejoin:
         self._arrived, self._before = set(), {}
         members.look(queue.pass_number)
         self._places.look()
-        missing = queue.comm_hook is None and any(bucket.pending or bucket.missing for bucket in queue.buckets)
-        if missing and not members.suspect and self._some_are_frozen():
+        incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]
+        if incomplete and queue.comm_hook is None and not members.suspect and self._some_are_frozen(incomplete):
             members.expect_change()
-        if not (members.suspect or queue.loose or self._places.changed or (self._rows and self._rows.misfits())):
+        if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
             return False
         self._arrived = {queue.names[i] for i in unsynchronized.union(self._tracker.arrival_order())}
         self._arrived |= self._rows.seen()
@@ -125,11 +126,10 @@ class Rejoin:
             "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
         )
 
-    def _some_are_frozen(self) -> bool:
-        queue = self._queue
-        missing = [index for bucket in queue.buckets if bucket.pending or bucket.missing for index in bucket.indices]
-        frozen = [index for index, parameter in self._tracker.alive(missing) if not parameter.requires_grad]
-        return any(self._members.may_leave(queue.names[index]) for index in frozen)
+    def _some_are_frozen(self, buckets: Iterable[Bucket]) -> bool:
+        alive = self._tracker.alive(index for bucket in buckets for index in bucket.indices)
+        frozen = [index for index, parameter in alive if not parameter.requires_grad]
+        return any(self._members.may_leave(self._queue.names[index]) for index in frozen)
 
     def _differs(self) -> bool:
         """Compare the module with the plan; if nothing has changed, know it for the next time."""

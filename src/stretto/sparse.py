@@ -107,11 +107,10 @@ class SparseGradients:
             _Member(name, weakref.ref(p), p.shape, p.dtype, reduce_dtypes.get(name, p.dtype), p.device)
             for name, p in parameters.items()
         ]
+        self.any = bool(self._members)
+        """Whether there are some."""
         self.used_by = {name: 0 for name in parameters}
         self._put_hooks()
-
-    def __len__(self) -> int:
-        return len(self._members)
 
     @property
     def names(self) -> list[str]:

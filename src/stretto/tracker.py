@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,6 +15,8 @@ from .events import Events
 from .launch import LaunchQueue
 from .parts import MisfitError
 from .schedule import Chunk, schedule
+
+_pending = operator.attrgetter("pending")
 
 
 class ArrivalTracker:
@@ -153,9 +156,8 @@ class ArrivalTracker:
             return
         if current_task() != self._task:
             self.meet_nested()
-        with_graph = torch.is_grad_enabled()
-        with self._queue.lock, without_graph():
-            self._take(with_graph)
+        with self._queue.lock:
+            without_graph(self._take, torch.is_grad_enabled())
 
     def meet_nested(self) -> None:
         """A gradient has come from a nested task: what this pass has got already may come again."""
@@ -186,8 +188,9 @@ class ArrivalTracker:
                 return self._leave_schedule()
             self._looked_at = stop
             self._next_chunk += 1
-            for bucket in chunk.full:
-                self._tell_full(bucket, chunk.closer)
+            if self._events.bucket_full:
+                for bucket in chunk.full:
+                    self._tell_full(bucket, chunk.closer)
         return True
 
     def _leave_schedule(self) -> bool:
@@ -215,11 +218,12 @@ class ArrivalTracker:
                 bucket.arrived += 1
                 if bucket.arrived == bucket.pending:
                     self._queue.guard(bucket.take_rest)
-                    self._tell_full(bucket, index)
+                    if self._events.bucket_full:
+                        self._tell_full(bucket, index)
         self._looked_at = len(self.arrivals.order)
 
     def _tell_full(self, bucket: Bucket, index: int) -> None:
-        if self._events.bucket_full and not bucket.pending:
+        if not bucket.pending:
             name = self._queue.names[index]
             self._events.emit(self._events.bucket_full, self._queue.pass_number, bucket.index, name)
 
@@ -238,7 +242,7 @@ class ArrivalTracker:
 
         From this pass, or from ``unsynchronized`` ones before. Empty without a search where everything was taken.
         """
-        if self.as_scheduled() and not any(bucket.pending for bucket in self._queue.buckets):
+        if self.as_scheduled() and not any(map(_pending, self._queue.buckets)):
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
         found = {index: one for index, one in self.alive(unsynchronized | arrived) if one.grad is not None}

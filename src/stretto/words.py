@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -29,6 +30,9 @@ class Control(IntEnum):
     """This rank's buffers are not what all had: see buffers.py, [Note: at rest]."""
 
 
+_SILENCE: Sequence[float] = (0.0,) * len(Control)
+
+
 @dataclass(frozen=True)
 class ControlWords:
     """What ranks said in the last bucket of a pass, readable without stopping the host.
@@ -48,10 +52,10 @@ class ControlWords:
         """Whether ``read`` returns without waiting for a device."""
         return self.arrival is None
 
-    def read(self) -> list[float]:
+    def read(self) -> Sequence[float]:
         """A count for each member of :class:`Control`."""
         if self.words is None:
-            return [0.0] * len(Control)
+            return _SILENCE
         if self.arrival is not None:
             self.arrival.synchronize()
         return [abs(word) for word in self.words.tolist()]

@@ -7,7 +7,8 @@ is neither plain nor made by the constructor cannot be handed on: buffers on the
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -26,6 +27,11 @@ _OF_TORCH = frozenset(
     }
 )
 _SEQUENCES = (tuple, list, set, frozenset)
+
+
+def are_same(values: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether they are the same objects, not only equal ones: asked of all options before every step."""
+    return len(values) == len(known) and all(map(operator.is_, values, known))
 
 
 def comparable(value: Any) -> Any:

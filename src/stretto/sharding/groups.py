@@ -22,7 +22,7 @@ from ..agreement import describe_ranks
 from ..errors import ModelMismatchError, name_list
 from ..launch import LaunchQueue
 from ..peers import Peers
-from .attributes import comparable, is_scalar
+from .attributes import are_same, comparable, is_scalar
 from .kinds import options_of
 
 _MASK = (1 << 40) - 1
@@ -97,7 +97,7 @@ class Groups:
             mark = Groups(self._optimizer, self._queue)._mark
         values = [*chain.from_iterable(group.values() for group in self.all)]
         seen = self._seen
-        if mark == seen.mark and len(values) == len(seen.values) and all(map(operator.is_, values, seen.values)):
+        if mark == seen.mark and are_same(values, seen.values):
             return seen.number
         options = [value for group in self.all for value in options_of(group).values()]
         number = hash((mark, *map(_number_of, options))) & _MASK

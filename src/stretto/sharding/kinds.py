@@ -12,12 +12,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import hand_on
+from .attributes import are_same, hand_on
 
 _STEPS = 8
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
@@ -65,7 +66,10 @@ class KindWatch:
     def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
         self._optimizer = optimizer
         self._kind = kind
-        self._known = self._characters()
+        self._known, self._values = self._characters(), self._looked_at()
+
+    def _looked_at(self) -> list[Any]:
+        return [*chain.from_iterable(group.values() for group in self._optimizer.param_groups)]
 
     def _characters(self) -> list[dict[str, Any]]:
         return [{key: _character(value) for key, value in group.items()} for group in self._optimizer.param_groups]
@@ -81,16 +85,18 @@ class KindWatch:
             SetupError: an element's step depends on all of its parameter now, which is divided.
             UnsupportedError: parameters depend on each other now.
         """
-        found = self._characters()
-        if found == self._known and not has_moved:
+        values = self._looked_at()
+        if not has_moved and are_same(values, self._values):
             return
-        if kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
+        found = self._characters()
+        changed = has_moved or found != self._known
+        if changed and kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
             raise SetupError(
                 f"{where}: with what the groups of {type(self._optimizer).__name__} hold now, the step of an element "
                 "depends on all of its parameter, and parameters are divided by elements.\n"
                 "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
             )
-        self._known = found
+        self._known, self._values = found, values
 
 
 def _character(value: object) -> object:

@@ -56,7 +56,7 @@ class Meetings:
         self._said[0], self._said[1] = refused, number
         carrier = self._transport
         named = hasattr(carrier, "meet")
-        work: Work = carrier.meet(self._words, b"optimizer.step") if named else carrier.all_reduce(self._words)
+        work: Work = carrier.meet(self._said, b"optimizer.step") if named else carrier.all_reduce(self._words)
         return work
 
     def meet_before(self, parameters: Iterable[torch.nn.Parameter], number: int = 0, *, refused: bool = False) -> bool:

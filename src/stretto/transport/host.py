@@ -34,7 +34,7 @@ from . import memory
 from .memory import Location
 from .message import Message, Posted
 from .ordinary import Routes
-from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, Entry, Missing, Page, Peer, behind, first_dead
+from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, RETIRED, Entry, Missing, Page, Peer, behind, first_dead
 
 _SPINS = 12
 """Looks, with a yield of the core after each, before a rank sleeps: some 10 us."""
@@ -89,15 +89,14 @@ class Host:
 
     # Posting
 
-    def post(self, message: Message) -> Posted:
-        """Publish, and do what can be done now for this and earlier messages."""
+    def post(self, message: Message, place: Location | None = None) -> Posted:
+        """Publish, and do what can be done now for this and earlier messages. ``place``: of its tensor, if known."""
         self._make_room()
         number = self._number + 1
         posted = Posted(self, message, number)
         if self.broken is not None:
             return posted  # its wait says why
-        place = Location(0, 0, 0) if message.tensor is None else self.page.arena.locate(message.tensor)
-        assert place is not None, "what is published lies in the arena"
+        place = place or self._place_of(message.tensor)
         try:
             self.page.publish(number, message.action, message.numel, place)
             self._number = number
@@ -109,10 +108,15 @@ class Host:
         self.advance()
         return posted
 
+    def _place_of(self, tensor: torch.Tensor | None) -> Location:
+        place = Location(0, 0, 0) if tensor is None else self.page.arena.locate(tensor)
+        assert place is not None, "what is published lies in the arena"
+        return place
+
     def _say(self, word: int, number: int) -> None:
         self._futex.fence()
         self.page.set(word, number)
-        if not self._futex.may_look() or any(peer.words[ASLEEP // 4] for peer in self._others):
+        if not self._futex.may_look() or any([peer.words[ASLEEP // 4] for peer in self._others]):
             self._futex.wake(self._me.base + word)
 
     def _make_room(self) -> None:
@@ -135,7 +139,8 @@ class Host:
                 posted.outside = posted.message.begin(self._entries(posted))
                 self._outside.append(posted)
                 self._end_what_is_ready()
-            self._end_what_is_ready()
+            if self._outside:
+                self._end_what_is_ready()
             while self._held and self._unfinished(self._held[0]) is None:
                 self._futex.fence()
                 posted = self._held.popleft()
@@ -149,6 +154,8 @@ class Host:
                 raise
 
     def _forget_retired(self) -> None:
+        if all([peer.words[RETIRED // 4] == peer.retired for peer in self.peers]):
+            return
         if moved := [peer for peer in self.peers if peer.has_moved()]:
             self._futex.fence()  # the word, then the table
             self.routes.clear()
@@ -186,7 +193,7 @@ class Host:
         own = self._me.packed_entry(number)
         entries = []
         for peer in self.peers:
-            entry = own if peer.rank in missing else peer.packed_entry(number)
+            entry = own if peer is self._me or peer.rank in missing else peer.packed_entry(number)
             if entry[Entry.SAME] != own[Entry.SAME]:
                 theirs, ours = Entry.unpack(entry), Entry.unpack(own)
                 raise RuntimeError(f"rank {peer.rank} called {theirs}, rank {self._me.rank} {ours}")

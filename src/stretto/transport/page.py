@@ -54,28 +54,19 @@ class Entry:
     numel: int
     location: Location
 
-    _LAYOUT = struct.Struct("<16sQQQQ")
-    SIZE = _LAYOUT.size
+    LAYOUT = struct.Struct("<16sQQQQ")
+    SIZE = LAYOUT.size
     SAME = slice(0, 24)
     """The packed action and number of elements, which all ranks give alike."""
 
     @classmethod
-    def pack_into(cls, buffer: mmap.mmap, number: int, action: bytes, numel: int, at: Location) -> None:
-        """Write that of message ``number``."""
-        cls._LAYOUT.pack_into(buffer, _at(number), action, numel, at.line, at.segment, at.offset)
-
-    @classmethod
     def unpack(cls, packed: bytes) -> Entry:
         """Read it."""
-        action, numel, *place = cls._LAYOUT.unpack(packed)
+        action, numel, *place = cls.LAYOUT.unpack(packed)
         return cls(action.rstrip(bytes(1)), numel, Location(*place))
 
     def __str__(self) -> str:
         return f"{self.action.decode(errors='replace')} of {self.numel} elements"
-
-
-def _at(number: int) -> int:
-    return _RING + (number % ENTRIES) * _ENTRY_BYTES
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ class Page:
 
     def publish(self, number: int, action: bytes, numel: int, at: Location) -> None:
         """Say where the tensor of message ``number`` lies; ``PUBLISHED`` then says that this was said."""
-        Entry.pack_into(self.mapping, number, action, numel, at)
+        Entry.LAYOUT.pack_into(self.mapping, _RING + number % ENTRIES * _ENTRY_BYTES, action, numel, *at)
 
     def say_broken(self, reason: str) -> None:
         """Say why this rank will never go on. Only the first reason is kept."""
@@ -153,19 +144,20 @@ class Peer:
         self.base = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         """The address of the page here."""
         self.memory = PeersMemory(address.pid, memoryview(self._mapping)[_TABLE : _TABLE + memory.TABLE_BYTES])
-        self._retired = 0
+        self.retired = 0
+        """Its word of that name at the last look."""
 
     def packed_entry(self, number: int) -> bytes:
         """What it has published of the message, as bytes, which compare fast."""
-        at = _at(number)
+        at = _RING + number % ENTRIES * _ENTRY_BYTES
         return self._mapping[at : at + Entry.SIZE]
 
     def has_moved(self) -> bool:
         """Whether memory was retired since the last look."""
         retired = self.words[RETIRED // 4]
-        if retired == self._retired:
+        if retired == self.retired:
             return False
-        self._retired = retired
+        self.retired = retired
         return True
 
     def reason(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import weakref
+from collections.abc import MutableSequence
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from ..specs import MIB
 from .base import Transport, Work, abandon
 from .common import Offered
 from .host import Host
+from .memory import Location
 from .message import Posted
 from .ordinary import elements
 from .staging import Staging
-from .sums import PIECE_BYTES, SMALL_BYTES, Copy, StagedSum, SumForAll, SumOfShare, SumOfSlices
+from .sums import PIECE_BYTES, SMALL_BYTES, Copy, StagedSum, SumForAll, SumOfNumbers, SumOfShare, SumOfSlices
 
 CLOSE_SECONDS = 5.0
 """How long a rank that leaves stays for others that have not yet read what it has sent."""
@@ -82,8 +84,8 @@ class SharedMemoryTransport:
             tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
         if tensor.nbytes <= SMALL_BYTES:
             return self._host.post(SumForAll(self._host, tensor, self._staging, numel))
-        if self._host.page.arena.locate(tensor) is not None:
-            return self._host.post(SumOfSlices(self._host, tensor, numel))
+        if (place := self._host.page.arena.locate(tensor)) is not None:
+            return self._host.post(SumOfSlices(self._host, tensor, numel), place)
         works, step = [], PIECE_BYTES // tensor.itemsize
         for start in range(0, tensor.numel(), step):
             piece = tensor[start : start + step]
@@ -91,9 +93,14 @@ class SharedMemoryTransport:
             works.append(self._host.post(StagedSum(self._host, piece, self._staging, averaged)))
         return works[-1]  # they end in order
 
-    def meet(self, tensor: torch.Tensor, action: bytes) -> Work:
-        """The sum of some numbers, by a name of its own: it is told where other ranks called something else."""
-        return self._host.post(SumForAll(self._host, tensor, self._staging, 0, action))
+    def meet(self, numbers: MutableSequence[int], action: bytes) -> Work:
+        """The sums of two numbers, in place, by a name of its own: it is told where other ranks called something else.
+
+        Args:
+            numbers: from 0 to 2**63, summed too.
+            action: at most 16 bytes.
+        """
+        return self._host.post(SumOfNumbers(numbers, action), Location(numbers[0], numbers[1], 0))
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """The same of this rank's share of the first ``numel`` elements, and of all that follows them, in place.

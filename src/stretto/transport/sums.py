@@ -11,7 +11,7 @@ Half types are summed in float32 and rounded once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +37,8 @@ class SumForAll:
     root = None
     by_all = False
 
-    def __init__(
-        self, host: Host, result: torch.Tensor, staging: Staging, averaged: int, named: bytes | None = None
-    ) -> None:
-        self.action = named or action("mean" if averaged else "sum", result.dtype)
+    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
+        self.action = action("mean" if averaged else "sum", result.dtype)
         self.numel = result.numel()
         self._averaged = averaged
         self.tensor: torch.Tensor = staging.take(result.nbytes)
@@ -69,6 +67,31 @@ class SumForAll:
     def release(self) -> None:
         """The staging memory is free."""
         self._staging.give(self.tensor)
+
+
+class SumOfNumbers:
+    """Two whole numbers of each rank, which stand in its ring where other messages say where their tensor lies."""
+
+    tensor: torch.Tensor | None = None
+    root = None
+    by_all = False
+
+    def __init__(self, numbers: MutableSequence[int], action: bytes) -> None:
+        self.action = action
+        self.numel = len(numbers)
+        self._numbers = numbers
+
+    def begin(self, entries: Sequence[bytes]) -> None:
+        """Sum."""
+        told = [Entry.unpack(entry).location for entry in entries]
+        self._numbers[0] = sum([place.line for place in told])
+        self._numbers[1] = sum([place.segment for place in told])
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+    def release(self) -> None:
+        """Nothing was held."""
 
 
 class SumOfSlices:

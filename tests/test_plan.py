@@ -117,13 +117,14 @@ def test_small_ones_go_on_behind_a_large_one_while_they_are_few(request):
             assert plan.bucket_bytes(number) + after.nbytes > plan.cap_bytes
 
 
-def test_biases_of_large_layers_share_a_bucket():
-    """Twelve layers 384 wide at half a megabyte: one message a weight, and one for all biases, not one each."""
+@pytest.mark.parametrize("cap_bytes", (1 << 19, 4 * 384 * 384))
+def test_biases_of_large_layers_share_a_bucket(cap_bytes: int):
+    """Twelve layers 384 wide, that fill the cap or more: one message a weight, and one for all biases, not one each."""
     shapes = [shape for _ in range(12) for shape in ((384, 384), (384,))]
     parameters = [spec(number, shape) for number, shape in enumerate(shapes)]
     weights = list(range(22, -1, -2))
     for order, last in ((None, [weights[-1]]), ([at for w in weights for at in (w, w + 1)], list(range(23, 0, -2)))):
-        plan = plan_buckets(parameters, order, cap_bytes=1 << 19)
+        plan = plan_buckets(parameters, order, cap_bytes=cap_bytes)
         assert len(plan.buckets) == 13
         assert [list(b.indices) for b in plan.buckets if len(b.indices) == 1] == [[weight] for weight in weights]
         assert [list(b.indices) for b in plan.buckets if len(b.indices) > 1] == [list(range(23, 0, -2))]

@@ -70,7 +70,7 @@ def attach(
             is closed by whoever made it.
             Tensors on accelerators, and several ``process_groups``, are left to the groups.
         bucket_cap_mb: a bucket holds at most so many MiB, unless one parameter alone is larger; default, what suits the
-            transport: 0.5 in shared memory, 25 for NCCL; over Gloo and between hosts from 0.27 to 34, by what some
+            transport: 2.1 in shared memory, 25 for NCCL; over Gloo and between hosts from 0.27 to 34, by what some
             messages take when ranks attach (4 if the model is no larger than 1 MiB, or without ``init_sync``). Name one
             where runs must repeat to the bit on more than two ranks, or a comm hook keeps what it knows by bucket.
         last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap.

@@ -7,7 +7,7 @@
 A plan is a value made by a pure function, so two ranks that start from the same facts hold the same plan, and
 ``plan.hash`` proves it. Nothing here communicates or touches tensor data.
 
-[Note: left open]  A parameter that is larger than the cap lies alone. Small ones before it (the bias of a large layer)
+[Note: left open]  A parameter that fills the cap, or more, lies alone. Small ones before it (the bias of a large layer)
 would each be a message of their own if it closed what is being filled, so that stays open across it, while it holds no
 more than may be left for the end of backward: the cap of the last bucket.
 """
@@ -225,7 +225,7 @@ def plan_buckets(
     for index in arrivals:
         spec = parameters[index]
         key = _kind(spec)
-        if spec.nbytes > cap_bytes and filled.get(key, 0) <= last_cap:
+        if spec.nbytes >= cap_bytes and filled.get(key, 0) <= last_cap:
             closed.append([index])  # what is being filled goes on behind it: see [Note: left open]
         elif key in filling and filled[key] + spec.nbytes > cap_bytes:
             closed.append(filling.pop(key))

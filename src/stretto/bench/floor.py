@@ -24,7 +24,7 @@ from ..transport import Transport
 from ..transport.memory import map_shared
 
 BLOCK = 128 * 1024
-"""Elements: 512 KB of float32, as large as a bucket of the shared-memory transport."""
+"""Elements: 512 KB of float32, which stay in the processor's cache."""
 
 
 def meeting(shared: Transport) -> Callable[[], object]:

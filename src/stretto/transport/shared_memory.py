@@ -41,7 +41,7 @@ class SharedMemoryTransport:
         self.name = "shared_memory"
         self.rank = base.rank
         self.world_size = base.world_size
-        self.bucket_cap_bytes = MIB // 2
+        self.bucket_cap_bytes = 17 * MIB // 8  # matrices whose sizes are powers of two, and their biases: see sizing.py
         self.last_bucket_cap_bytes = MIB // 4
         self.own_channel = True
         self.store = getattr(base, "store", None)

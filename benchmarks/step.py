@@ -5,7 +5,8 @@
     python benchmarks/step.py memory [--ranks 2] [--megabytes 64] [--json FILE]
 
 host:    two ranks of one thread on five models: a step over the same step without communication, where each rank steps
-         its own copy with plain AdamW; and the geometric mean over the models.
+         its own copy with plain AdamW; and the geometric mean over the models. The floor in shares is the least that
+         this memory and two meetings allow whoever divides the step (src/stretto/bench/floor.py).
 network: ResNet18, batch 16 of 64 x 64, one rank on each of two hosts that are emulated (network namespaces): a step
          over max(compute alone, communication alone), which no method that sends all gradients in a step can beat.
          Communication alone is one all-reduce of all gradients with nothing to compute. Beside it, what these layers
@@ -33,7 +34,7 @@ from stretto.bench.contestants import ALONE, MESSAGES, alone, steppers, stepping
 from stretto.bench.factory import workload_of
 from stretto.bench.models import title_of
 from stretto.bench.result import geometric_mean
-from stretto.bench.sharded import sharded
+from stretto.bench.sharded import least, sharded
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import count, ends_well, machine, output, show_table
@@ -58,7 +59,7 @@ def effort(rounds: int, block: float = Effort.block) -> Effort:
 
 def run_host(rounds: int, only: Sequence[str]) -> dict[str, Any]:
     names = [one for one in WORKLOADS if not only or one in only]
-    who = (*steppers(), *sharded())
+    who = (*steppers(), *sharded(), least())
     runs = [compare(one, contestants=who, effort=effort(rounds), progress=True, timeout=TIMEOUT) for one in names]
     shown = [one.name for one in who if one.name != ALONE]
     rows = [[ALONE, *(f"{run.spread(ALONE).median * 1e3:.2f} ms" for run in runs), ""]]

@@ -25,7 +25,7 @@ from comparisons import MACHINE, made_up
 
 from stretto import SetupError
 from stretto.bench import Comparison, Contestant, Effort, Machine, Spread, compare, everybody, this_machine
-from stretto.bench.build import Training
+from stretto.bench.build import Training, build
 from stretto.bench.compare import enter
 from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, REPLICATE, TUNED, alone, chosen, naive
 from stretto.bench.factory import model_of, try_out, workload_of
@@ -33,6 +33,7 @@ from stretto.bench.floor import open_buffer
 from stretto.bench.load import BrokenModelError, load
 from stretto.bench.plots import check, plot
 from stretto.bench.result import geometric_mean
+from stretto.bench.sharded import least
 from stretto.bench.timing import interleave
 from stretto.cli import execute
 from stretto.quiet import quietly
@@ -110,6 +111,25 @@ def test_everybody_runs_and_who_cannot_is_named(found: Comparison) -> None:
     assert found.stands_for[TUNED].startswith("torch DDP, ") and found.stands_for[REPLICATE].startswith("replicate, ")
     assert all(len(times) == found.rounds == 2 and min(times) > 0 for times in found.seconds.values())
     assert found.ratio(ALONE).median == 1.0 and found.ratio("stretto").median > 0
+
+
+def steps_in_shares(rank: int) -> dict[str, object]:
+    model, loss = workload_of("policy")()
+    training = build(least(), lambda: (model, loss))
+    training.steps(3)
+    (group,) = training.optimizer.param_groups
+    return {
+        "stepped": sum(one.numel() for one in group["params"]),
+        "of": sum(one.numel() for one in model.parameters()),
+        "all moved": all(bool((one < 0).all()) for one in group["params"]),
+        "gradients left": sum(one.grad is not None for one in model.parameters()),
+    }
+
+
+@pytest.mark.ranks
+def test_floor_in_shares_steps_what_each_rank_would_have() -> None:
+    for found in spawn_ranks(steps_in_shares, 2):
+        assert found == {"stepped": found["of"] // 2, "of": 5508, "all moved": True, "gradients left": 0}
 
 
 @pytest.mark.ranks

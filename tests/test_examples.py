@@ -12,7 +12,7 @@ import pytest
 import warm_programs
 
 from stretto.bench.contestants import ALONE, MESSAGES, TUNED, steppers
-from stretto.bench.sharded import SHARDED, sharded
+from stretto.bench.sharded import SHARDED, least, sharded
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -86,7 +86,7 @@ def test_step_benchmark_compares_steps(tmp_path: Path) -> None:
     run(ROOT / "benchmarks" / "step.py", "host", "--rounds", 1, "--only", "policy", "--json", file)
     found = json.loads(file.read_text())
     (one,) = found["runs"]
-    names = [who.name for who in (*steppers(), *sharded())]
+    names = [who.name for who in (*steppers(), *sharded(), least())]
     assert not one["skipped"] and [*one["seconds"]] == names
     assert all(found["geometric mean"][name] > 0 for name in names if name != ALONE)
 

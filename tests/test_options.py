@@ -295,6 +295,59 @@ def test_reduce_of_tensors_that_do_not_come_from_backward(op: str, cap: float) -
         assert_close(found, alone([1.0 if op == "sum" else 1 / 3] * 3))
 
 
+ODD = {
+    "expanded": lambda value: torch.full((1,), value).expand(6),
+    "expanded in part": lambda value: torch.full((2, 1), value).expand(2, 3),
+    "expanded whole numbers": lambda value: torch.full((), int(value)).expand(4),
+    "every other one": lambda value: torch.full((8,), value)[::2],
+    "every other whole number": lambda value: torch.full((8,), int(value))[::2],
+    "transposed": lambda value: torch.full((3, 4), value).t(),
+    "lazily conjugated": lambda value: torch.full((3,), complex(value, value)).conj(),
+    "lazily negated": lambda value: torch.full((3,), complex(value, -value)).conj().imag,
+}
+"""Tensors as autograd and users leave them."""
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("passes", [1, 6])
+def test_buffers_may_lie_as_they_like(make, passes: int) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(3, 1)
+        model.register_buffer("odd", make(float(transport.rank + 3)))
+        sync = stretto.attach(model, transport=transport, check_every=2)
+        for number in range(passes):
+            model.odd = make(float(transport.rank + 3 + number))
+            model(batch(transport.rank)).sum().backward()
+        sync.check()
+        return model.odd.resolve_conj().resolve_neg().tolist()
+
+    assert run_ranks(worker, 2) == [make(2.0 + passes).resolve_conj().resolve_neg().tolist()] * 2
+
+
+@pytest.mark.parametrize("make", [make for kind, make in ODD.items() if "whole" not in kind])
+def test_reduce_takes_tensors_as_autograd_leaves_them(make) -> None:
+    def worker(transport):
+        tensor, other = make(float(1 + 2 * transport.rank)), torch.ones(2)
+        stretto.reduce([other, tensor], transport=transport)
+        return tensor
+
+    for found in run_ranks(worker, 2):
+        assert torch.equal(found, make(2.0))
+
+
+def test_reduce_of_the_gradient_of_a_sum() -> None:
+    """autograd gives one number, expanded; on another rank the graph, and so the layout, may be another."""
+
+    def worker(transport):
+        weight = torch.ones(3, requires_grad=True)
+        loss = weight.sum() if transport.rank else (weight * torch.arange(3.0)).sum()
+        (gradient,) = torch.autograd.grad(loss, weight)
+        stretto.reduce([gradient], transport=transport)
+        return gradient.tolist()
+
+    assert run_ranks(worker, 2) == [[0.5, 1.0, 1.5]] * 2
+
+
 def test_reduce_alone_does_nothing_and_refuses_what_it_cannot_do() -> None:
     tensor = torch.ones(2)
     stretto.reduce([tensor])

@@ -44,6 +44,7 @@ from torch._C._distributed_c10d import (
 
 from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
+from .transport.base import in_one_row
 from .transport.collectives import Alone, Collectives, can_reduce
 
 _OPERATIONS = {
@@ -162,7 +163,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         if not fits or (shared := self._shared([input_tensors[0], *output_tensors[0]])) is None:
             return self._gloo.allgather(output_tensors, input_tensors, *_if_given(opts), **more)
         with self._named("all_gather"), _Flat(output_tensors[0]) as rows:
-            shared.all_gather(rows, _flat(input_tensors[0]), _timeout(options))
+            shared.all_gather(rows, in_one_row(input_tensors[0].data), _timeout(options))
         return Done([*output_tensors[0]])
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
@@ -172,7 +173,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         if not fits or (shared := self._shared([output, input])) is None:
             return self._gloo._allgather_base(output, input, options)
         with self._named("all_gather"), _Flat([output]) as (row,):
-            shared.all_gather(_parts(row, self.size()), _flat(input), _timeout(options))
+            shared.all_gather(_parts(row, self.size()), in_one_row(input.data), _timeout(options))
         return Done([output])
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> Work:
@@ -183,7 +184,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         if operation is None or not fits or (shared := self._shared([output_tensors[0], *input_tensors[0]])) is None:
             return self._gloo.reduce_scatter(output_tensors, input_tensors, *_if_given(opts), **more)
         with self._named("reduce_scatter"), _Flat(output_tensors) as (row,):
-            parts = [_numbers(_flat(tensor)) for tensor in input_tensors[0]]
+            parts = [_numbers(in_one_row(tensor.data)) for tensor in input_tensors[0]]
             shared.reduce_scatter(_numbers(row), parts, operation, _timeout(options))
         return Done([*output_tensors])
 
@@ -195,7 +196,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         if operation is None or not fits or (shared := self._shared([output, input])) is None:
             return self._gloo._reduce_scatter_base(output, input, options)
         with self._named("reduce_scatter"), _Flat([output]) as (row,):
-            parts = _parts(_numbers(_flat(input)), self.size())
+            parts = _parts(_numbers(in_one_row(input.data)), self.size())
             shared.reduce_scatter(_numbers(row), parts, operation, _timeout(options))
         return Done([output])
 
@@ -269,7 +270,7 @@ class _Flat:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._rows = [_flat(tensor) for tensor in tensors]
+        self._rows = [in_one_row(tensor.data) for tensor in tensors]
 
     def __enter__(self) -> list[torch.Tensor]:
         return self._rows
@@ -279,11 +280,6 @@ class _Flat:
             for tensor, row in zip(self._tensors, self._rows, strict=True):
                 if row.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(row.view(tensor.shape))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """In one row, if need be a copy."""
-    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _numbers(row: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from .transport.base import Transport, Work
+from .transport.base import Transport, Work, in_one_row
 
 MESSAGE_BYTES = 10 * 1024 * 1024
 
@@ -58,7 +58,7 @@ class CoalescedMessages:
                 tensors = tuple(tensor for tensor in message.tensors if not tensor.is_inference())  # those have none
                 with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors):
                     for targets, values in _by_dtype(message.tensors, _unpack(message.flat, message.tensors)):
-                        torch._foreach_copy_(targets, values)
+                        _copy(targets, values)
         self.messages.clear()
 
 
@@ -136,8 +136,20 @@ def _groups(
 
 @torch.no_grad()
 def _pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    flat = (tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors)
-    return torch.cat([one.view(dtype) for one in flat])
+    return torch.cat([in_one_row(tensor).view(dtype) for tensor in tensors])
+
+
+def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Into any tensor. One whose elements share memory (``expand``, as autograd likes to) gets memory of its own."""
+    try:
+        torch._foreach_copy_(targets, values)
+    except RuntimeError:  # some are lazily conjugated, or such
+        for target, value in zip(targets, values, strict=True):
+            shares = any(not stride and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True))
+            if shares:
+                target.data = value.clone()
+            else:
+                target.copy_(value)
 
 
 def _by_dtype(

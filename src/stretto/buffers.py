@@ -20,7 +20,7 @@ import torch
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .options import Buffers, Options
 from .specs import MIB
-from .transport.base import Transport
+from .transport.base import Transport, in_one_row
 
 
 class BufferPlaces:
@@ -154,7 +154,7 @@ def _can_rest(buffers: Sequence[torch.Tensor]) -> bool:
 
 def _bits(buffer: torch.Tensor) -> torch.Tensor:
     """As whole numbers: a zero has two signs, a NaN is not equal to itself, and truth values take 8 times as long."""
-    flat = buffer.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    flat = in_one_row(buffer).view(torch.uint8)
     return flat if flat.nbytes % 8 or flat.storage_offset() % 8 else flat.view(torch.int64)
 
 

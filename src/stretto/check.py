@@ -11,6 +11,7 @@ import torch
 from .agreement import describe_ranks
 from .errors import ReplicaError, name_list
 from .options import Options
+from .transport.base import in_one_row
 
 _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""
@@ -26,7 +27,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     """
     if not tensor.numel():
         return 0, 0
-    flat = tensor.detach().reshape(-1)
+    flat = in_one_row(tensor)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     # At most 32 bits, or two numbers that differ in the sign alone could change places: weights differ by even numbers.
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[flat.element_size()])

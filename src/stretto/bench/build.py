@@ -17,7 +17,7 @@ from ..attach import attach
 from ..handle import Synchronizer
 from ..transport import ProcessGroupTransport, Transport, choose
 from .contestants import Contestant, OptimizerName
-from .floor import least_work, meeting
+from .floor import least_in_shares, least_work, meeting
 from .models import Loss, Workload
 from .sharded import divide
 
@@ -96,6 +96,9 @@ def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
     """
     training = _shared_out(contestant, *make())
     training.sync_every = contestant.sync_every
+    if contestant.options.get("shares"):
+        training.after, training.optimizer = least_in_shares(training.model, _shared_memory())
+        return training
     parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
     training.optimizer = _optimizer(contestant.optimizer, parameters)
     if training.handle is not None:
@@ -132,13 +135,17 @@ def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Trainin
         training = Messages(model, model, loss)
     elif contestant.kind == "loop":
         training = Training(model, model, loss, _message_by_message(model))
-    elif contestant.kind == "alone":
+    elif contestant.kind == "alone" or contestant.options.get("shares"):
         training = Training(model, model, loss)
     else:
-        shared = choose(ProcessGroupTransport(), "shared_memory")
+        shared = _shared_memory()
         work = meeting(shared) if contestant.kind == "lockstep" else least_work(model, shared)
         training = Training(model, model, loss, work)
     return training
+
+
+def _shared_memory() -> Transport:
+    return choose(ProcessGroupTransport(), "shared_memory")
 
 
 def transport_of(contestant: Contestant) -> Transport:

@@ -19,6 +19,7 @@ OptimizerName = Literal["sgd", "adamw", "zero"]
 ALONE = "no communication"
 LOCKSTEP = "lockstep"
 FLOOR = "floor of shared memory"
+FLOOR_IN_SHARES = "floor of shared memory, in shares"
 TUNED = "torch DDP, tuned"
 REPLICATE = "FSDP2 replicate"
 FULLY_SHARD = "FSDP2 fully_shard"
@@ -37,7 +38,7 @@ class Contestant:
     ``replicate``, ``fully_shard``, ``stretto``: the libraries."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the library's constructor; and (stretto) ``groups``, so many process groups in turn, ``shard``, options of
-    ``stretto.shard``."""
+    ``stretto.shard``; (floor) ``shares``, whether the optimizer's step is divided."""
     sync_every: int = 1
     """Gradients are accumulated over so many backward passes, the last of which communicates."""
     candidates: tuple[Contestant, ...] = ()

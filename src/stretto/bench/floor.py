@@ -7,6 +7,9 @@ that fit a core's cache, by flat operations, with no further meeting and nothing
 The sums are of no use: the gradients themselves are not what is copied. They are in the cache when a reducer takes
 them, so the source of the copy is one block that stays in the cache, and ranks read what others may be writing. What is
 left out cannot be had for less; what is done cannot be left out.
+
+Where the optimizer's step is divided, each rank sums its share for itself alone, steps so many elements, block by block
+while they are in the cache, and the ranks meet once more before anybody may read them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -43,30 +47,67 @@ def least_work(model: nn.Module, shared: Transport) -> Callable[[], object]:
     Raises:
         SetupError: a rank's memory cannot be opened by another.
     """
-    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    buffers = _buffers_of_all(numel)
-    mine, others = buffers[dist.get_rank()], [b for rank, b in enumerate(buffers) if rank != dist.get_rank()]
-    meet, hot = meeting(shared), torch.ones(min(BLOCK, numel))
-    blocks = [_slices(mine, others, at, min(at + BLOCK, numel)) for at in range(0, numel, BLOCK)]
+    meet, blocks = meeting(shared), _blocks(model)
 
     def work() -> None:
         meet()
-        for block, share, shares in blocks:
-            block.copy_(hot[: block.numel()])
-            for peer in shares:
-                share.add_(peer)
-            for peer in shares:
-                peer.copy_(share)
+        for block in blocks:
+            block.sum_share()
+            for peer in block.shares:
+                peer.copy_(block.share)
 
     return work
 
 
-def _slices(
-    mine: torch.Tensor, others: list[torch.Tensor], begin: int, end: int
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """A block of this rank, this rank's share of it, and that share in the memory of each other."""
-    first, last = (begin + (end - begin) * (dist.get_rank() + n) // dist.get_world_size() for n in (0, 1))
-    return mine[begin:end], mine[first:last], [other[first:last] for other in others]
+def least_in_shares(model: nn.Module, shared: Transport) -> tuple[Callable[[], object], torch.optim.Optimizer]:
+    """The same where each rank steps its share with AdamW: what follows backward, and the optimizer. Collective."""
+    meet, blocks = meeting(shared), _blocks(model)
+    parameters = [nn.Parameter(torch.zeros_like(block.share)) for block in blocks]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+
+    def stepped(*_: object) -> None:
+        meet()
+
+    optimizer.register_step_post_hook(stepped)
+
+    def work() -> None:
+        model.zero_grad()
+        meet()
+        for block, parameter in zip(blocks, parameters, strict=True):
+            block.sum_share()
+            parameter.grad = block.share
+
+    return work, optimizer
+
+
+@dataclass(frozen=True)
+class _Block:
+    own: torch.Tensor
+    """Of this rank."""
+    share: torch.Tensor
+    """This rank's of it."""
+    shares: list[torch.Tensor]
+    """The same in the memory of each other."""
+    hot: torch.Tensor
+    """Stands for the gradients."""
+
+    def sum_share(self) -> None:
+        self.own.copy_(self.hot)
+        for peer in self.shares:
+            self.share.add_(peer)
+
+
+def _blocks(model: nn.Module) -> list[_Block]:
+    """All of a model's gradients. Collective."""
+    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    rank, ranks, buffers = dist.get_rank(), dist.get_world_size(), _buffers_of_all(numel)
+    hot, found = torch.ones(min(BLOCK, numel)), []
+    for begin in range(0, numel, BLOCK):
+        end = min(begin + BLOCK, numel)
+        first, last = (begin + (end - begin) * (rank + n) // ranks for n in (0, 1))
+        shares = [other[first:last] for place, other in enumerate(buffers) if place != rank]
+        found.append(_Block(buffers[rank][begin:end], buffers[rank][first:last], shares, hot[: end - begin]))
+    return found
 
 
 def _buffers_of_all(numel: int) -> list[torch.Tensor]:

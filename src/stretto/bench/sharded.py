@@ -7,7 +7,7 @@ import torch
 import stretto
 
 from ..handle import Synchronizer
-from .contestants import Contestant
+from .contestants import FLOOR_IN_SHARES, Contestant
 
 SHARDED = "stretto, sharded step"
 NO_GRADS = "stretto, sharded step, gradients not kept"
@@ -19,6 +19,11 @@ def sharded() -> tuple[Contestant, ...]:
         Contestant(SHARDED, "stretto", {"shard": {}}, optimizer="adamw"),
         Contestant(NO_GRADS, "stretto", {"shard": {"keep_grads": False}}, optimizer="adamw"),
     )
+
+
+def least() -> Contestant:
+    """What no way to step in shares on one host can beat: see floor.py."""
+    return Contestant(FLOOR_IN_SHARES, "floor", {"shares": True}, optimizer="adamw")
 
 
 def divide(

@@ -88,6 +88,11 @@ def done_within(work: Any, time: datetime.timedelta) -> bool:
     return True
 
 
+def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as they read, one behind the other: a view where they lie so already, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
 def never_free(held: object) -> None:
     """Keep it to the end of the process: what Python alone holds it lets go at the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

@@ -129,3 +129,25 @@ def test_detaching_takes_all_hooks_off() -> None:
         return [len(parameter._backward_hooks or ()) for parameter in model.parameters()]
 
     assert run_ranks(worker, 2) == [[0] * 4] * 2
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("cleared", [False, True])
+@pytest.mark.parametrize("silent", [0, 1])
+def test_of_a_sum_what_was_cleared_after_a_silent_pass_counts_no_more(silent: int, cleared: bool, graph: bool) -> None:
+    """Rank ``silent`` has a gradient without synchronisation; rank 1 alone uses the parameter in the pass after it."""
+
+    def worker(transport):
+        model = torch.nn.ParameterDict({"sometimes": torch.zeros(3), "always": torch.zeros(3)})
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        (model["sometimes"] + model["always"]).sum().backward()  # 2 each
+        if transport.rank == silent:
+            with sync.no_sync():
+                model["sometimes"].sum().backward(create_graph=graph)  # 1 more here
+        if cleared:
+            model.zero_grad()
+        (model["sometimes"] * transport.rank * 4 + model["always"]).sum().backward()
+        return model["sometimes"].grad.tolist()
+
+    assert run_ranks(worker, 2) == [[4.0 if cleared else 2.0 + 1.0 + 4.0] * 3] * 2

@@ -342,3 +342,30 @@ def test_processes_that_drop_layers(world: int) -> None:
         for step in range(10):
             uses = [kept(7 * step + (rank if step % 2 else 0)) for rank in range(world)]
             assert_close(found[step], expected(world, step, uses, 32))
+
+
+def test_what_comes_from_a_checkpoint_beside_what_was_not_foreseen_is_added_to_what_is_there() -> None:
+    """Only one rank uses ``late``, and in the second pass a checkpoint's gradient comes before it: from within, the
+    engine cannot say that ``late`` will come. Another model's checkpoint made all careful before."""
+
+    def worker(transport):
+        model = torch.nn.Module()
+        for name in ("late", "inner"):
+            model.register_parameter(name, torch.nn.Parameter(torch.zeros(3)))
+        stretto.attach(model, transport=transport)
+        one = torch.ones((), requires_grad=True)
+        alive = checkpoint(torch.clone, one, use_reentrant=True)
+        found = []
+        for number in range(3):
+            loss = model.inner.sum()
+            if number:
+                loss = checkpoint(lambda x: (model.inner * x).sum(), one, use_reentrant=True)
+            if transport.rank:
+                loss = model.late.sum() + loss
+            loss.backward()
+            found.append((model.late.grad.tolist(), model.inner.grad.tolist()))
+        assert alive.requires_grad
+        return found
+
+    wanted = [([0.5 * number] * 3, [1.0 * number] * 3) for number in (1, 2, 3)]
+    assert run_ranks(worker, 2) == [wanted] * 2

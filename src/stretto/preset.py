@@ -30,6 +30,8 @@ class _Known(dict[int, _Before]):
 
     running = False
     """Whether a synchronised pass is under way, in which ``.grad`` comes and goes by our own hands."""
+    last = 0
+    """The parameter that was looked at last."""
 
 
 class Preset:
@@ -68,9 +70,21 @@ class Preset:
         known = self._known.get(id(parameter))
         return None if known is None else known.value
 
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """Autograd has done so without synchronisation: into another tensor, maybe (``create_graph``)."""
+        gradient, before = parameter.grad, self._known.get(id(parameter))
+        if before is not None and gradient is not None:
+            before.address, before.version = _state(gradient)
+
     def begin(self) -> None:
-        """A synchronised pass begins: what was there before its first gradients is known."""
+        """A synchronised pass begins, with the gradient that was looked at last."""
         self._known.running = True
+        for key in [key for key in self._known if key != self._known.last]:  # without synchronisation, before
+            parameter = self._hooks[key][0]() if key in self._hooks else None
+            if parameter is None or parameter.grad is None:
+                del self._known[key]
+            elif not _goes_on(self._known[key], parameter.grad):
+                self._known[key].value = parameter.grad.detach().clone()
 
     def forget(self) -> None:
         """It is over: from now on its result is what ``.grad`` holds."""
@@ -87,15 +101,21 @@ def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Te
     parameter = reference()
     if parameter is None or (known.running and id(parameter) in known):
         return
+    known.last = id(parameter)
     gradient, before = parameter.grad, known.get(id(parameter))
     if gradient is None:
         known[id(parameter)] = _Before(None, 0, 0)
         return
-    strided = gradient.layout is torch.strided
-    address, version = (gradient.data_ptr() if strided else 0), gradient._version
-    accumulated = before is not None and (
-        before.value is None or (before.address, before.version) == (address, version)
-    )
-    if before is None or not accumulated:  # the first, or the user has written to it since
+    address, version = _state(gradient)
+    if before is None or not _goes_on(before, gradient):
         before = known[id(parameter)] = _Before(gradient.detach().clone(), address, version)
     before.address, before.version = address, version + 1
+
+
+def _state(gradient: torch.Tensor) -> tuple[int, int]:
+    return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
+
+
+def _goes_on(before: _Before, gradient: torch.Tensor) -> bool:
+    """Whether nobody but autograd has written to the gradient since."""
+    return before.value is None or (before.address, before.version) == _state(gradient)

@@ -191,6 +191,8 @@ class Reducer:
                 self._arrivals.order.append(parameter)
             else:
                 self._unsynchronized.add(self._tracker.index_of[id(parameter)])
+                if self.queue.preset is not None:
+                    self.queue.preset.accumulated(parameter)
                 if self._events.gradient_kept:
                     self._events.emit(self._events.gradient_kept, self.queue.pass_number + 1)
 

@@ -133,6 +133,10 @@ class ArrivalTracker:
         self._absent = frozenset(everything - coming)
         return coming
 
+    def _came_unforeseen(self, arrived: Iterable[int]) -> bool:
+        """Whether one of these, by ``id``, was not to come: what is in its slot waits for the sum with it."""
+        return bool(self._absent) and not self._absent.isdisjoint([self.index_of[i] for i in arrived])
+
     def unforeseen(self) -> bool:
         """Whether parameters came in this pass although they were not to."""
         came = bool(self._absent) and not self._absent.isdisjoint(self.arrival_order())
@@ -178,7 +182,7 @@ class ArrivalTracker:
         stop = self._looked_at + len(expected)
         parameters = self.arrivals.order[self._looked_at : stop]
         arrived = [*map(id, parameters)]
-        if done or arrived != expected[: len(arrived)]:
+        if done or arrived != expected[: len(arrived)] or self._came_unforeseen(arrived):
             return self._leave_schedule()
         if len(arrived) == len(expected):
             chunk = self._schedule[self._next_chunk]

@@ -284,6 +284,16 @@ class TestDropIn:
             stretto.DistributedDataParallel(linear(), check_reduction=True)
 
 
+def caps(rank: int) -> tuple[int, int]:
+    plan = stretto.attach(torch.nn.Linear(4, 4), transport="shared_memory").plan
+    return plan.cap_bytes, plan.last_cap_bytes
+
+
+@pytest.mark.ranks
+def test_buckets_in_shared_memory_are_as_large_as_the_docs_say() -> None:
+    assert spawn_ranks(caps, 2) == [(17 * 2**20 // 8, 2**20 // 4)] * 2
+
+
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the group's CUDA backend counts")
 def test_a_group_made_without_naming_a_backend_gets_the_buckets_that_suit_gloo() -> None:

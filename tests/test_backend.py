@@ -176,6 +176,11 @@ def unusual_layouts(rank):
     row = torch.arange(8.0)
     dist.all_reduce(row[::2], group=group)
     assert row.tolist() == [0, 1, 4, 3, 8, 5, 12, 7], "where Gloo writes elsewhere"
+    single = torch.full((8,), rank + 1.0)[::8]  # of one element, and torch takes any stride for contiguous then
+    dist.broadcast(single, 1, group=group)
+    singles = [torch.zeros(8)[::8] for _ in range(2)]
+    dist.all_gather(singles, torch.full((8,), rank + 5.0)[::8], group=group)
+    assert [single.item(), *(one.item() for one in singles)] == [2, 5, 6]
     assert found[0][1].is_contiguous(memory_format=torch.channels_last)
 
 

@@ -39,6 +39,7 @@ from stretto.cli import execute
 from stretto.quiet import quietly
 from stretto.sharding.awaited import Arrival
 from stretto.testing import read_results, spawn_ranks
+from stretto.transport import SharedMemoryTransport
 
 ROOT = Path(__file__).parent.parent
 QUICK = Effort(rounds=2, seconds=1.0, block=0.002, warm_up=1)
@@ -116,20 +117,27 @@ def test_everybody_runs_and_who_cannot_is_named(found: Comparison) -> None:
 def steps_in_shares(rank: int) -> dict[str, object]:
     model, loss = workload_of("policy")()
     training = build(least(), lambda: (model, loss))
+    met, shared = [], SharedMemoryTransport
+    meet = shared.meet
+    shared.meet = lambda self, *told: met.append(rank) or meet(self, *told)
     training.steps(3)
-    (group,) = training.optimizer.param_groups
+    floor = training.after
     return {
-        "stepped": sum(one.numel() for one in group["params"]),
+        "stepped": sum(one.numel() for one in floor.parameters),
         "of": sum(one.numel() for one in model.parameters()),
-        "all moved": all(bool((one < 0).all()) for one in group["params"]),
+        "all moved": all(bool((one < 0).all()) for one in floor.parameters),
+        "sums of shares": {one for block in floor.blocks for one in block.share.tolist()},
+        "meetings": len(met),
         "gradients left": sum(one.grad is not None for one in model.parameters()),
     }
 
 
 @pytest.mark.ranks
 def test_floor_in_shares_steps_what_each_rank_would_have() -> None:
+    """What stands for gradients is 1 on every rank."""
     for found in spawn_ranks(steps_in_shares, 2):
-        assert found == {"stepped": found["of"] // 2, "of": 5508, "all moved": True, "gradients left": 0}
+        expected = {"of": 5508, "all moved": True, "sums of shares": {2.0}, "meetings": 6, "gradients left": 0}
+        assert found == expected | {"stepped": 5508 // 2}
 
 
 @pytest.mark.ranks

@@ -335,12 +335,15 @@ def test_a_hook_that_sends_nothing_wakes_them() -> None:
     assert spawn_ranks(silent_at_last, 2) == [(True, 5.0)] * 2
 
 
-def failing_beside_silence(rank: int) -> float:
+def failing_beside_silence(rank: int) -> tuple[float, list[int]]:
     """Rank 1 gives up passes 4 and 6, which nobody can be told; it alone acts on words for it."""
     torch.manual_seed(0)
     model = Masked()
     sync = stretto.attach(model)
     sync.register_comm_hook(None, noop_hook)
+    queue, acted = sync._reducer.queue, list[int]()
+    hear = queue.presence.hear
+    queue.presence.hear = lambda *said, **named: acted.append(queue.pass_number) or hear(*said, **named)
 
     def fail(_: torch.Tensor) -> None:
         raise ValueError("no")
@@ -354,8 +357,8 @@ def failing_beside_silence(rank: int) -> float:
             hook.remove()
     model.scale.fill_(5.0 - rank)
     step(model)
-    return float(model.scale)
+    return float(model.scale), acted
 
 
 def test_a_rank_that_gives_up_beside_a_silent_hook_sends_on() -> None:
-    assert spawn_ranks(failing_beside_silence, 2) == [5.0] * 2
+    assert spawn_ranks(failing_beside_silence, 2) == [(5.0, [1])] * 2

@@ -492,6 +492,25 @@ def who_waits(rank: int) -> dict[str, bool]:
     return found
 
 
+def left_alone(rank: int) -> list[bool]:
+    """Two models that one backward reaches; then the first is detached, and the second goes on by itself."""
+    parts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    first, second = (stretto.attach(part, transport="process_group") for part in parts)
+    waits = []
+    for number in range(6):
+        if number == 3:
+            first.detach()
+        x = torch.full((1, WIDTH), 1.0 + rank)
+        sum(part(x).sum() for part in (parts if number < 3 else parts[1:])).backward()
+        waits.append(second._reducer.family.waits)
+    return waits
+
+
+@pytest.mark.ranks
+def test_whoever_is_left_alone_overlaps_again() -> None:
+    assert spawn_ranks(left_alone, 2) == [[True] * 3 + [False] * 3] * 2
+
+
 @pytest.mark.ranks
 def test_handles_side_by_side_wait_for_each_other_only_where_their_buckets_could_mix() -> None:
     for found in spawn_ranks(who_waits, 2, timeout=60):

@@ -301,6 +301,9 @@ ODD = {
     "expanded whole numbers": lambda value: torch.full((), int(value)).expand(4),
     "every other one": lambda value: torch.full((8,), value)[::2],
     "every other whole number": lambda value: torch.full((8,), int(value))[::2],
+    "one of eight": lambda value: torch.full((8,), value)[::8],
+    "one of eight, double": lambda value: torch.full((8,), value, dtype=torch.float64)[::8],
+    "one, expanded to one": lambda value: torch.full((), value).expand(1),
     "transposed": lambda value: torch.full((3, 4), value).t(),
     "lazily conjugated": lambda value: torch.full((3,), complex(value, value)).conj(),
     "lazily negated": lambda value: torch.full((3,), complex(value, -value)).conj().imag,
@@ -333,6 +336,40 @@ def test_reduce_takes_tensors_as_autograd_leaves_them(make) -> None:
 
     for found in run_ranks(worker, 2):
         assert torch.equal(found, make(2.0))
+
+
+@pytest.mark.parametrize("buffers", ["rank0", "mean"])
+def test_an_expanded_buffer_stays_one_with_what_it_was_expanded_from(buffers: str) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(3, 1)
+        model.register_buffer("base", torch.full((1,), float(transport.rank)))
+        model.register_buffer("wide", model.base.expand(4))
+        stretto.attach(model, transport=transport, buffers=buffers)
+        read = []
+        for _ in range(3):
+            model.base.add_(1 + transport.rank)
+            read.append(model.wide.tolist())
+            model(batch(transport.rank)).sum().backward()
+        return read
+
+    step = 1.5 if buffers == "mean" else 1.0
+    assert run_ranks(worker, 2) == [[[rank + 1 + step * number] * 4 for number in range(3)] for rank in range(2)]
+
+
+@pytest.mark.parametrize("values", [[2.0] * 4, [1.0, 2.0, 3.0, float("nan")]])
+@pytest.mark.parametrize("inference", [True, False])
+def test_an_expanded_buffer_follows_one_that_lies_otherwise(values: list[float], inference: bool) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(3, 1)
+        with torch.inference_mode(inference):
+            odd = torch.zeros(1).expand(4) if transport.rank else torch.tensor(values)
+        model.register_buffer("odd", odd)
+        stretto.attach(model, transport=transport)
+        assert model.odd.is_inference() == inference
+        return str(model.odd.tolist()), str(model.odd)
+
+    first, second = run_ranks(worker, 2)
+    assert first == second and first[0] == str(values)
 
 
 def test_reduce_of_the_gradient_of_a_sum() -> None:

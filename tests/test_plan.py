@@ -98,7 +98,7 @@ def test_small_ones_go_on_behind_a_large_one_while_they_are_few(request):
     """A bucket crosses a large parameter only while it holds little, and no two neighbours could have been one."""
     plan = make(request)
     position = {index: place for place, index in enumerate(arrivals(request))}
-    large = [index for index, p in enumerate(plan.parameters) if p.nbytes > plan.cap_bytes]
+    large = [index for index, p in enumerate(plan.parameters) if p.nbytes >= plan.cap_bytes]
     tail = plan.buckets[-1].indices
     for number, bucket in enumerate(plan.buckets[:-1]):
         kind = (bucket.dtype, bucket.device)

@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from stretto.transport.counterparts import Counterparts
 from stretto.transport.courier import Courier, Incoming
 from stretto.transport.exchange import Exchange
 from stretto.transport.futex import Futex
+from stretto.transport.hierarchical import HierarchicalTransport
 from stretto.transport.spreading import _FAILED as FAILED
-from stretto.transport.spreading import SharesUnderWay, Words
+from stretto.transport.spreading import SharesUnderWay, Spreading, Words
 
 __all__ = ["loopback"]  # a fixture
 pytestmark = pytest.mark.timeout(60)
@@ -201,6 +203,18 @@ def test_what_is_in_doubt_keeps_no_program_from_ending(monkeypatch: pytest.Monke
     courier.close()
     assert said == ["nothing came within 0 s"] * 50
     courier.close()
+
+
+def test_whoever_stops_waiting_says_so() -> None:
+    """By the work that was waited for, by the transport that was told to abandon it, or for a whole round."""
+    told: list[str] = []
+    courier = SimpleNamespace(doubt=lambda: told.append("doubt"))
+    team = SimpleNamespace(counterparts=SimpleNamespace(courier=courier))
+    work = SharesUnderWay(words(7, 6)._words, {0: 4, 1: 5}, 7, courier)
+    work.doubt()
+    HierarchicalTransport.abandon(SimpleNamespace(_team=team), work)
+    Spreading.doubt(SimpleNamespace(_team=team))
+    assert told == ["doubt"] * 3
 
 
 def test_a_message_has_as_long_as_a_collective() -> None:

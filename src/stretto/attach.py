@@ -69,11 +69,13 @@ def attach(
             ``"shared_memory"`` or ``"process_group"`` to insist; or an object that carries the buckets instead, and
             is closed by whoever made it.
             Tensors on accelerators, and several ``process_groups``, are left to the groups.
-        bucket_cap_mb: a bucket holds at most so many MiB, unless one parameter alone is larger; default, what suits the
-            transport: 2.1 in shared memory, 25 for NCCL; over Gloo and between hosts from 0.27 to 34, by what some
-            messages take when ranks attach (4 if the model is no larger than 1 MiB, or without ``init_sync``). Name one
-            where runs must repeat to the bit on more than two ranks, or a comm hook keeps what it knows by bucket.
-        last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap.
+        bucket_cap_mb: a bucket holds at most so many MiB; a parameter that is as large or larger lies alone. Default,
+            what suits the transport: 2.1 in shared memory, 25 for NCCL; over Gloo and between hosts from 0.27 to 34, by
+            what some messages take when ranks attach (4 if the model is no larger than 1 MiB, or without
+            ``init_sync``). Name one where runs must repeat to the bit on more than two ranks, or a comm hook keeps what
+            it knows by bucket.
+        last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap that
+            was named, else what suits the transport (0.25 in shared memory).
         buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
             ``"mean"``, floating ones become their mean and others follow rank 0's; ``"none"``, each keeps its own.
             Of a module on the host, buffers of which none changes (masks) are sent no more until one does.
@@ -209,7 +211,7 @@ def _attach(
             "plan": plan.hash,
         }
         agree(state_model(parameters, tensors, facts), carrier.rank, peers.gather)
-        values = [tensor.detach() for tensor in (*parameters.values(), *tensors.values())]
+        values = [*parameters.values(), *tensors.values()]
         broadcast_coalesced(values, carrier, peers.wait_for)
         suited = suit_link(options, plan, carrier, peers.wait_for, peers.gather)
         if suited != options:

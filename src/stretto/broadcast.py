@@ -6,6 +6,7 @@ travels as bytes, all dtypes in one message (BatchNorm counts in int64 beside it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -140,16 +141,24 @@ def _pack(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Into any tensor. One whose elements share memory (``expand``, as autograd likes to) gets memory of its own."""
+    """Into any tensor."""
     try:
         torch._foreach_copy_(targets, values)
-    except RuntimeError:  # some are lazily conjugated, or such
+    except RuntimeError:  # some share memory between their elements, or are lazily conjugated, or such
         for target, value in zip(targets, values, strict=True):
-            shares = any(not stride and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True))
-            if shares:
-                target.data = value.clone()
-            else:
-                target.copy_(value)
+            _copy_one(target, value)
+
+
+def _copy_one(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Where elements share memory (``expand``, as autograd likes to), once; memory of its own if they are to differ."""
+    shared = [size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)]
+    once = tuple(slice(1) if one else slice(None) for one in shared)
+    alike = torch.allclose(value[once].expand_as(value), value, rtol=0, atol=0, equal_nan=True)
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():  # False would turn graphs on
+        if alike:
+            target[once].copy_(value[once])
+        else:
+            target.data = value.clone()
 
 
 def _by_dtype(

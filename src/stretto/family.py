@@ -218,7 +218,8 @@ class Family:
 
     def _alone(self) -> Member | None:
         """The member that is alone in this family, and on its process group."""
-        member = self._members[0]() if len(self._members) == 1 else None
+        members = self._members  # read once: another thread may detach them meanwhile
+        member = members[0]() if len(members) == 1 else None
         return None if member is None or len(member.queue.peers.seat.row) > 1 else member
 
     def _running(self) -> list[Member]:

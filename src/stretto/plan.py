@@ -202,7 +202,7 @@ def plan_buckets(
         parameters: specs in order of registration.
         order: indices in order of arrival; ``None`` stands for the reverse of registration, the best guess before the
             first backward.
-        cap_bytes: a bucket's payload is at most this, unless one parameter alone is larger.
+        cap_bytes: a bucket's payload is at most this; a parameter that is as large or larger lies alone.
         last_cap_bytes: the same for the bucket that leaves last, the only one that backward can never hide; default a
             quarter of ``cap_bytes``.
         cut_after: indices of parameters whose arrival closes every bucket that is being filled.

@@ -241,7 +241,7 @@ class Rejoin:
 
     def _send_values(self, module: torch.nn.Module, loose: set[str]) -> None:
         everything = self._members.everything()
-        values = [parameter.detach() for name, parameter in everything.items() if name in loose]
+        values = [parameter for name, parameter in everything.items() if name in loose]
         if self._places.policy != "none":
             values += named(module, self._members.options, "buffers").values()
         broadcast_coalesced(values, self._queue.transport, self._queue.wait_for)

@@ -17,7 +17,7 @@ from ..attach import attach
 from ..handle import Synchronizer
 from ..transport import ProcessGroupTransport, Transport, choose
 from .contestants import Contestant, OptimizerName
-from .floor import least_in_shares, least_work, meeting
+from .floor import StepInShares, least_work, meeting
 from .models import Loss, Workload
 from .sharded import divide
 
@@ -88,6 +88,16 @@ class Messages(Training):
         return torch.zeros(sum(one.numel() for one in self.model.parameters() if one.requires_grad))
 
 
+class InShares(Training):
+    """What follows backward steps, too."""
+
+    def steps(self, count: int) -> None:
+        """So many steps."""
+        for _ in range(count):
+            self.backward()
+            self.after()
+
+
 def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
     """Collective: what the contestant does to a model of its own, and to its optimizer.
 
@@ -96,9 +106,6 @@ def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
     """
     training = _shared_out(contestant, *make())
     training.sync_every = contestant.sync_every
-    if contestant.options.get("shares"):
-        training.after, training.optimizer = least_in_shares(training.model, _shared_memory())
-        return training
     parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
     training.optimizer = _optimizer(contestant.optimizer, parameters)
     if training.handle is not None:
@@ -135,8 +142,10 @@ def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Trainin
         training = Messages(model, model, loss)
     elif contestant.kind == "loop":
         training = Training(model, model, loss, _message_by_message(model))
-    elif contestant.kind == "alone" or contestant.options.get("shares"):
+    elif contestant.kind == "alone":
         training = Training(model, model, loss)
+    elif contestant.options.get("shares"):
+        training = InShares(model, model, loss, StepInShares(model, _shared_memory()))
     else:
         shared = _shared_memory()
         work = meeting(shared) if contestant.kind == "lockstep" else least_work(model, shared)

@@ -1,23 +1,25 @@
 """What an all-reduce through shared memory costs at least on this hardware, in a step that is not wrong about it.
 
-At the end of backward the ranks meet once, by a message of 4 bytes; then each writes as many bytes as it has gradients
-into memory that all ranks map, sums its share over the ranks, and writes that share into everybody's memory: in blocks
-that fit a core's cache, by flat operations, with no further meeting and nothing in Python for a parameter.
+At the end of backward the ranks meet once, by a message without content; then each writes as many bytes as it has
+gradients into memory that all ranks map, sums its share over the ranks, and writes that share into everybody's memory:
+in blocks that fit a core's cache, by flat operations, with no further meeting and nothing in Python for a parameter.
 
 The sums are of no use: the gradients themselves are not what is copied. They are in the cache when a reducer takes
 them, so the source of the copy is one block that stays in the cache, and ranks read what others may be writing. What is
 left out cannot be had for less; what is done cannot be left out.
 
-Where the optimizer's step is divided, each rank sums its share for itself alone, steps so many elements, block by block
-while they are in the cache, and the ranks meet once more before anybody may read them.
+Where the optimizer's step is divided, each rank sums its share of a block for itself alone and steps so many elements
+at once, while the sum is in the cache; and the ranks meet once more before anybody may read what was stepped.
 """
 
 from __future__ import annotations
 
+import array
 import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +29,14 @@ from ..errors import SetupError
 from ..transport import Transport
 from ..transport.memory import map_shared
 
-BLOCK = 128 * 1024
-"""Elements: 512 KB of float32, which stay in the processor's cache."""
+SHARE = 64 * 1024
+"""Elements that one rank sums of a block: 256 KB of float32, which stay in the processor's cache."""
 
 
-def meeting(shared: Transport) -> Callable[[], object]:
-    """All ranks wait for each other, once, by the smallest message there is."""
-    word = torch.zeros(1)
-    return lambda: shared.all_reduce(word).wait()
+def meeting(shared: Any) -> Callable[[], object]:
+    """All ranks wait for each other, once, by the smallest message there is. ``shared``: as for ``least_work``."""
+    numbers = array.array("q", (0, 0))
+    return lambda: shared.meet(numbers, b"floor").wait()
 
 
 def least_work(model: nn.Module, shared: Transport) -> Callable[[], object]:
@@ -59,25 +61,27 @@ def least_work(model: nn.Module, shared: Transport) -> Callable[[], object]:
     return work
 
 
-def least_in_shares(model: nn.Module, shared: Transport) -> tuple[Callable[[], object], torch.optim.Optimizer]:
-    """The same where each rank steps its share with AdamW: what follows backward, and the optimizer. Collective."""
-    meet, blocks = meeting(shared), _blocks(model)
-    parameters = [nn.Parameter(torch.zeros_like(block.share)) for block in blocks]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+class StepInShares:
+    """What follows backward in the floor where each rank steps its share with AdamW; arguments as above. Collective."""
 
-    def stepped(*_: object) -> None:
-        meet()
-
-    optimizer.register_step_post_hook(stepped)
-
-    def work() -> None:
-        model.zero_grad()
-        meet()
-        for block, parameter in zip(blocks, parameters, strict=True):
-            block.sum_share()
+    def __init__(self, model: nn.Module, shared: Transport) -> None:
+        self._model, self._meet = model, meeting(shared)
+        self.blocks = _blocks(model)
+        """Of the gradients."""
+        self.parameters = [nn.Parameter(torch.zeros_like(block.share)) for block in self.blocks]
+        """What this rank steps, by block."""
+        for block, parameter in zip(self.blocks, self.parameters, strict=True):
             parameter.grad = block.share
+        self._optimizers = [torch.optim.AdamW([one], lr=1e-4) for one in self.parameters]
 
-    return work, optimizer
+    def __call__(self) -> None:
+        """One step."""
+        self._model.zero_grad()
+        self._meet()
+        for block, optimizer in zip(self.blocks, self._optimizers, strict=True):
+            block.sum_share()
+            optimizer.step()
+        self._meet()
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,10 @@ def _blocks(model: nn.Module) -> list[_Block]:
     """All of a model's gradients. Collective."""
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     rank, ranks, buffers = dist.get_rank(), dist.get_world_size(), _buffers_of_all(numel)
-    hot, found = torch.ones(min(BLOCK, numel)), []
-    for begin in range(0, numel, BLOCK):
-        end = min(begin + BLOCK, numel)
+    size = SHARE * ranks
+    hot, found = torch.ones(min(size, numel)), []
+    for begin in range(0, numel, size):
+        end = min(begin + size, numel)
         first, last = (begin + (end - begin) * (rank + n) // ranks for n in (0, 1))
         shares = [other[first:last] for place, other in enumerate(buffers) if place != rank]
         found.append(_Block(buffers[rank][begin:end], buffers[rank][first:last], shares, hot[: end - begin]))

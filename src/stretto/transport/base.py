@@ -90,7 +90,8 @@ def done_within(work: Any, time: datetime.timedelta) -> bool:
 
 def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as they read, one behind the other: a view where they lie so already, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    row = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return row.as_strided(row.shape, (1,))  # torch leaves any stride to a single element, and refuses other dtypes then
 
 
 def never_free(held: object) -> None:

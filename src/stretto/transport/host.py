@@ -5,9 +5,10 @@
     peers likewise  ─────────────────────┘        wait:    advance, then sleep on the word of a rank that is awaited
 
 Every rank has a page that all map: two counters that only it writes, and a ring that says where the tensor of message
-number n lies. Ranks post the same messages in the same order. A message is a small machine: published by this rank,
-begun when those it needs have published, ended at once or when what goes on outside the host is done, over when its
-own part, or for some everybody's, has ended. Nothing but ``wait`` ever waits, so a late peer stops nobody's backward.
+number n lies, or holds two numbers instead. Ranks post the same messages in the same order. A message is a small
+machine: published by this rank, begun when those it needs have published, ended at once or when what goes on outside
+the host is done, over when its own part, or for some everybody's, has ended. Nothing but ``wait`` ever waits, so a late
+peer stops nobody's backward.
 
 [Note: broken]  A rank whose sequence of messages has come to an end (they called something else, there is no memory,
 Ctrl-C stopped it amid a message, its patience is over) is broken: it publishes nothing any more, and says why in its

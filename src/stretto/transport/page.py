@@ -1,11 +1,12 @@
 """What a rank shows the other ranks of its host, and how they see it.
 
-    | token | published | finished | retired | asleep | broken | table of segments | ring of entries: where each lies |
+    | token | published | finished | retired | asleep | broken | table of segments | ring of entries |
+
+An entry says where the tensor of a message lies, or holds two numbers instead.
 
 Only the rank itself writes its page; the others read. The two counters are the words that ranks sleep on, ``asleep``
 says that this rank does or is about to, ``retired`` counts changes of the table, ``broken`` says why this rank will
-never go on. What different ranks look at lies in
-different cache lines.
+never go on. What different ranks look at lies in different cache lines.
 """
 
 from __future__ import annotations

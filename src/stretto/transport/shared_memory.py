@@ -97,9 +97,10 @@ class SharedMemoryTransport:
         """The sums of two numbers, in place, by a name of its own: it is told where other ranks called something else.
 
         Args:
-            numbers: from 0 to 2**63, summed too.
+            numbers: two, from 0 to 2**63, summed too.
             action: at most 16 bytes.
         """
+        assert len(numbers) == 2, "an entry of the ring has room for two"
         return self._host.post(SumOfNumbers(numbers, action), Location(numbers[0], numbers[1], 0))
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
+from models import Fails, checkpoint
 
 import stretto
 from stretto.testing import run_ranks
@@ -84,18 +84,6 @@ def programs(draw: st.DrawFn) -> Program:
         draw(st.booleans()),
         draw(st.lists(st.one_of(backward, backward, other), min_size=2, max_size=14)),
     )
-
-
-class Failing(torch.autograd.Function):
-    """Backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("on purpose")
 
 
 @dataclass
@@ -211,7 +199,7 @@ class Rank:
         reference, used = self.reference, everyone[self.rank]
         if what == "fails":
             with pytest.raises((ValueError, stretto.PeerError)):
-                (self.loss(used) + Failing.apply(torch.ones((), dtype=torch.float64, requires_grad=True))).backward()
+                (self.loss(used) + Fails.apply(torch.ones((), dtype=torch.float64, requires_grad=True))).backward()
             self.zero(None)
             return
         if what == "not synchronised":

@@ -27,9 +27,9 @@ def policy() -> Workload:
 def many_small_layers() -> Workload:
     """100 layers of 64.
 
-    Orthogonal, so that gradients stay of one size. By torch's own first values each layer makes them 0.6 times as large:
-    behind 100 of them their squares are subnormal, on which a processor is three times as slow, and whichever rank
-    steps those would keep the others waiting.
+    Orthogonal, so that gradients stay of one size. By torch's own first values each layer makes them 0.6 times as
+    large: behind 100 of them their squares are subnormal, on which a processor is three times as slow, and whichever
+    rank steps those would keep the others waiting.
     """
     layers = [nn.Linear(64, 64) for _ in range(100)]
     for layer in layers:

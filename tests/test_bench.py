@@ -122,10 +122,14 @@ def steps_in_shares(rank: int) -> dict[str, object]:
     shared.meet = lambda self, *told: met.append(rank) or meet(self, *told)
     training.steps(3)
     floor = training.after
+    loss(model).backward()  # as in every step before
+    share = slice(rank * 5508 // 2, (rank + 1) * 5508 // 2)
+    own = torch.cat([one.grad.flatten() for one in model.parameters()])[share]
+    model.zero_grad()
     return {
         "stepped": sum(one.numel() for one in floor.parameters),
         "of": sum(one.numel() for one in model.parameters()),
-        "all moved": all(bool((one < 0).all()) for one in floor.parameters),
+        "against": torch.equal(torch.cat([*floor.parameters]).sign(), -own.sign()),
         "sums of shares": {one for block in floor.blocks for one in block.share.tolist()},
         "meetings": len(met),
         "gradients left": sum(one.grad is not None for one in model.parameters()),
@@ -133,10 +137,26 @@ def steps_in_shares(rank: int) -> dict[str, object]:
 
 
 @pytest.mark.ranks
+def test_model_stays_as_it_is_however_long_it_is_stepped() -> None:
+    """What a model knows by heart has subnormal gradients, and takes several times as long."""
+    before, after, moved = spawn_ranks(stepped_for_long, 1)[0]
+    assert after == pytest.approx(before, rel=1e-3) and moved
+
+
+def stepped_for_long(_: int) -> tuple[float, float, bool]:
+    torch.manual_seed(0)
+    model, loss = workload_of("layers")()
+    training = build(replace(alone(), optimizer="adamw"), lambda: (model, loss))
+    before, bias = loss(model).item(), model[0].bias.detach().clone()
+    training.steps(20)
+    return before, loss(model).item(), not torch.equal(model[0].bias, bias)
+
+
+@pytest.mark.ranks
 def test_floor_in_shares_steps_what_each_rank_would_have() -> None:
-    """What stands for gradients is 1 on every rank."""
+    """What is summed is 1 on every rank; what is stepped follows the model's gradients."""
     for found in spawn_ranks(steps_in_shares, 2):
-        expected = {"of": 5508, "all moved": True, "sums of shares": {2.0}, "meetings": 6, "gradients left": 0}
+        expected = {"of": 5508, "against": True, "sums of shares": {2.0}, "meetings": 6, "gradients left": 0}
         assert found == expected | {"stepped": 5508 // 2}
 
 

@@ -18,10 +18,9 @@ from ..handle import Synchronizer
 from ..transport import ProcessGroupTransport, Transport, choose
 from .contestants import Contestant, OptimizerName
 from .floor import StepInShares, least_work, meeting
-from .models import Loss, Workload
+from .models import LEARNING_RATE, Loss, Workload
 from .sharded import divide
 
-LEARNING_RATE = 1e-4
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 

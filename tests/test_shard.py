@@ -492,6 +492,27 @@ def test_gradients_that_were_put_in_place_of_the_mean(carrier: Any) -> None:
     carrier(worker, 3)
 
 
+def test_a_large_gradient_put_in_place_of_the_mean_is_laid_flat_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of the pieces of 512 KB in which it is stepped."""
+    laid: list[torch.Size] = []
+    real = stretches.laid_flat
+    monkeypatch.setattr(stretches, "laid_flat", lambda one, spec: laid.append(one.shape) or real(one, spec))
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(2048, 512)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=1.0), stretto.attach(model, transport=transport))
+        before = model.weight.detach().clone()
+        for _ in range(2):
+            model(torch.ones(2, 2048)).sum().backward()
+            model.weight.grad = model.weight.grad * 2
+            sharded.step()
+            sharded.zero_grad()
+        assert torch.equal(model.weight, before - 4 - 4)
+
+    run_ranks(worker, 2)
+    assert laid == [torch.Size([512, 2048])] * 4
+
+
 def test_two_optimizers_of_one_model(carrier: Any, keep_grads: bool) -> None:
     def worker(transport: Any) -> None:
         model, sync = attached(transport)

@@ -9,6 +9,7 @@ part ways (one has no gradient in this pass, so its state must not move), it is 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,9 +190,10 @@ class Stretches:
             self._in_place = True
             return
         self._in_place = False
+        flat = functools.lru_cache(1)(self._laid_flat)  # pieces of one parameter follow each other
         for stretch in [*self.all]:
             for part in self._alike(stretch, replaced):
-                part.parameter.grad = self._gradient(part)
+                part.parameter.grad = self._gradient(part, flat)
         self._look_at()  # other gradients may be withheld by now, since another optimizer was sharded
 
     def _alike(self, stretch: Stretch, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> Sequence[Stretch]:
@@ -226,16 +228,16 @@ class Stretches:
         bucket, place = self._buckets[piece.bucket], self._places[piece.index]
         return bucket.withheld[place] if bucket.withheld else bucket.views[place]
 
-    def _gradient(self, stretch: Stretch) -> torch.Tensor | None:
+    def _gradient(self, stretch: Stretch, flat: Callable[[int], torch.Tensor]) -> torch.Tensor | None:
         where = self._where(stretch.pieces[0])
         if where is None:
             return None
         if where:
             return stretch.slots
-        return torch.cat([self._elsewhere(piece) for piece in stretch.pieces])
+        return torch.cat([flat(piece.index)[piece.first : piece.end] for piece in stretch.pieces])
 
-    def _elsewhere(self, piece: Piece) -> torch.Tensor:
+    def _laid_flat(self, index: int) -> torch.Tensor:
         """A gradient that somebody has put in place of the slot."""
-        gradient = self._layout.parameters[piece.index].grad
+        gradient = self._layout.parameters[index].grad
         assert gradient is not None, "asked by _where"
-        return laid_flat(gradient, self._layout.plan.parameters[piece.index])[piece.first : piece.end]
+        return laid_flat(gradient, self._layout.plan.parameters[index])

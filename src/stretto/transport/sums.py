@@ -116,21 +116,25 @@ class SumOfSlices:
                 part.copy_(total)
 
     def blocks(self, entries: Sequence[bytes]) -> list[Block]:
-        """This rank's slice of every rank's tensor, cut into blocks."""
-        key = (self.dtype, self.numel, self._averaged, *entries)
+        """What this rank sums of every rank's tensor, in blocks."""
+        key = (self.action, self.numel, self._averaged, *entries)
         found: list[Block] | None = self._host.routes.get(key)
         if found is None:
-            places = len(self._host.peers)
-            low, high = slice_of(self.numel, self._host.place, places)
-            edge = min(max(low, self._averaged), high)
-            step = BLOCK_BYTES // self.dtype.itemsize
-            found = [
-                Block(views(self._host, entries, self.dtype, start, min(start + step, end)), divisor)
-                for begin, end, divisor in ((low, edge, places), (edge, high, 1))
-                for start in range(begin, end, step)
-            ]
-            self._host.routes[key] = found
+            found = self._host.routes[key] = self._route(entries)
         return found
+
+    def _route(self, entries: Sequence[bytes]) -> list[Block]:
+        places = len(self._host.peers)
+        low, high = slice_of(self.numel, self._host.place, places)
+        edge = min(max(low, self._averaged), high)
+        return [*self._cut(entries, low, edge, places), *self._cut(entries, edge, high, 1)]
+
+    def _cut(self, entries: Sequence[bytes], low: int, high: int, divisor: int) -> list[Block]:
+        step = BLOCK_BYTES // self.dtype.itemsize
+        return [
+            Block(views(self._host, entries, self.dtype, start, min(start + step, high)), divisor)
+            for start in range(low, high, step)
+        ]
 
     def end(self) -> None:
         """Nothing is left."""
@@ -149,24 +153,17 @@ class SumOfShare(SumOfSlices):
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Sum."""
-        for block in self.blocks(entries):
+        *share, behind = self.blocks(entries)
+        for block in share:
             block.add_up(self._host.place)
-        behind = views(self._host, entries, self.dtype, self._averaged, self.numel)
-        self._behind = _widened(behind) if self.dtype in WIDER else _added(behind, torch.empty_like(behind[0]))
+        self._behind = torch.empty_like(behind.parts[0])
+        behind.add_up_into(self._behind)
 
-    def blocks(self, entries: Sequence[bytes]) -> list[Block]:
-        """This rank's share of every rank's tensor, cut into blocks."""
-        key = (self.action, self.numel, self._averaged, *entries)
-        found: list[Block] | None = self._host.routes.get(key)
-        if found is None:
-            places, step = len(self._host.peers), BLOCK_BYTES // self.dtype.itemsize
-            low, high = slice_of(self._averaged, self._host.place, places)
-            found = [
-                Block(views(self._host, entries, self.dtype, start, min(start + step, high)), places)
-                for start in range(low, high, step)
-            ]
-            self._host.routes[key] = found
-        return found
+    def _route(self, entries: Sequence[bytes]) -> list[Block]:
+        places = len(self._host.peers)
+        low, high = slice_of(self._averaged, self._host.place, places)
+        behind = Block(views(self._host, entries, self.dtype, self._averaged, self.numel), 1)
+        return [*self._cut(entries, low, high, places), behind]
 
     def release(self) -> None:
         """Nobody reads any more what this rank brought."""

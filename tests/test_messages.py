@@ -166,8 +166,26 @@ ALONE = [
         "Give parameters of the attached module, or names as in module.named_parameters().",
     ),
     (lambda: attach(reduce="max"), 'reduce=\'max\' is not known: use reduce="mean" or reduce="sum"'),
-    (lambda: attach(predivide_factor=0), "predivide_factor=0 must be positive, or None"),
-    (lambda: attach(bucket_cap_mb=-1), "bucket caps must be positive, got cap_bytes=-1048576, last_cap_bytes=-262144"),
+    (lambda: attach(predivide_factor=0), "predivide_factor=0 must be a positive number, or None"),
+    (lambda: attach(bucket_cap_mb="25"), "bucket_cap_mb='25' must be a positive number, or None"),
+    (lambda: attach(weighted="yes"), "weighted='yes' must be True or False"),
+    (lambda: attach(ignore="9.*"), "attach: ignore='9.*' must be a list of names or patterns, as [\"head.*\"]"),
+    (lambda: attach(beside=[3]), "attach: beside= takes handles, what attach() has returned, not int"),
+    (lambda: stretto.attach([]), "attach: the first argument must be a torch.nn.Module, not list"),
+    (
+        lambda: attach(transport=None),
+        'attach: transport=None is not known: use "auto", "shared_memory", "process_group", or an object that is a '
+        "stretto.transport.Transport",
+    ),
+    (
+        lambda: attach(reduce_dtype={"9.*": torch.float32}),
+        "attach: reduce_dtype= names 9.*, which the module does not have.\n"
+        "Give names, or patterns of names, of module.named_parameters() or module.named_buffers().",
+    ),
+    (
+        lambda: plan_buckets([spec()], cap_bytes=-4),
+        "bucket caps must be positive, got cap_bytes=-4, last_cap_bytes=-1",
+    ),
     (lambda: attach().register_comm_hook(None, 3), "Communication hook must be callable, got 3"),
     (
         lambda: setattr(attach(), "weight", 2),

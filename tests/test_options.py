@@ -242,7 +242,7 @@ def test_ignore_by_pattern() -> None:
     ("options", "words"),
     [
         ({"reduce": "median"}, "reduce='median' is not known"),
-        ({"predivide_factor": -1.0}, "predivide_factor=-1.0 must be positive"),
+        ({"predivide_factor": -1.0}, "predivide_factor=-1.0 must be a positive number"),
         ({"reduce_dtype": torch.int32}, "must be a floating dtype"),
         ({"buffers": "rank1"}, "buffers='rank1' is not known"),
     ],

@@ -365,6 +365,82 @@ def test_an_undefined_gradient_is_none_given(world: int) -> None:
     run_ranks(worker, world)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_the_program_see_each_gradient_where_it_arrives(when: str) -> None:
+    """That with which a bucket is full, too, before it is known how often it comes."""
+
+    def worker(transport):
+        model, seen = Branches(), []
+
+        def hook() -> None:
+            for one in model.parameters():
+                one.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad is not None))
+
+        if when == "before":
+            hook()
+        stretto.attach(model, transport=transport)
+        if when == "after":
+            hook()
+        for number in range(4):
+            model.zero_grad()
+            model(inputs_of(transport.rank), "ab").sum().backward()
+            assert_same(gradients(model), expected(2, ["ab"] * 2))
+            assert all(seen) and len(seen) == 4 * (number + 1)
+
+    run_ranks(worker, 2)
+
+
+def step_in_backward(model: torch.nn.Module) -> None:
+    def step(one: torch.nn.Parameter) -> None:
+        one.data.sub_(one.grad)
+        one.grad = None
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(step)
+
+
+def test_gradients_that_a_hook_takes_away_are_named() -> None:
+    """The optimizer in backward of PyTorch's tutorial."""
+
+    def worker(transport):
+        model = torch.nn.Linear(3, 1)
+        stretto.attach(model, transport=transport)
+        step_in_backward(model)
+        model(torch.ones(2, 3)).sum().backward()
+
+    with pytest.raises(stretto.UnsupportedError) as caught:
+        run_ranks(worker, 2)
+    assert str(caught.value).replace("rank 1", "rank 0") == (
+        "rank 0, pass 1: the gradient of bias, weight was taken away before it was averaged: a hook of the program steps or "
+        "clears it where it arrives.\n"
+        "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
+    )
+
+
+def test_gradients_that_a_hook_takes_away_before_ours_are_told_apart_from_unused_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def worker(transport):
+        model = torch.nn.ModuleDict({"unused": torch.nn.Linear(1, 1), "used": torch.nn.Linear(3, 1, bias=False)})
+        step_in_backward(model["used"])
+        stretto.attach(model, transport=transport)
+        for _ in range(3):
+            model["used"](torch.ones(2, 3)).sum().backward()
+
+    run_ranks(worker, 2)
+    warnings = [one.getMessage() for one in caplog.records if "in any pass so far" in one.getMessage()]
+    assert warnings == [
+        "rank 0, pass 3: unused.weight, unused.bias had no gradient in any pass so far, on any rank. Each stays "
+        "untrained, and is sent as zeros if others share its bucket.\n"
+        "If it is meant so, freeze it, requires_grad_(False), or leave it out: "
+        "attach(..., ignore=['unused.weight', 'unused.bias']).",
+        "rank 0, pass 3: used.weight had no gradient in any pass so far when it was to be averaged, but has a hook of "
+        "the program (register_post_accumulate_grad_hook).\n"
+        "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
+        "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
+    ]
+
+
 def test_a_sparse_gradient_that_no_module_announces_is_refused_by_name() -> None:
     def worker(transport):
         model = torch.nn.Embedding(5, 2)

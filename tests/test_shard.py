@@ -513,6 +513,33 @@ def test_a_large_gradient_put_in_place_of_the_mean_is_laid_flat_once_a_step(monk
     assert laid == [torch.Size([512, 2048])] * 4
 
 
+def test_the_optimizer_that_was_sharded_does_not_step_by_itself(carrier: Any) -> None:
+    """Every rank would step all of the parameters that they share."""
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        optimizer = torch.optim.AdamW(model.parameters())
+        sharded = stretto.shard(optimizer, sync)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # the groups are its own still
+        backward(model, transport.rank, 0)
+        before = [one.detach().clone() for one in model.parameters()]
+        with pytest.raises(stretto.SetupError) as caught:
+            optimizer.step()
+        assert str(caught.value) == (
+            "this AdamW was sharded: it has no state any more, and is not to step by itself.\n"
+            "Step what stretto.shard() has returned: optimizer = stretto.shard(optimizer, sync)."
+        )
+        assert all(map(torch.equal, before, model.parameters()))
+        sharded.step()
+        schedule.step()
+        back = sharded.unshard()
+        assert back is optimizer
+        backward(model, transport.rank, 1)
+        back.step()
+
+    carrier(worker, 2)
+
+
 def test_two_optimizers_of_one_model(carrier: Any, keep_grads: bool) -> None:
     def worker(transport: Any) -> None:
         model, sync = attached(transport)
@@ -719,8 +746,9 @@ def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
         backward(model, transport.rank, 0)
         said = (
             f"rank {transport.rank}: the gradient of twin is not here: with keep_grads=False each rank has its "
-            "share of it alone.\nUse sync.clip_grad_norm_(), call zero_grad() or step() before the next backward, or "
-            "stretto.shard(..., keep_grads=True) to look at gradients."
+            "share of it alone.\nUse sync.clip_grad_norm_(), call zero_grad() or step() before the next backward, "
+            "run all backwards of a step but the last in sync.no_sync(), or stretto.shard(..., keep_grads=True) to "
+            "look at gradients."
         )
         gradient = model.first.weight.grad
         for look in (

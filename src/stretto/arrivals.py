@@ -94,6 +94,18 @@ def owner_of(parameter: torch.nn.Parameter) -> object | None:
     return None
 
 
+def has_other_hooks(parameter: torch.Tensor) -> bool:
+    """Whether the program, too, looks at its gradients as they arrive, or may have taken them away."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any([not _is_ours(hook) for hook in hooks.values()])
+
+
+def _is_ours(hook: Any) -> bool:
+    if isinstance(hook, functools.partial):
+        return "owner" in vars(hook)
+    return type(getattr(hook, "__self__", None)).__module__.startswith(f"{__package__}.")
+
+
 def hook_for(parameter: torch.nn.Parameter, owner: object, call: Callable[[torch.Tensor], None]) -> Any:
     """Hook a parameter that is on no list of arrivals, so that ``owner_of`` finds ``owner``."""
     hook = functools.partial(call)

@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
 from .membership import named, plan_for, stand_in, trained
-from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse
+from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
@@ -130,16 +132,21 @@ def attach(
         reduce=reduce,
         weighted=weighted,
         predivide_factor=predivide_factor,
-        ignore=tuple(sorted(ignore)),
         delay=delay,
         check_every=check_every,
-        sparse=tuple(sorted(sparse)),
     )
 
     def options() -> Options:
-        return asked(reduce_dtype=dtype_patterns(reduce_dtype), launch_after=names_of(module, launch_after))
+        _refuse_others(others)
+        return asked(
+            ignore=patterns("ignore", ignore),
+            sparse=patterns("sparse", sparse),
+            reduce_dtype=dtype_patterns(reduce_dtype),
+            launch_after=names_of(module, launch_after),
+        )
 
-    others = [*beside]
+    _refuse_kinds(module, transport)
+    others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = default_transport(process_group, process_groups) if isinstance(transport, str) else transport
     if base is None or base.world_size == 1:
         return _attach_alone(module, base, options(), others, chosen=isinstance(transport, str))
@@ -236,6 +243,23 @@ def default_transport(
     return None
 
 
+def _refuse_kinds(module: object, transport: object) -> None:
+    """Raise where nothing can be asked of what was given; a program does that on all ranks alike."""
+    if not isinstance(module, torch.nn.Module):
+        raise SetupError(f"attach: the first argument must be a torch.nn.Module, not {type(module).__name__}")
+    if not isinstance(transport, str) and not hasattr(transport, "all_reduce"):
+        raise SetupError(
+            f"attach: transport={transport!r} is not known: use "
+            + ", ".join(f'"{name}"' for name in get_args(TransportName))
+            + ", or an object that is a stretto.transport.Transport"
+        )
+
+
+def _refuse_others(beside: Iterable[object]) -> None:
+    if strange := [type(one).__name__ for one in beside if not isinstance(one, Synchronizer)]:
+        raise SetupError(f"attach: beside= takes handles, what attach() has returned, not {strange[0]}")
+
+
 def _refuse(module: torch.nn.Module, options: Options) -> None:
     """Raise what keeps this module from being attached on this rank, if anything."""
     scripted = [name or "the module" for name, one in module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
@@ -251,12 +275,13 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
         )
-    vain = [pattern for pattern in options.ignore if not any(Options(ignore=(pattern,)).ignores(n) for n in everything)]
-    if vain:
-        raise SetupError(
-            f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
-            "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
-        )
+    for option, given in (("ignore", options.ignore), ("reduce_dtype", dict(options.reduce_dtype))):
+        vain = [one for one in given if one != "*" and not any(fnmatchcase(name, one) for name in everything)]
+        if vain:
+            raise SetupError(
+                f"attach: {option}= names {name_list(vain)}, which the module does not have.\n"
+                "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
+            )
     to_reduce = trained(module, options)
     if not to_reduce:
         raise SetupError(

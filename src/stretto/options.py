@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,11 +35,19 @@ class Options:
     sparse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "last_bucket_cap_mb", "predivide_factor"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise SetupError(f"{name}={value!r} must be a positive number, or None")
+        for name in ("weighted", "delay"):
+            if getattr(self, name) not in (True, False):
+                raise SetupError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.buffers not in get_args(Buffers):
             known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
             raise UnsupportedError(f"buffers={self.buffers!r} is not known: use one of {known}")
-        if self.check_every is not None and self.check_every < 1:
-            raise SetupError(f"check_every={self.check_every} must be a number of passes, 1 or more, or None")
+        every: object = self.check_every
+        if every is not None and not (_is_number(every) and every == int(every) >= 1):  # type: ignore[call-overload]
+            raise SetupError(f"check_every={every!r} must be a number of passes, 1 or more, or None")
 
     def ignores(self, name: str) -> bool:
         """Whether the parameter or buffer is to be left alone."""
@@ -70,6 +80,18 @@ class Options:
         return found
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def patterns(option: str, asked: Iterable[str]) -> tuple[str, ...]:
+    """Names or patterns of names, in order of the alphabet. Raises ``SetupError`` if that is not what was given."""
+    found = () if isinstance(asked, str) or not isinstance(asked, Iterable) else tuple(asked)
+    if isinstance(asked, str) or not isinstance(asked, Iterable) or not all(isinstance(one, str) for one in found):
+        raise SetupError(f'attach: {option}={asked!r} must be a list of names or patterns, as ["head.*"]')
+    return tuple(sorted(found))
+
+
 def dtype_patterns(asked: torch.dtype | Mapping[str, torch.dtype] | None) -> tuple[tuple[str, torch.dtype], ...]:
     """``reduce_dtype`` as pairs of pattern and dtype. One dtype alone stands for all parameters."""
     if asked is None:
@@ -88,7 +110,7 @@ def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter])
     by_identity = {id(parameter): name for name, parameter in module.named_parameters()}
     names = set(by_identity.values())
     found = []
-    for one in asked:
+    for one in [asked] if isinstance(asked, str) or not isinstance(asked, Iterable) else asked:
         name = one if isinstance(one, str) else by_identity.get(id(one), "")
         if name not in names:
             raise SetupError(

@@ -40,8 +40,6 @@ class Scaling:
     def __post_init__(self) -> None:
         if self.reduce not in ("mean", "sum"):
             raise UnsupportedError(f'reduce={self.reduce!r} is not known: use reduce="mean" or reduce="sum"')
-        if self.predivide_factor is not None and not self.predivide_factor > 0:
-            raise SetupError(f"predivide_factor={self.predivide_factor} must be positive, or None")
 
     @property
     def divisor(self) -> float:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from .arrivals import Arrivals
+from .arrivals import Arrivals, has_other_hooks
 from .bucket import Bucket
 from .engine import ReentrantCheckpoints, current_task, will_arrive, without_graph
+from .errors import UnsupportedError, name_list
 from .events import Events
 from .launch import LaunchQueue
 from .parts import MisfitError
@@ -70,6 +71,8 @@ class ArrivalTracker:
         self._task = -1
         self._absent: frozenset[int] = frozenset()
         """Parameters of which it is foreseen that they do not come in this pass."""
+        self._complete: tuple[Bucket, int] | None = None
+        """A bucket of which all has arrived, with which parameter, that was not taken yet."""
         self._count: dict[int, int] = {}
         """How often parameters have arrived in this pass; kept only outside the schedule."""
         self.watch_all()
@@ -151,6 +154,7 @@ class ArrivalTracker:
     def stop(self) -> None:
         """The pass is over or given up: nothing more is taken."""
         self._running = False
+        self._complete = None
         self._absent = frozenset()
         self.arrivals.close()
         self.arrivals.order.clear()
@@ -205,6 +209,7 @@ class ArrivalTracker:
 
     def _take_one_by_one(self) -> None:
         """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
+        self._take_complete()
         for parameter in self.arrivals.order[self._looked_at :]:
             index = self.index_of[id(parameter)]
             if index in self._absent:  # it comes late
@@ -221,10 +226,36 @@ class ArrivalTracker:
                 bucket = self._queue.bucket_of[index]
                 bucket.arrived += 1
                 if bucket.arrived == bucket.pending:
-                    self._queue.guard(bucket.take_rest)
-                    if self._events.bucket_full:
-                        self._tell_full(bucket, index)
+                    self._take_complete()
+                    self._complete = bucket, index
+                    if not has_other_hooks(parameter):
+                        self._take_complete()
         self._looked_at = len(self.arrivals.order)
+
+    def _take_complete(self) -> None:
+        """Take the bucket of which all has arrived; hooks of the program have seen the last of it by now."""
+        if self._complete is None:
+            return
+        (bucket, index), self._complete = self._complete, None
+        self._refuse_gone(bucket)
+        self._queue.guard(bucket.take_rest)
+        if self._events.bucket_full:
+            self._tell_full(bucket, index)
+
+    def _refuse_gone(self, bucket: Bucket) -> None:
+        """Gradients that were there when they arrived."""
+        taken = {place for places in bucket.taken for place in places}.union(bucket.missing)
+        gone = [
+            self._queue.names[index]
+            for place, (index, one) in enumerate(zip(bucket.indices, bucket.parameters, strict=True))
+            if place not in taken and self._count.get(index) and one.grad is None
+        ]
+        if gone:
+            raise UnsupportedError(
+                f"{self._queue.where}: the gradient of {name_list(gone)} was taken away before it was averaged: a hook "
+                "of the program steps or clears it where it arrives.\n"
+                "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
+            )
 
     def _tell_full(self, bucket: Bucket, index: int) -> None:
         if not bucket.pending:
@@ -248,6 +279,7 @@ class ArrivalTracker:
         """
         if self.as_scheduled() and not any(map(_pending, self._queue.buckets)):
             return set()
+        self._take_complete()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
         found = {index: one for index, one in self.alive(unsynchronized | arrived) if one.grad is not None}
         self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .arrivals import has_other_hooks
 from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
@@ -97,10 +98,26 @@ class NeverUsed:
         )
         self._passes += 1
         if self._suspects and self._passes == PASSES:
-            self._warn([queue.names[index] for index in sorted(self._suspects)], told)
+            alive = {index: queue.parameters[index]() for index in self._suspects}
+            hooked = {index for index, one in alive.items() if one is not None and has_other_hooks(one)}
+            self._warn([queue.names[index] for index in sorted(self._suspects - hooked)], told)
+            self._warn_of_hooks([queue.names[index] for index in sorted(hooked)])
         self.looking = bool(self._suspects) and self._passes < PASSES
 
+    def _warn_of_hooks(self, names: list[str]) -> None:
+        if names:
+            log.warning(
+                "%s: %s had no gradient in any pass so far when it was to be averaged, but has a hook of the program "
+                "(register_post_accumulate_grad_hook).\n"
+                "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
+                "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
+                self._queue.where,
+                name_list(names),
+            )
+
     def _warn(self, names: list[str], told: bool) -> None:
+        if not names:
+            return
         log.warning(
             "%s: %s had no gradient in any pass so far, %s. "
             "Each stays untrained, and is sent as zeros if others share its bucket.\n"

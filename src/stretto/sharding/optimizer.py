@@ -38,6 +38,15 @@ _HOOKS = (
 """Where torch keeps them."""
 
 
+def _refuse_the_original(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Every rank would step the whole of a model that ranks share, one after the other. Both have the same hooks."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise SetupError(
+            f"this {type(optimizer).__name__} was sharded: it has no state any more, and is not to step by itself.\n"
+            "Step what stretto.shard() has returned: optimizer = stretto.shard(optimizer, sync)."
+        )
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of which each rank keeps and steps a share; see :func:`stretto.shard`.
 
@@ -61,6 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = _Elsewhere(dict)
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
+        self._refusal = None if shares is None else optimizer.register_step_pre_hook(_refuse_the_original)
         self._module = module
         self._shares = shares
         self._where = where
@@ -247,6 +257,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Parameters get memory of their own. Not collective, so the state of this rank's share is lost."""
         if self._shares is not None:
             self._shares.release()
+        if self._refusal is not None:
+            self._refusal.remove()
         self.beside.discard(self)
         self._shares, self.ended = None, True
 

@@ -173,8 +173,8 @@ ALONE = [
     (lambda: attach(beside=[3]), "attach: beside= takes handles, what attach() has returned, not int"),
     (lambda: stretto.attach([]), "attach: the first argument must be a torch.nn.Module, not list"),
     (
-        lambda: attach(transport=None),
-        'attach: transport=None is not known: use "auto", "shared_memory", "process_group", or an object that is a '
+        lambda: attach(transport=3),
+        'attach: transport=3 is not known: use "auto", "shared_memory", "process_group", or an object that is a '
         "stretto.transport.Transport",
     ),
     (

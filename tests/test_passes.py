@@ -411,8 +411,8 @@ def test_gradients_that_a_hook_takes_away_are_named() -> None:
     with pytest.raises(stretto.UnsupportedError) as caught:
         run_ranks(worker, 2)
     assert str(caught.value).replace("rank 1", "rank 0") == (
-        "rank 0, pass 1: the gradient of bias, weight was taken away before it was averaged: a hook of the program steps or "
-        "clears it where it arrives.\n"
+        "rank 0, pass 1: the gradient of bias, weight was taken away before it was averaged: a hook of the program "
+        "steps or clears it where it arrives.\n"
         "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
     )
 

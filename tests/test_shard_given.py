@@ -473,6 +473,36 @@ def test_what_torch_refuses_to_load_on_one_rank_is_told_on_all(on: Any) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda state: state.update(exp_avg=torch.zeros(3, 2)), "has exp_avg of shape (3, 2), for a parameter of "),
+        (lambda state: state.pop("exp_avg_sq"), "lacks exp_avg_sq"),
+    ],
+)
+def test_a_state_with_which_no_step_could_follow_is_refused_on_all_ranks(change: Any, told: str) -> None:
+    """torch loads it, and fails in the next step, when there is no way back."""
+
+    def worker(transport: Any) -> str:
+        model, sharded, _, plain, optimizer = pair(transport, torch.optim.AdamW)
+        train(model, sharded, transport.rank, range(3))
+        train(plain, optimizer, transport.rank, range(3))
+        state = copy.deepcopy(transport.all_gather_object(sharded.state_dict())[0])
+        if transport.rank == 1:
+            change(state["state"][0])
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.load_state_dict(state)
+        train(model, sharded, transport.rank, range(3, 5))
+        train(plain, optimizer, transport.rank, range(3, 5))
+        assert_same(model, plain)
+        return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(worker, 2)):
+        before, _, after = text.partition("  ValueError: the state of ")
+        assert before == f"rank {rank}, pass 3: rank 1 cannot load the state that it was given, so no rank does.\n"
+        assert after.partition(" ")[2].startswith(told)
+
+
 def test_a_state_that_cannot_be_taken_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     def worker(transport: Any) -> None:
         model, sharded, _, plain, optimizer = pair(transport, torch.optim.AdamW)

@@ -33,7 +33,7 @@ def attach(
     *,
     process_group: dist.ProcessGroup | None = None,
     process_groups: Sequence[dist.ProcessGroup] = (),
-    transport: Transport | TransportName = "auto",
+    transport: Transport | TransportName | None = "auto",
     bucket_cap_mb: float | None = None,
     last_bucket_cap_mb: float | None = None,
     buffers: Buffers = "rank0",
@@ -66,7 +66,7 @@ def attach(
             handle works all the same.
         process_groups: several groups of the same ranks; buckets take turns among them (VLDB 2020, section 5.4), so
             that more than one is under way on backends that work through one after the other.
-        transport: ``"auto"``, memory that the ranks share if all of them run on this host, both that and the
+        transport: ``"auto"`` or None, memory that the ranks share if all of them run on this host, both that and the
             network with several ranks on each of several hosts, else the process group;
             ``"shared_memory"`` or ``"process_group"`` to insist; or an object that carries the buckets instead, and
             is closed by whoever made it.
@@ -145,6 +145,7 @@ def attach(
             launch_after=names_of(module, launch_after),
         )
 
+    transport = "auto" if transport is None else transport
     _refuse_kinds(module, transport)
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = default_transport(process_group, process_groups) if isinstance(transport, str) else transport

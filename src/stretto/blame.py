@@ -11,6 +11,11 @@ from .whereabouts import count
 
 EXPECTED = {"pass": "backward for this pass", "attach": "stretto.attach", "reduce": "stretto.reduce"}
 """What every rank is to call on these occasions."""
+SAME_CALLS = (
+    "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
+    "`if rank == 0`: backward, optimizer.step(), check(), report(), state_dict()."
+)
+"""Where they have not."""
 
 
 def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) -> PeerError:

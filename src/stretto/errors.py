@@ -60,6 +60,10 @@ class CommunicationError(StrettoError, RuntimeError):
     """A collective of a pass failed or timed out."""
 
 
+class CallsDifferError(CommunicationError):
+    """Ranks have called different things at the same time."""
+
+
 class PeerError(CommunicationError):
     """Another rank failed in this pass, has ended, or was killed: its gradients are missing from the mean."""
 

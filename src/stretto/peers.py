@@ -21,9 +21,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
 
-from .blame import EXPECTED, killed, left_early
+from .blame import EXPECTED, SAME_CALLS, killed, left_early
 from .channel import Answer, Channel, Seat, channel_of
-from .errors import CommunicationError, PeerError
+from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart
 from .notes import Note, text_of
 from .transport.base import Transport, Work, abandon, done_within
@@ -246,8 +246,10 @@ class Peers:
     def _done_within(self, work: Any, seconds: timedelta) -> bool:
         try:
             return done_within(work, seconds)
-        except CommunicationError:  # the transport has seen a rank die, or go, and knows nothing of its last words
+        except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
             self._look_for_blame()
+            if isinstance(error, CallsDifferError):
+                raise CommunicationError(f"{self.where}: {error}.\n{SAME_CALLS}") from None
             raise
 
     def _say_where(self, channel: Channel, told: dict[int, Answer], waited: float) -> None:

@@ -310,7 +310,7 @@ class Shares:
         """
         self._peers.seat.calls += 1
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
-        refuse_unlike(places, problem, self._peers.gather, self._peers.where)
+        refuse_unlike(places, problem or self._keeping().misfit(states), self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
 

@@ -30,7 +30,7 @@ from datetime import timedelta
 
 import torch
 
-from ..errors import CommunicationError, PeerError
+from ..errors import CallsDifferError, CommunicationError, PeerError
 from . import memory
 from .memory import Location
 from .message import Message, Posted
@@ -183,7 +183,7 @@ class Host:
             self._say(FINISHED, posted.number)
 
     def _entries(self, posted: Posted) -> list[bytes]:
-        """Where everybody's tensor lies. Raises ``RuntimeError`` if they called something else.
+        """Where everybody's tensor lies. Raises ``CallsDifferError`` if they called something else.
 
         Of a message that needs only its root, those who have not come yet are given as this rank.
         """
@@ -197,7 +197,7 @@ class Host:
             entry = own if peer is self._me or peer.rank in missing else peer.packed_entry(number)
             if entry[Entry.SAME] != own[Entry.SAME]:
                 theirs, ours = Entry.unpack(entry), Entry.unpack(own)
-                raise RuntimeError(f"rank {peer.rank} called {theirs}, rank {self._me.rank} {ours}")
+                raise CallsDifferError(f"rank {peer.rank} called {theirs}, rank {self._me.rank} {ours}")
             entries.append(entry)
         return entries
 
@@ -332,7 +332,8 @@ class Host:
 
     def _error(self) -> CommunicationError:
         if not self._by_peer:
-            return CommunicationError(self.broken)
+            differ = isinstance(self._cause, CallsDifferError)
+            return (CallsDifferError if differ else CommunicationError)(self.broken)
         return PeerError(f"rank {self._me.rank}: {self.broken}.\nRemove the cause and start again, on all ranks.")
 
 

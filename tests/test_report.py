@@ -7,6 +7,8 @@ import gc
 import json
 import re
 import statistics
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -913,3 +915,23 @@ def test_plans_in_records_are_values() -> None:
 
 def plan_of_one() -> BucketPlan:
     return plan_buckets(describe_parameters(dict(torch.nn.Linear(2, 2).named_parameters())), cap_bytes=100)
+
+
+LEAVES_WITH_A_BUCKET_UNDER_WAY = """
+import atexit, threading, time, types
+import torch
+from stretto.recorder import Flight
+
+future = torch.futures.Future()
+flight = Flight(0)
+atexit.register(lambda: print("ended" if flight.end else "under way"))  # runs last
+flight.follow(types.SimpleNamespace(get_future=lambda: future))
+carrier = threading.Thread(target=lambda: (time.sleep(0.3), future.set_result(None)), daemon=True)
+carrier.start()
+"""
+
+
+def test_the_end_of_the_program_sees_what_was_given_up_end() -> None:
+    """Gloo's thread that says so to an interpreter which is gone would end the process by SIGABRT."""
+    run = subprocess.run([sys.executable, "-c", LEAVES_WITH_A_BUCKET_UNDER_WAY], capture_output=True, timeout=60)
+    assert (run.returncode, run.stdout.decode()) == (0, "ended\n")

@@ -11,6 +11,7 @@ all of it is told by the host, which runs ahead of the device.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import time
 import weakref
@@ -30,6 +31,10 @@ EVERY = 100
 """And then one pass in so many."""
 KEPT = 20
 """So many records are kept for a report."""
+EXIT_SECONDS = 2.0
+"""The end of the program waits so long for works that were given up, which fail where another rank has gone."""
+LET_GO_SECONDS = 0.01
+"""And so long for the thread that has said so."""
 
 now = time.perf_counter_ns
 
@@ -228,7 +233,11 @@ class GradientRecorder(Recorder):
 
 
 class Flight:
-    """A bucket that is being recorded."""
+    """A bucket that is being recorded.
+
+    Gloo's own thread says that it has ended, also after this rank has given up the wait for it. The end of the program
+    waits for that a little: a thread that comes into an interpreter which is gone ends the process by a signal.
+    """
 
     __slots__ = ("_work", "begin", "end", "handed_over", "nbytes", "seen", "tells")
 
@@ -248,12 +257,20 @@ class Flight:
                 future = work.get_future()
         self.tells = hasattr(future, "add_done_callback")
         if self.tells:
+            atexit.register(self._see_it_end)
             future.add_done_callback(self._ended)
         self.tells = self.tells or hasattr(work, "is_over") or hasattr(work, "ended_at")
         self.look()
 
     def _ended(self, _: Any) -> None:
         self.end = self.end or now()
+        atexit.unregister(self._see_it_end)
+
+    def _see_it_end(self) -> None:
+        until = time.monotonic() + EXIT_SECONDS
+        while not self.end and time.monotonic() < until:
+            time.sleep(LET_GO_SECONDS)
+        time.sleep(LET_GO_SECONDS)
 
     def look(self) -> None:
         """Whether the work says that it has ended, without doing anything for it."""

@@ -304,7 +304,7 @@ class Peers:
         while True:
             blame, _ = self._blame()
             if blame is not None:
-                raise blame
+                raise blame from None  # what the transport says of it is less, and may be something else
             if time.monotonic() >= until:
                 return
             time.sleep(0.05)

@@ -10,7 +10,7 @@ left out cannot be had for less; what is done cannot be left out.
 
 Where the optimizer's step is divided, each rank sums its share of all blocks for itself alone, then steps so many
 elements in blocks of that size, and the ranks meet once more before anybody may read what was stepped. To sum and step
-block by block takes longer (measured: 0.80 of the step without communication for 0.77).
+block by block takes longer (measured on gradients of ones: 0.80 of the step without communication for 0.77).
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ ALONE = [
     (lambda: attach(bucket_cap_mb="25"), "bucket_cap_mb='25' must be a positive number, or None"),
     (lambda: attach(weighted="yes"), "weighted='yes' must be True or False"),
     (lambda: attach(ignore="9.*"), "attach: ignore='9.*' must be a list of names or patterns, as [\"head.*\"]"),
-    (lambda: attach(beside=[3]), "attach: beside= takes handles, what attach() has returned, not int"),
+    (lambda: attach(beside=[3]), "attach: beside= takes handles, as returned by attach(), not int"),
     (lambda: stretto.attach([]), "attach: the first argument must be a torch.nn.Module, not list"),
     (
         lambda: attach(transport=3),
@@ -178,10 +178,12 @@ ALONE = [
         "stretto.transport.Transport",
     ),
     (
-        lambda: attach(reduce_dtype={"9.*": torch.float32}),
-        "attach: reduce_dtype= names 9.*, which the module does not have.\n"
-        "Give names, or patterns of names, of module.named_parameters() or module.named_buffers().",
+        lambda: attach(reduce_dtype={3: torch.float32}),
+        "reduce_dtype names 3, which is no name.\nGive names, or patterns of names, of module.named_parameters().",
     ),
+    (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 1 or more, or None"),
+    (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 1 or more, or None"),
+    (lambda: attach(check_every=1.5), "check_every=1.5 must be a number of passes, 1 or more, or None"),
     (
         lambda: plan_buckets([spec()], cap_bytes=-4),
         "bucket caps must be positive, got cap_bytes=-4, last_cap_bytes=-1",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from decimal import Decimal
+
 import pytest
 import torch
 
@@ -250,6 +254,46 @@ def test_ignore_by_pattern() -> None:
 def test_values_that_are_not_known(options: dict, words: str) -> None:
     with pytest.raises(stretto.SetupError, match=words):
         stretto.attach(model_of(), **options)
+
+
+def test_numbers_of_any_kind_are_numbers() -> None:
+    """And no last bucket of its own may be asked for."""
+    sync = stretto.attach(
+        model_of(),
+        bucket_cap_mb=torch.tensor(1.0),
+        last_bucket_cap_mb=0,
+        predivide_factor=Decimal(2),
+        weighted=None,
+        check_every=2.0,
+    )
+    assert (sync.plan.cap_bytes, sync.plan.last_cap_bytes) == (2**20, 0)
+
+
+@pytest.mark.parametrize("make", [stretto.attach, stretto.DistributedDataParallel])
+def test_one_name_in_place_of_a_list(make: Callable[..., object]) -> None:
+    """One parameter or name to launch after is as good as a list; patterns would be taken for letters."""
+    model = model_of()
+    for trigger in ("0.weight", model[0].weight):
+        sync = make(model, launch_after=trigger)
+        (sync if make is stretto.attach else sync.synchronizer).detach()
+    with pytest.raises(stretto.SetupError, match=r"attach: sparse='0.weight' must be a list of names or patterns"):
+        make(model_of(), sparse="0.weight")
+    with pytest.raises(stretto.SetupError, match=r"attach: sparse=tensor\(.* must be a list of names or patterns"):
+        make(model_of(), sparse=torch.zeros(1000))
+
+
+def test_a_dtype_for_names_that_are_not_there_is_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters may be added later. Buffers have no gradients."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    asked = {"1.running_mean": torch.float32, "0.*": torch.float64, "*": torch.float32}
+
+    def worker(transport):
+        stretto.attach(copy.deepcopy(model), transport=transport, reduce_dtype=asked)
+
+    run_ranks(worker, 2)
+    assert [one.getMessage() for one in caplog.records if "reduce_dtype" in one.getMessage()] == [
+        "attach: reduce_dtype= names 1.running_mean, which no parameter has so far: see module.named_parameters()"
+    ]
 
 
 def test_a_comm_hook_beside_options_that_it_would_undo_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -31,7 +32,7 @@ from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, ti
 from stretto.clocks import NOBODY, Clock, ClockTalk, Word, identity
 from stretto.plan import BucketPlan, plan_buckets
 from stretto.record import Launch, PassRecord, Span, covered, percent_hidden
-from stretto.recorder import Recorder
+from stretto.recorder import Flight, Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
@@ -935,3 +936,37 @@ def test_the_end_of_the_program_sees_what_was_given_up_end() -> None:
     """Gloo's thread that says so to an interpreter which is gone would end the process by SIGABRT."""
     run = subprocess.run([sys.executable, "-c", LEAVES_WITH_A_BUCKET_UNDER_WAY], capture_output=True, timeout=60)
     assert (run.returncode, run.stdout.decode()) == (0, "ended\n")
+
+
+LEAVES_WITH_MANY_THAT_NEVER_END = """
+import atexit, time, types
+import torch
+from stretto import recorder
+
+recorder.EXIT_SECONDS = 0.4
+began = []
+atexit.register(lambda: print(f"{time.monotonic() - began[0]:.1f}"))
+flights = [recorder.Flight(0) for _ in range(20)]
+futures = [torch.futures.Future() for _ in flights]
+for flight, future in zip(flights, futures):
+    flight.follow(types.SimpleNamespace(get_future=lambda: future))
+atexit.register(lambda: began.append(time.monotonic()))
+"""
+
+
+def test_the_end_of_the_program_waits_once_for_all_that_was_given_up() -> None:
+    run = subprocess.run([sys.executable, "-c", LEAVES_WITH_MANY_THAT_NEVER_END], capture_output=True, timeout=60)
+    assert run.returncode == 0 and 0.4 <= float(run.stdout) < 20 * 0.4 / 2
+
+
+def test_what_is_recorded_leaves_nothing_behind_at_the_end_of_the_program() -> None:
+    """One function for all of them: Python keeps the places of those that were taken back."""
+    for number in range(3):
+        if number == 1:
+            registered = atexit._ncallbacks()
+        future = torch.futures.Future()
+        flight = Flight(0)
+        flight.follow(SimpleNamespace(get_future=lambda future=future: future))
+        future.set_result(None)
+        assert flight.end
+    assert atexit._ncallbacks() == registered

@@ -109,7 +109,8 @@ def attach(
 
     Raises:
         SetupError: no parameter requires grad; lazy parameters; ``WORLD_SIZE`` is set and no group is initialised;
-            ``"shared_memory"`` cannot be had.
+            ``"shared_memory"`` cannot be had; an argument is of another kind than said above, or names what the module
+            does not have.
         AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
         UnsupportedError: an option has a value that is not known.
@@ -184,6 +185,7 @@ def _attach_alone(
     _refuse(module, options)
     dense, rows = _split(module, options)
     inside = _inside(module, options)
+    _warn_of_dtypes_for_none(module, options)
     plan = plan_for(dense, options, base)
     return Synchronizer(module, dense, plan, base, options, rows, None, inside, beside, chosen=chosen)
 
@@ -225,6 +227,8 @@ def _attach(
         if suited != options:
             options, plan = suited, plan_for(dense, suited, carrier)
     inside = _inside(module, options)
+    if carrier.rank == 0:
+        _warn_of_dtypes_for_none(module, options)
     return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
 
 
@@ -258,7 +262,7 @@ def _refuse_kinds(module: object, transport: object) -> None:
 
 def _refuse_others(beside: Iterable[object]) -> None:
     if strange := [type(one).__name__ for one in beside if not isinstance(one, Synchronizer)]:
-        raise SetupError(f"attach: beside= takes handles, what attach() has returned, not {strange[0]}")
+        raise SetupError(f"attach: beside= takes handles, as returned by attach(), not {strange[0]}")
 
 
 def _refuse(module: torch.nn.Module, options: Options) -> None:
@@ -276,13 +280,11 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
         )
-    for option, given in (("ignore", options.ignore), ("reduce_dtype", dict(options.reduce_dtype))):
-        vain = [one for one in given if one != "*" and not any(fnmatchcase(name, one) for name in everything)]
-        if vain:
-            raise SetupError(
-                f"attach: {option}= names {name_list(vain)}, which the module does not have.\n"
-                "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
-            )
+    if vain := _in_vain(options.ignore, everything):
+        raise SetupError(
+            f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
+            "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
+        )
     to_reduce = trained(module, options)
     if not to_reduce:
         raise SetupError(
@@ -295,6 +297,19 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
         )
+
+
+def _warn_of_dtypes_for_none(module: torch.nn.Module, options: Options) -> None:
+    """No error: they may be meant for parameters that come later."""
+    if vain := _in_vain(dict(options.reduce_dtype), [name for name, _ in module.named_parameters()]):
+        log.warning(
+            "attach: reduce_dtype= names %s, which no parameter has so far: see module.named_parameters()",
+            name_list(vain),
+        )
+
+
+def _in_vain(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    return [one for one in patterns if one != "*" and not any(fnmatchcase(name, one) for name in names)]
 
 
 def _split(

@@ -27,7 +27,7 @@ from .comm_hooks import Hook, check_hook
 from .ddp_compat import TorchSurface
 from .ddp_faces import Logger, ReducerFace
 from .errors import SetupError, UnsupportedError
-from .options import Buffers
+from .options import Buffers, listed
 from .scaling import Reduce
 from .transport import TransportName
 
@@ -124,10 +124,10 @@ class DistributedDataParallel(TorchSurface):
             "predivide_factor": predivide_factor,
             "reduce_dtype": reduce_dtype,
             "delay": delay,
-            "launch_after": tuple(launch_after),
+            "launch_after": listed(launch_after),
             "process_groups": tuple(process_groups),
             "check_every": check_every,
-            "sparse": tuple(sparse),
+            "sparse": listed(sparse),
             "transport": transport,
         }
         self._attach(init_sync=init_sync)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import numbers
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -37,17 +37,20 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "last_bucket_cap_mb", "predivide_factor"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise SetupError(f"{name}={value!r} must be a positive number, or None")
+            least = 0.0 if name == "last_bucket_cap_mb" else math.ulp(0.0)  # no last bucket of its own
+            if value is not None and not least <= _number(value) < math.inf:
+                raise SetupError(f"{name}={reprlib.repr(value)} must be a positive number, or None")
         for name in ("weighted", "delay"):
-            if getattr(self, name) not in (True, False):
-                raise SetupError(f"{name}={getattr(self, name)!r} must be True or False")
+            value = getattr(self, name)
+            if isinstance(value, (str, torch.Tensor)) or value not in (True, False, None):
+                raise SetupError(f"{name}={reprlib.repr(value)} must be True or False")
         if self.buffers not in get_args(Buffers):
             known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
             raise UnsupportedError(f"buffers={self.buffers!r} is not known: use one of {known}")
-        every: object = self.check_every
-        if every is not None and not (_is_number(every) and every == int(every) >= 1):  # type: ignore[call-overload]
-            raise SetupError(f"check_every={every!r} must be a number of passes, 1 or more, or None")
+        every = None if self.check_every is None else _number(self.check_every)
+        if every is not None and not (every >= 1 and every.is_integer()):
+            shown = reprlib.repr(self.check_every)
+            raise SetupError(f"check_every={shown} must be a number of passes, 1 or more, or None")
 
     def ignores(self, name: str) -> bool:
         """Whether the parameter or buffer is to be left alone."""
@@ -80,15 +83,26 @@ class Options:
         return found
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _number(value: Any) -> float:
+    """What may come from anywhere that numbers come from, a tensor too; NaN if it is none."""
+    if isinstance(value, (bool, str, bytes)):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
+def listed(asked: Any) -> Any:
+    """What can be gone through more than once, or what was given where it is no list and ``attach`` will say so."""
+    return asked if isinstance(asked, (str, torch.Tensor)) or not isinstance(asked, Iterable) else tuple(asked)
 
 
 def patterns(option: str, asked: Iterable[str]) -> tuple[str, ...]:
     """Names or patterns of names, in order of the alphabet. Raises ``SetupError`` if that is not what was given."""
-    found = () if isinstance(asked, str) or not isinstance(asked, Iterable) else tuple(asked)
-    if isinstance(asked, str) or not isinstance(asked, Iterable) or not all(isinstance(one, str) for one in found):
-        raise SetupError(f'attach: {option}={asked!r} must be a list of names or patterns, as ["head.*"]')
+    found = listed(asked)
+    if not isinstance(found, tuple) or not all(isinstance(one, str) for one in found):
+        raise SetupError(f'attach: {option}={reprlib.repr(asked)} must be a list of names or patterns, as ["head.*"]')
     return tuple(sorted(found))
 
 
@@ -98,6 +112,11 @@ def dtype_patterns(asked: torch.dtype | Mapping[str, torch.dtype] | None) -> tup
         return ()
     pairs = tuple(asked.items()) if isinstance(asked, Mapping) else (("*", asked),)
     for pattern, dtype in pairs:
+        if not isinstance(pattern, str):
+            raise SetupError(
+                f"reduce_dtype names {reprlib.repr(pattern)}, which is no name.\n"
+                "Give names, or patterns of names, of module.named_parameters()."
+            )
         if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
             raise UnsupportedError(
                 f"reduce_dtype for {pattern!r} must be a floating dtype, as torch.float32, not {dtype!r}"
@@ -110,7 +129,8 @@ def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter])
     by_identity = {id(parameter): name for name, parameter in module.named_parameters()}
     names = set(by_identity.values())
     found = []
-    for one in [asked] if isinstance(asked, str) or not isinstance(asked, Iterable) else asked:
+    given = listed(asked)
+    for one in given if isinstance(given, tuple) else [given]:
         name = one if isinstance(one, str) else by_identity.get(id(one), "")
         if name not in names:
             raise SetupError(

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -232,12 +234,37 @@ class GradientRecorder(Recorder):
         self.gradients.append((name, now()))
 
 
-class Flight:
-    """A bucket that is being recorded.
+class InTheAir:
+    """Buckets of which a thread of Gloo's has yet to say that they ended, also after this rank has given them up.
 
-    Gloo's own thread says that it has ended, also after this rank has given up the wait for it. The end of the program
-    waits for that a little: a thread that comes into an interpreter which is gone ends the process by a signal.
+    The end of the program waits for them a little, once for all: a thread that comes into an interpreter which is gone
+    ends the process by a signal.
     """
+
+    def __init__(self) -> None:
+        self._flights = set[Flight]()
+        self.add = self._flights.add
+        self.discard = self._flights.discard
+        atexit.register(self._see_them_land)
+        os.register_at_fork(after_in_child=self._flights.clear)  # the threads stay with the parent
+
+    def _see_them_land(self) -> None:
+        if not self._flights:
+            return
+        until = time.monotonic() + EXIT_SECONDS
+        while self._flights and time.monotonic() < until:
+            time.sleep(LET_GO_SECONDS)
+        time.sleep(LET_GO_SECONDS)
+
+
+@functools.cache
+def in_the_air() -> InTheAir:
+    """Those of this process: made by the first, so that nothing is registered at the end of programs without any."""
+    return InTheAir()
+
+
+class Flight:
+    """A bucket that is being recorded."""
 
     __slots__ = ("_work", "begin", "end", "handed_over", "nbytes", "seen", "tells")
 
@@ -257,20 +284,14 @@ class Flight:
                 future = work.get_future()
         self.tells = hasattr(future, "add_done_callback")
         if self.tells:
-            atexit.register(self._see_it_end)
+            in_the_air().add(self)
             future.add_done_callback(self._ended)
         self.tells = self.tells or hasattr(work, "is_over") or hasattr(work, "ended_at")
         self.look()
 
     def _ended(self, _: Any) -> None:
         self.end = self.end or now()
-        atexit.unregister(self._see_it_end)
-
-    def _see_it_end(self) -> None:
-        until = time.monotonic() + EXIT_SECONDS
-        while not self.end and time.monotonic() < until:
-            time.sleep(LET_GO_SECONDS)
-        time.sleep(LET_GO_SECONDS)
+        in_the_air().discard(self)
 
     def look(self) -> None:
         """Whether the work says that it has ended, without doing anything for it."""

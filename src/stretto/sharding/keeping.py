@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
 from .inner import Inner
-from .kinds import Kind, first_states, groups_of, keys_by_element
+from .kinds import Kind, first_states, groups_of
 from .layout import Layout
 from .ownership import Piece
 from .state import Held, Kept, State
@@ -59,32 +59,8 @@ class Keeping:
         found += [one for one in map(self._apart, apart) if not one.is_new or one.parameter.requires_grad]
         return with_first_states(self.optimizer, found, by_piece)
 
-    def misfit(self, states: Mapping[torch.Tensor, State]) -> ValueError | None:
-        """What torch would load of whole states, and then fail with in the next step, if anything.
-
-        Each element has all that an optimizer keeps for elements, or nothing.
-        """
-        names = {id(one): self.layout.plan.parameters[index].name for index, one in self.layout.parameters.items()}
-        group_of = groups_of(self.optimizer) if self.kind is Kind.ELEMENTWISE else {}
-        for number in {*group_of.values()}:
-            mine = {one: state for one, state in states.items() if group_of[id(one)] == number}
-            keys = next(iter(keys_by_element(self.optimizer, [*mine][:1]).values()), set())
-            for one, state in mine.items():
-                if problem := _misfit(state, keys, one.shape):
-                    return ValueError(f"the state of {names.get(id(one), 'a parameter')} {problem}")
-        return None
-
     def _apart(self, parameter: torch.nn.Parameter) -> Kept:
         return kept_whole(parameter, self.inner.state.get(parameter))
-
-
-def _misfit(state: State, keys: Collection[str], shape: torch.Size) -> str:
-    there = {key: value for key, value in state.items() if key in keys and torch.is_tensor(value)}
-    for key, value in there.items():
-        if value.shape != shape:
-            return f"has {key} of shape {tuple(value.shape)}, for a parameter of {tuple(shape)}"
-    missing = sorted({*keys} - there.keys()) if there else []
-    return f"lacks {missing[0]}" if missing else ""
 
 
 def _joined(parts: Sequence[Held]) -> Held:

@@ -159,13 +159,23 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def first_states(
     optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], groups: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What such an optimizer keeps for tensors after a step with zeros: which keys, of which shapes and dtypes.
+    """What such an optimizer keeps for tensors after a first step with zeros: which keys, of which shapes and dtypes.
 
     Args:
         optimizer: with its groups; nothing of it is stepped.
         tensors: of their shapes and dtypes; their values are not looked at.
         groups: the parameter group of each.
     """
+    return states_after_a_step(optimizer, tensors, groups, [{}] * len(tensors))
+
+
+def states_after_a_step(
+    optimizer: torch.optim.Optimizer,
+    tensors: Sequence[torch.Tensor],
+    groups: Sequence[int],
+    states: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """The same after a later step, of these states, which may be written to."""
     parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
     for one in parameters:
         one.grad = torch.zeros_like(one)
@@ -173,6 +183,7 @@ def first_states(
     for one, group in zip(parameters, groups, strict=True):
         divided[group]["params"].append(one)
     like = build_like(optimizer, divided)
+    like.state.update({one: state for one, state in zip(parameters, states, strict=True) if state})
     if parameters:
         with torch.random.fork_rng(devices=[]):
             bare_step(like)()

@@ -177,8 +177,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it. Collective.
 
         Raises:
-            SetupError: a rank was given what torch refuses to load, or the state of other parameters than rank 0, on
-                all ranks; the handle was detached. All is as it was then.
+            SetupError: a rank was given what torch refuses to load, what no step could follow (of another shape, or
+                without a part), or the state of other parameters than rank 0, on all ranks; the handle was detached.
+                All is as it was then.
         """
         shares = None if self._has_it_whole() else self._usable()
         groups, problem = self.original.param_groups, None
@@ -255,10 +256,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def end(self) -> None:
         """Parameters get memory of their own. Not collective, so the state of this rank's share is lost."""
-        if self._shares is not None:
-            self._shares.release()
         if self._refusal is not None:
             self._refusal.remove()
+        if self._shares is not None:
+            self._shares.release()
         self.beside.discard(self)
         self._shares, self.ended = None, True
 

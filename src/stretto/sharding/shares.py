@@ -30,6 +30,7 @@ from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Kept, State, flat_state, follow_dtype, refuse_unlike, shaped, whole_states
 from .stretches import Stretches, most_elements, part_of_state
+from .trial import misfit
 from .withholding import Withholding
 
 
@@ -302,15 +303,10 @@ class Shares:
         self._cut(own, {one.parameter: one.state for one in kept})
 
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
-        """Take what this rank owns of these whole states. Collective.
-
-        Args:
-            states: by parameter.
-            problem: why this rank has none.
-        """
+        """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
         self._peers.seat.calls += 1
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
-        refuse_unlike(places, problem or self._keeping().misfit(states), self._peers.gather, self._peers.where)
+        refuse_unlike(places, problem or misfit(self._keeping(), states), self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
 

@@ -1,0 +1,86 @@
+"""Whether an optimizer can step with states that it was given to load: found out by trying.
+
+torch loads whatever has the same groups, and fails in the step after it, when there is no way back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from .keeping import Keeping
+from .kinds import Kind, groups_of, keys_by_element, states_after_a_step
+from .state import State
+
+
+def misfit(keeping: Keeping, states: Mapping[torch.Tensor, State]) -> Exception | None:
+    """Why a step could not follow, if so. Not collective.
+
+    Args:
+        keeping: the optimizer, with its groups, and what it divides. Nothing of it is stepped.
+        states: whole ones, by parameter. Where there is none, the optimizer begins with its first.
+    """
+    whole, optimizer = keeping.kind is Kind.WHOLE, keeping.optimizer
+    own = {piece.index for piece in keeping.pieces} if whole else keeping.layout.parameters.keys()
+    parameters = {keeping.layout.plan.parameters[index].name: keeping.layout.parameters[index] for index in own}
+    given = {name: one for name, one in parameters.items() if states.get(one)}
+    groups = groups_of(optimizer)
+    try:
+        if not whole:
+            _try_one_element_each(optimizer, given, states)
+        for name, one in given.items() if whole else ():
+            _try(optimizer, groups[id(one)], one, states[one], name)
+    except Exception as error:  # whatever it is: the other ranks are to hear of it
+        return error
+    return None
+
+
+def _try_one_element_each(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    states: Mapping[torch.Tensor, State],
+) -> None:
+    """Once for all states of a kind."""
+    groups = groups_of(optimizer)
+    keys: dict[int, set[str]] = {}
+    tried = set[Hashable]()
+    for name, one in parameters.items():
+        group = groups[id(one)]
+        if group not in keys:
+            keys[group] = keys_by_element(optimizer, [one])[one]
+        for key in keys[group] & states[one].keys():
+            value = states[one][key]
+            if torch.is_tensor(value) and value.shape != one.shape:
+                found, asked = tuple(value.shape), tuple(one.shape)
+                raise ValueError(f"the state of {name} has {key} of shape {found}, for a parameter of {asked}")
+        state = {key: _one_element(value, one.shape) for key, value in states[one].items()}
+        if (what := (group, one.dtype, one.device, _what_it_is(state))) not in tried:
+            tried.add(what)
+            _try(optimizer, group, _one_element(one.detach(), one.shape), state, name)
+
+
+def _one_element(value: Any, shape: torch.Size) -> Any:
+    """Of what is kept for each element; the rest as it is."""
+    by_element = isinstance(value, torch.Tensor) and value.shape == shape and value.dim()
+    return value.flatten()[:1] if by_element else value
+
+
+def _what_it_is(state: State) -> Hashable:
+    return frozenset(
+        (key, type(value), (value.dtype, value.shape) if torch.is_tensor(value) else None)
+        for key, value in state.items()
+    )
+
+
+def _try(optimizer: torch.optim.Optimizer, group: int, like: torch.Tensor, state: State, name: str) -> None:
+    try:
+        states_after_a_step(optimizer, [like], [group], [copy.deepcopy(state)])
+    except KeyError as error:
+        raise ValueError(f"the state of {name} lacks {error.args[0]}") from error
+    except Exception as error:
+        raise ValueError(
+            f"with the state of {name} a step of {type(optimizer).__name__} fails: {type(error).__name__}: {error}"
+        ) from error

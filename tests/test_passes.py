@@ -365,27 +365,51 @@ def test_an_undefined_gradient_is_none_given(world: int) -> None:
     run_ranks(worker, world)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_the_program_see_each_gradient_where_it_arrives(when: str) -> None:
-    """That with which a bucket is full, too, before it is known how often it comes."""
+def expected_alone(rank: int, use: str) -> dict[str, torch.Tensor | None]:
+    model = Branches()
+    model(inputs_of(rank), use).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("how", ["the same", "another branch each time", "in a reentrant checkpoint"])
+def test_hooks_of_the_program_see_each_gradient_where_it_arrives(when: str, how: str) -> None:
+    """Its own and not a sum under way; also that which fills a bucket, and those that may come again."""
+    parts = ["a", "b"] if how == "another branch each time" else ["ab"]
 
     def worker(transport):
         model, seen = Branches(), []
 
         def hook() -> None:
-            for one in model.parameters():
-                one.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad is not None))
+            for name, one in model.named_parameters():
+                one.register_post_accumulate_grad_hook(
+                    lambda one, name=name: seen.append((name, None if one.grad is None else one.grad.clone()))
+                )
 
         if when == "before":
             hook()
-        stretto.attach(model, transport=transport)
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-5)
         if when == "after":
             hook()
-        for number in range(4):
+        for number in range(10):
+            if when == "later" and number == 5:
+                hook()
             model.zero_grad()
-            model(inputs_of(transport.rank), "ab").sum().backward()
-            assert_same(gradients(model), expected(2, ["ab"] * 2))
-            assert all(seen) and len(seen) == 4 * (number + 1)
+            seen.clear()
+            part = parts[number % len(parts)]
+            x = inputs_of(transport.rank)
+            if how == "in a reentrant checkpoint":
+                x.requires_grad_(True)
+                checkpoint(model, x, part, use_reentrant=True).backward()
+            else:
+                model(x, part).backward()
+            assert_same(gradients(model), expected(2, [part] * 2))
+            alone = expected_alone(transport.rank, part)
+            if when != "later" or number >= 5:
+                assert {name for name, _ in seen} == {name for name, one in alone.items() if one is not None}
+            for name, one in seen:
+                assert one is not None and torch.equal(one, alone[name])
+        assert sync.graph_changed == (len(parts) > 1)
 
     run_ranks(worker, 2)
 
@@ -399,22 +423,41 @@ def step_in_backward(model: torch.nn.Module) -> None:
         one.register_post_accumulate_grad_hook(step)
 
 
-def test_gradients_that_a_hook_takes_away_are_named() -> None:
-    """The optimizer in backward of PyTorch's tutorial."""
-
-    def worker(transport):
-        model = torch.nn.Linear(3, 1)
-        stretto.attach(model, transport=transport)
-        step_in_backward(model)
+def steps_one_layer_in_backward(transport, cap: float, passes: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    stretto.attach(model, transport=transport, bucket_cap_mb=cap)
+    for number in range(passes + 3):
+        if number == passes:
+            step_in_backward(model[1])
+        model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
 
+
+@pytest.mark.parametrize("passes, cap", [(0, 1.0), (0, 1e-6), (1, 1e-6), (5, 1e-6)])
+def test_gradients_that_a_hook_takes_away_are_named(passes: int, cap: float) -> None:
+    """The optimizer in backward of PyTorch's tutorial, from the first pass on or later."""
     with pytest.raises(stretto.UnsupportedError) as caught:
-        run_ranks(worker, 2)
+        run_ranks(lambda transport: steps_one_layer_in_backward(transport, cap, passes), 2)
     assert str(caught.value).replace("rank 1", "rank 0") == (
-        "rank 0, pass 1: the gradient of bias, weight was taken away before it was averaged: a hook of the program "
-        "steps or clears it where it arrives.\n"
+        f"rank 0, pass {passes + 1}: the gradient of 1.weight, 1.bias was taken away before it was averaged: a hook of "
+        "the program steps or clears it where it arrives.\n"
         "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
     )
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_gradients_that_a_hook_may_have_taken_away_are_told_once(passes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Where they are not looked at as they arrive, they may as well be undefined, which is no fault."""
+    run_ranks(lambda transport: steps_one_layer_in_backward(transport, 1.0, passes), 2)
+    warnings = {one.getMessage() for one in caplog.records if "no gradient" in one.getMessage()}
+    assert warnings == {
+        f"rank {rank}, pass {passes + 1}: no gradient was there in this pass when it was to be averaged, of parameters "
+        "that have a hook of the program (register_post_accumulate_grad_hook): 1.weight, 1.bias.\n"
+        "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
+        "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
+        for rank in range(2)
+    }
+    assert len([one for one in caplog.records if "no gradient" in one.getMessage()]) == 2
 
 
 def test_gradients_that_a_hook_takes_away_before_ours_are_told_apart_from_unused_ones(
@@ -434,8 +477,8 @@ def test_gradients_that_a_hook_takes_away_before_ours_are_told_apart_from_unused
         "untrained, and is sent as zeros if others share its bucket.\n"
         "If it is meant so, freeze it, requires_grad_(False), or leave it out: "
         "attach(..., ignore=['unused.weight', 'unused.bias']).",
-        "rank 0, pass 3: used.weight had no gradient in any pass so far when it was to be averaged, but has a hook of "
-        "the program (register_post_accumulate_grad_hook).\n"
+        "rank 0, pass 3: no gradient was there in any pass so far when it was to be averaged, of parameters that have "
+        "a hook of the program (register_post_accumulate_grad_hook): used.weight.\n"
         "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
         "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
     ]

@@ -746,9 +746,9 @@ def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
         backward(model, transport.rank, 0)
         said = (
             f"rank {transport.rank}: the gradient of twin is not here: with keep_grads=False each rank has its "
-            "share of it alone.\nUse sync.clip_grad_norm_(), call zero_grad() or step() before the next backward, "
-            "run all backwards of a step but the last in sync.no_sync(), or stretto.shard(..., keep_grads=True) to "
-            "look at gradients."
+            "share of it alone.\nTo clip: sync.clip_grad_norm_(). To add up several backwards: all but the last inside "
+            "sync.no_sync(); else zero_grad() or step() before the next. To look at gradients: stretto.shard(..., "
+            "keep_grads=True)."
         )
         gradient = model.first.weight.grad
         for look in (

@@ -77,6 +77,21 @@ class Arrivals:
             if index not in self._looking:
                 self._looking[index] = hook_gradient(parameter, self._look)
 
+    def goes_last(self, parameter: torch.Tensor) -> bool:
+        """Whether ``look`` was called behind all hooks of the program, which are to see the gradient as it arrived.
+
+        If not, it will be from the next arrival on.
+        """
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if next(reversed(hooks.values())) is self._look:
+            return True
+        for index, handle in self._looking.items():
+            if handle.id in hooks:
+                handle.remove()
+                self._looking[index] = hook_gradient(parameter, self._look)
+                break
+        return False
+
     def remove(self) -> None:
         """Take all hooks off."""
         self.look_at(())
@@ -119,7 +134,7 @@ class Hooks(dict[int, Any]):
     __slots__ = ("__weakref__",)  # handles hold it weakly
 
 
-def hook_gradient(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
+def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """Call ``hook`` whenever the parameter's gradient is final for a graph task.
 
     torch refuses hooks on frozen parameters, but keeps those on one that is frozen later.

@@ -160,9 +160,10 @@ class Bucket:
 
     def take_rest(self) -> None:
         """Take what has not been taken; all of it has arrived."""
-        Part(self, self._not_taken()).take()
+        Part(self, self.not_taken()).take()
 
-    def _not_taken(self) -> list[int]:
+    def not_taken(self) -> list[int]:
+        """Places of what may still come, and of what came and was left."""
         dealt_with = {place for places in self.taken for place in places} | set(self.missing)
         return [place for place in range(len(self.indices)) if place not in dealt_with]
 
@@ -203,7 +204,7 @@ class Bucket:
         """
         self.filled = True
         taken = [place for places in self.taken for place in places]
-        rest = self._not_taken()
+        rest = self.not_taken()
         self.add_late([*taken, *self.missing])
         Part(self, [place for place in rest if self.indices[place] in contributed]).take()
         self._fill_absent([place for place in rest if self.indices[place] not in contributed])

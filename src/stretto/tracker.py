@@ -16,6 +16,7 @@ from .events import Events
 from .launch import LaunchQueue
 from .parts import MisfitError
 from .schedule import Chunk, schedule
+from .usage import warn_of_hooks
 
 _pending = operator.attrgetter("pending")
 
@@ -71,8 +72,10 @@ class ArrivalTracker:
         self._task = -1
         self._absent: frozenset[int] = frozenset()
         """Parameters of which it is foreseen that they do not come in this pass."""
-        self._complete: tuple[Bucket, int] | None = None
-        """A bucket of which all has arrived, with which parameter, that was not taken yet."""
+        self._seen: set[int] = set()
+        """What had a gradient in this pass before hooks of the program came to it."""
+        self._has_warned = False
+        """Of hooks that may have taken gradients away."""
         self._count: dict[int, int] = {}
         """How often parameters have arrived in this pass; kept only outside the schedule."""
         self.watch_all()
@@ -154,18 +157,21 @@ class ArrivalTracker:
     def stop(self) -> None:
         """The pass is over or given up: nothing more is taken."""
         self._running = False
-        self._complete = None
+        self._seen.clear()
         self._absent = frozenset()
         self.arrivals.close()
         self.arrivals.order.clear()
 
-    def _look(self, _: torch.Tensor) -> None:
+    def _look(self, parameter: torch.Tensor) -> None:
         if not self._running:
             return
         if current_task() != self._task:
             self.meet_nested()
-        with self._queue.lock:
-            without_graph(self._take, torch.is_grad_enabled())
+        if self.arrivals.goes_last(parameter):
+            with self._queue.lock:
+                without_graph(self._take, torch.is_grad_enabled())
+        elif parameter.grad is not None:
+            self._seen.add(self.index_of[id(parameter)])
 
     def meet_nested(self) -> None:
         """A gradient has come from a nested task: what this pass has got already may come again."""
@@ -174,12 +180,14 @@ class ArrivalTracker:
             self._leave_schedule()
 
     def _take(self, with_graph: bool) -> None:
-        if not (self._in_order and self._take_chunk(with_graph)):
+        while self._in_order and self._looked_at < len(self.arrivals.order) and self._take_chunk(with_graph):
+            pass
+        if not self._in_order:
             self._take_one_by_one()
         self._progressed()
 
     def _take_chunk(self, with_graph: bool) -> bool:
-        """Take the next chunk of the schedule if it is complete. False if something else has arrived."""
+        """Take the next chunk of the schedule, if it is complete. Leaves the schedule if something else has arrived."""
         assert self._schedule is not None
         done = self._next_chunk == len(self._schedule)
         expected = [] if done else self._schedule[self._next_chunk].arrivals
@@ -188,17 +196,18 @@ class ArrivalTracker:
         arrived = [*map(id, parameters)]
         if done or arrived != expected[: len(arrived)] or self._came_unforeseen(arrived):
             return self._leave_schedule()
-        if len(arrived) == len(expected):
-            chunk = self._schedule[self._next_chunk]
-            try:
-                self._queue.guard(chunk.take, parameters, with_graph=with_graph)
-            except MisfitError:  # an undefined gradient, or one that does not fit its slot any more
-                return self._leave_schedule()
-            self._looked_at = stop
-            self._next_chunk += 1
-            if self._events.bucket_full:
-                for bucket in chunk.full:
-                    self._tell_full(bucket, chunk.closer)
+        if len(arrived) < len(expected):
+            return False
+        chunk = self._schedule[self._next_chunk]
+        try:
+            self._queue.guard(chunk.take, parameters, with_graph=with_graph)
+        except MisfitError:  # an undefined gradient, or one that does not fit its slot any more
+            return self._leave_schedule()
+        self._looked_at = stop
+        self._next_chunk += 1
+        if self._events.bucket_full:
+            for bucket in chunk.full:
+                self._tell_full(bucket, chunk.closer)
         return True
 
     def _leave_schedule(self) -> bool:
@@ -209,7 +218,6 @@ class ArrivalTracker:
 
     def _take_one_by_one(self) -> None:
         """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
-        self._take_complete()
         for parameter in self.arrivals.order[self._looked_at :]:
             index = self.index_of[id(parameter)]
             if index in self._absent:  # it comes late
@@ -226,36 +234,26 @@ class ArrivalTracker:
                 bucket = self._queue.bucket_of[index]
                 bucket.arrived += 1
                 if bucket.arrived == bucket.pending:
-                    self._take_complete()
-                    self._complete = bucket, index
-                    if not has_other_hooks(parameter):
-                        self._take_complete()
+                    self._queue.guard(bucket.take_rest)
+                    if self._events.bucket_full:
+                        self._tell_full(bucket, index)
         self._looked_at = len(self.arrivals.order)
 
-    def _take_complete(self) -> None:
-        """Take the bucket of which all has arrived; hooks of the program have seen the last of it by now."""
-        if self._complete is None:
-            return
-        (bucket, index), self._complete = self._complete, None
-        self._refuse_gone(bucket)
-        self._queue.guard(bucket.take_rest)
-        if self._events.bucket_full:
-            self._tell_full(bucket, index)
-
-    def _refuse_gone(self, bucket: Bucket) -> None:
-        """Gradients that were there when they arrived."""
-        taken = {place for places in bucket.taken for place in places}.union(bucket.missing)
-        gone = [
-            self._queue.names[index]
-            for place, (index, one) in enumerate(zip(bucket.indices, bucket.parameters, strict=True))
-            if place not in taken and self._count.get(index) and one.grad is None
-        ]
-        if gone:
+    def _refuse_gone(self, arrived: set[int]) -> None:
+        """Gradients that hooks of the program have taken away, if that is sure: they were there when they arrived."""
+        queue = self._queue
+        left = {bucket.indices[place] for bucket in queue.buckets for place in bucket.not_taken()}
+        gone = [i for i, one in self.alive(sorted(left & arrived)) if one.grad is None and has_other_hooks(one)]
+        names = [queue.names[index] for index in gone]
+        if not self._seen.isdisjoint(gone):
             raise UnsupportedError(
-                f"{self._queue.where}: the gradient of {name_list(gone)} was taken away before it was averaged: a hook "
-                "of the program steps or clears it where it arrives.\n"
+                f"{queue.where}: the gradient of {name_list(names)} was taken away before it was averaged: a hook of "
+                "the program steps or clears it where it arrives.\n"
                 "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
             )
+        if self._schedule and gone and not self._has_warned:
+            self._has_warned = True
+            warn_of_hooks(queue.where, names, "this pass")
 
     def _tell_full(self, bucket: Bucket, index: int) -> None:
         if not bucket.pending:
@@ -279,8 +277,8 @@ class ArrivalTracker:
         """
         if self.as_scheduled() and not any(map(_pending, self._queue.buckets)):
             return set()
-        self._take_complete()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
+        self._refuse_gone(arrived)
         found = {index: one for index, one in self.alive(unsynchronized | arrived) if one.grad is not None}
         self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])
         return set(found)

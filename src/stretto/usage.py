@@ -71,6 +71,25 @@ def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
         bucket.footer[: len(bucket.indices)] = torch.tensor([float(counts[index]) for index in bucket.indices])
 
 
+def warn_of_hooks(where: str, names: list[str], when: str) -> None:
+    """Of parameters that have come without a gradient: their graph may be so, or a hook may have stepped them.
+
+    Args:
+        where: rank and pass.
+        names: theirs.
+        when: in which passes.
+    """
+    log.warning(
+        "%s: no gradient was there in %s when it was to be averaged, of parameters that have a hook of the program "
+        "(register_post_accumulate_grad_hook): %s.\n"
+        "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
+        "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
+        where,
+        when,
+        name_list(names),
+    )
+
+
 class NeverUsed:
     """What no rank had a gradient for in any pass so far. It is right that way, so it is a warning and no error.
 
@@ -101,19 +120,9 @@ class NeverUsed:
             alive = {index: queue.parameters[index]() for index in self._suspects}
             hooked = {index for index, one in alive.items() if one is not None and has_other_hooks(one)}
             self._warn([queue.names[index] for index in sorted(self._suspects - hooked)], told)
-            self._warn_of_hooks([queue.names[index] for index in sorted(hooked)])
+            if hooked:
+                warn_of_hooks(queue.where, [queue.names[index] for index in sorted(hooked)], "any pass so far")
         self.looking = bool(self._suspects) and self._passes < PASSES
-
-    def _warn_of_hooks(self, names: list[str]) -> None:
-        if names:
-            log.warning(
-                "%s: %s had no gradient in any pass so far when it was to be averaged, but has a hook of the program "
-                "(register_post_accumulate_grad_hook).\n"
-                "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
-                "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
-                self._queue.where,
-                name_list(names),
-            )
 
     def _warn(self, names: list[str], told: bool) -> None:
         if not names:

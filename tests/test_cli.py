@@ -993,3 +993,9 @@ def test_bad_input_is_one_line(
         assert re.fullmatch("stretto: " + pattern.replace(r"\{folder\}", re.escape(str(folder.parent))), last), last
     assert [(folder / f"rank{rank}.jsonl").read_bytes() for rank in (0, 1)] == before
     assert not [one for one in folder.parent.rglob(".*")], "nothing half written"
+
+
+@pytest.mark.parametrize("words, helps", [(["bench", "--foo"], "stretto bench --help"), (["--foo"], "stretto --help")])
+def test_an_option_that_is_not_there_says_where_help_is(words: list[str], helps: str, capsys: Any) -> None:
+    assert execute(words) == 2
+    assert capsys.readouterr().err == f"stretto: No such option: --foo ({helps})\n"

@@ -209,7 +209,14 @@ ALONE = [
         lambda: stretto.reduce([torch.ones(2), torch.ones(2, dtype=torch.int64)]),
         "reduce: tensor 1 is torch.strided of torch.int64; give dense floating ones",
     ),
-    (lambda: ProcessGroupTransport(3), "this rank is not in the process group: call attach only on ranks that are"),
+    (
+        lambda: ProcessGroupTransport(torch.distributed.GroupMember.NON_GROUP_MEMBER),
+        "this rank is not in the process group: call attach only on ranks that are",
+    ),
+    (
+        lambda: ProcessGroupTransport(3),
+        "a process group is what torch.distributed.new_group() returns, not of type int",
+    ),
     (
         lambda: RoundRobinTransport([LocalGroup(2).transport(0), LocalGroup(3).transport(0)]),
         "process_groups must hold the same ranks in the same order, got (rank, size) [(0, 2), (0, 3)]",

@@ -498,6 +498,36 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused_by_name() -> None
     )
 
 
+def test_detach_from_a_hook_is_refused_while_backward_runs() -> None:
+    """A part of the gradients would be averaged, and the rest not."""
+
+    def worker(transport):
+        model = Branches()
+        sync, refused = stretto.attach(model, transport=transport), []
+
+        def detach(_: torch.Tensor) -> None:
+            try:
+                sync.detach()
+            except stretto.SetupError as error:
+                refused.append(str(error))
+
+        handle = model.a.weight.register_post_accumulate_grad_hook(detach)
+        for _ in range(3):
+            model.zero_grad()
+            model(inputs_of(transport.rank), "ab").backward()
+            assert_same(gradients(model), expected(2, ["ab"] * 2))
+        handle.remove()
+        sync.detach()
+        return refused
+
+    for rank, refused in enumerate(run_ranks(worker, 2)):
+        assert refused == [
+            f"rank {rank}, pass {number}: detach() was called while backward runs.\n"
+            "Call it when backward has returned, and not from a hook."
+            for number in (1, 2, 3)
+        ]
+
+
 def test_detach_leaves_the_module_as_it_was_and_is_harmless_twice() -> None:
     def worker(transport):
         model = Branches()

@@ -240,9 +240,9 @@ def default_transport(
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return ProcessGroupTransport(process_group)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (launched := os.environ.get("WORLD_SIZE", "")) not in ("", "1"):
         raise SetupError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} ranks were launched, but no process group is initialised: each "
+            f"WORLD_SIZE={launched} ranks were launched, but no process group is initialised: each "
             "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
         )
     return None

@@ -112,8 +112,13 @@ class Family:
         """It acts for itself from now on. All ranks must do so between the same passes.
 
         Raises:
-            SetupError: another member has left parameters to this one.
+            SetupError: another member has left parameters to this one; backward is running.
         """
+        if member.running and current_task() != -1:
+            raise SetupError(
+                f"{member.queue.where}: detach() was called while backward runs.\n"
+                "Call it when backward has returned, and not from a hook."
+            )
         if any(reference() is member for other in self.members() for reference in other.inside):
             raise SetupError(
                 f"rank {member.transport.rank}: another attached model holds this one and has left its parameters to "

@@ -95,7 +95,8 @@ def execute(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "Abort":  # what older parsers make of Ctrl-C
             return INTERRUPTED
         if hasattr(error, "format_message"):  # of the parser, whose classes have no public name in all its versions
-            note(f"{_one_line(error.format_message())} (stretto --help)".replace("\n", " "))
+            command = getattr(getattr(error, "ctx", None), "command_path", "stretto")
+            note(f"{_one_line(error.format_message())} ({command} --help)".replace("\n", " "))
             return BAD_INPUT
         if "STRETTO_TRACEBACK" in os.environ:
             raise

@@ -57,6 +57,8 @@ def plan(
     made = _plan(specs, cap_mb)
     if as_json:
         say_json(_as_value(made, link, specs, cap_mb))
+    elif ranks == 1:
+        say(f"{made}\n\nOne rank sends nothing.")
     else:
         say(f"{made}\n\n{_costs(made, link, f'{bandwidth}, {latency}')}\n\n{_other_caps(specs, link, cap_mb)}")
     return FINE
@@ -93,9 +95,7 @@ def _costs(made: BucketPlan, link: Link, words: str) -> str:
     head = f"ring all-reduce over {link.ranks} ranks on a link of {words}, computed:"
     sent = format_bytes(link.sent(sum(sizes)))
     end = f"Each rank sends {sent} in a pass; latency is {share(waiting, total)} of {ms(total)}."
-    if link.ranks == 1:
-        end = "One rank sends nothing."
-    elif len(sizes) == 1:
+    if len(sizes) == 1:
         end += "\nBackward can hide nothing of it: the only bucket leaves when backward has ended."
     else:
         end += f"\nBackward can hide all but the last bucket's {ms(link.all_reduce(sizes[-1]))}."

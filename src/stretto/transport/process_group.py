@@ -34,9 +34,12 @@ class ProcessGroupTransport:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        group = process_group if process_group is not None else dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
+        group: object = process_group if process_group is not None else dist.group.WORLD
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise UnsupportedError("this rank is not in the process group: call attach only on ranks that are")
+        if not isinstance(group, dist.ProcessGroup):
+            kind = type(group).__name__
+            raise UnsupportedError(f"a process group is what torch.distributed.new_group() returns, not of type {kind}")
         # Weak: torch's registry owns the group. Held by hooks on a model past destroy_process_group(), it would live to
         # the end of the program, where Gloo's threads can abort the interpreter's exit.
         self._group = weakref.ref(group)

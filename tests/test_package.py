@@ -18,7 +18,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"errors", "events", "specs", "plan", "engine", "arrivals", "record", "clocks", "report", "advice"},
     {"transport", "replan", "scaling", "words"},
     {"withheld", "slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "sizing", "backend"},
-    {"waiting", "whereabouts", "notes", "channel", "watch", "steps", "blame", "inquiry"},
+    {"waiting", "whereabouts", "notes", "seat", "channel", "watch", "steps", "blame", "inquiry"},
     {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "failing", "family", "forward"},
     {"tracker", "usage", "beside", "changes", "loose"},

@@ -334,6 +334,53 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
     ]
 
 
+OTHER_CALLS = {
+    "a pass for an attach": "told(lambda: stretto.attach(torch.nn.Linear(2, 2), transport=transport))",
+    "two models in another order": "told(lambda: second(torch.ones(1, 2)).sum().backward())",
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("call", "threads"), [*((call, 1) for call in OTHER_CALLS), ("a pass for an attach", 2)])
+def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, call: str, threads: int) -> None:
+    """Each would wait until the limit of the process group is over, half an hour. Threads may each have an order."""
+    body = f"""
+        import threading
+
+        second = torch.nn.Linear(2, 1)
+        stretto.attach(second, transport=transport)
+        for _ in range(2):
+            step()
+            second(torch.ones(1, 2)).sum().backward()
+        stretto.inquiry.ASK_SECONDS = 0.5
+        going = threading.Event()
+        if {threads} > 1:
+            threading.Thread(target=going.wait, args=(30,)).start()
+        if rank == 0:
+            told()
+        else:
+            {OTHER_CALLS[call]}
+        going.set()
+        hang()
+        os._exit(0)
+    """
+    found = ranks(tmp_path, body, patience=5.0 if threads > 1 else 100.0)
+    if threads > 1:
+        assert all("ranks have gone apart" not in printed for _, printed, _ in found)
+        return
+    texts = [within(printed, "PeerError", 9) for _, printed, _ in found]
+    first = next(rank for rank, text in enumerate(texts) if "in another call" in text)
+    occasion = "pass 3" if first == 0 or "models" in call else "attach"
+    assert re.fullmatch(
+        rf"rank {first}, {occasion}: ranks have gone apart, so nobody can complete this: rank {1 - first} waits for "
+        r"this rank in another call.\n"
+        rf"rank {first} waits at train.py:LINE in [<\w>]+; rank {1 - first} [\w ]*is at train.py:LINE in [<\w>]+.\n"
+        r"All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
+        r"`if rank == 0`: attach\(\), backward, optimizer.step\(\), check\(\), report\(\), state_dict\(\).",
+        texts[first],
+    ), texts[first]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("meeting", "end", "late"), [("tcp", True, 2.5), ("tcp", True, 0), ("file", False, 2.5)])
 def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool, late: float) -> None:

@@ -455,7 +455,7 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
         assert text == (
             f"rank {rank}, pass {6 + rank}: rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`: backward, optimizer.step(), check(), report(), state_dict()."
+            "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
         )
         assert took < 5 and code == 0
 

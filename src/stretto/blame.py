@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .agreement import describe_ranks
 from .errors import PeerError
@@ -13,7 +13,7 @@ EXPECTED = {"pass": "backward for this pass", "attach": "stretto.attach", "reduc
 """What every rank is to call on these occasions."""
 SAME_CALLS = (
     "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-    "`if rank == 0`: backward, optimizer.step(), check(), report(), state_dict()."
+    "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
 )
 """Where they have not."""
 
@@ -58,19 +58,14 @@ def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]]) -> PeerEr
     )
 
 
-def gone_apart(progress: Sequence[int], others: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-    """Those that have done less than this rank of one thing and more of another: neither waits for the other's next.
+def crosses(pairs: Iterable[tuple[int, int]]) -> bool:
+    """Whether one rank has done less than the other of one thing and more of another: neither waits for the other's.
 
     Args:
-        progress: of this rank, see :class:`~stretto.channel.Seat`.
-        others: the same of others, as far as known.
+        pairs: counts of both, see :class:`~stretto.seat.Seat`, as far as both are known.
     """
-    both = {rank: [*zip(progress, theirs, strict=False)] for rank, theirs in others.items()}
-    return {
-        rank: others[rank]
-        for rank, pairs in both.items()
-        if any(mine > theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)
-    }
+    known = [*pairs]
+    return any(mine > theirs for mine, theirs in known) and any(mine < theirs for mine, theirs in known)
 
 
 def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int]], places: str) -> PeerError:
@@ -88,6 +83,20 @@ def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int
         f"{where}: ranks have gone apart, so nobody can complete this: {told}, this rank {mine}.\n"
         f"{places}.\nCall step(), state_dict() and the like on all ranks, behind the same backward, and "
         "start again, on all ranks."
+    )
+
+
+def elsewhere(where: str, rank: int, places: str) -> PeerError:
+    """An error for a rank that has begun what this one has not, of another handle, and waits there.
+
+    Args:
+        where: how the message begins.
+        rank: that one.
+        places: where all are.
+    """
+    return PeerError(
+        f"{where}: ranks have gone apart, so nobody can complete this: rank {rank} waits for this rank in another "
+        f"call.\n{places}.\n{SAME_CALLS}"
     )
 
 

@@ -20,55 +20,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from .notes import Note, last_words
+from .seat import Answer, Seat
 from .whereabouts import Person, count, myself, place_of_frame
 
 LINGER_SECONDS = 2.0
 """How long the rank that has the store stays for the others to read its last note."""
 POLL_SECONDS = 1.0
-
-
-@dataclass(eq=False)
-class Seat:
-    """One handle at the channel. It does not know the handle, so that it can tell when that is gone."""
-
-    handle: str = ""
-    """The name on which all ranks have agreed, if they have."""
-    passes: int = 0
-    """How many have begun; the hot path sets it, and others read it."""
-    told: tuple[str, int, str] | None = None
-    """Handle, pass and text of the last failure of backward that was told."""
-    unsent: list[Note] = field(default_factory=list)
-    """Told before the handle had a name."""
-    whose: Callable[[], Any] = lambda: None
-    """What acts for the handle, while it lives."""
-    row: list[Seat] = field(default_factory=list)
-    """Of all handles of this process at the channel, in the order in which they joined."""
-    calls: int = 0
-    """Collective calls of sharded optimizers that are no steps."""
-    steps: list[int] = field(default_factory=list)
-    """Of each sharded optimizer, in the order in which they were made."""
-
-    @property
-    def progress(self) -> list[int]:
-        """Counts of what all ranks do in one order: of two ranks one is ahead in all, or they have gone apart."""
-        return [self.passes, self.calls, *self.steps]
-
-
-class Answer(NamedTuple):
-    """Where a rank is."""
-
-    text: str
-    """The end of a sentence that begins with the rank."""
-    progress: list[int]
-    """Of its seat; empty if it has none, or none is known."""
 
 
 class Channel:
@@ -93,6 +57,7 @@ class Channel:
         self._rank = rank
         self._world_size = world_size
         self._seats: list[Seat] = []
+        self._attached = 0
         self._lock = threading.Lock()  # the thread reads notes too
         self._people: dict[int, Person] = {}
         self._me = myself()
@@ -114,6 +79,7 @@ class Channel:
         """A handle joins. With the first, the rank says who it is."""
         self._seats.append(seat)
         seat.row = self._seats
+        self._attached += seat.lasts
         if len(self._seats) > 1:
             return
         with contextlib.suppress(RuntimeError):
@@ -265,7 +231,7 @@ class Channel:
             person = self.person(rank, fresh=self.in_one_process)
             if person is not None and person.pid == self._me.pid and person.host == self._me.host:
                 frame = sys._current_frames().get(person.thread)
-                told[rank] = Answer(f"is at {place_of_frame(frame)}" if frame else "has ended", [])
+                told[rank] = Answer(f"is at {place_of_frame(frame)}" if frame else "has ended", [], {})
             elif self._store.check([key]):
                 told[rank] = Answer(*json.loads(self._store.get(key)))
         return told
@@ -292,15 +258,23 @@ class Channel:
                     answered += 1
                     store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
 
+    def beside(self) -> dict[str, list[int]]:
+        """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
+        if sum(not thread.daemon for thread in threading.enumerate()) > 1:
+            return {}
+        return {"": [self._attached], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
+
     def _where(self, handle: str) -> Answer:
         place = place_of_frame(sys._current_frames().get(self._me.thread))
-        seats = [seat for seat in [*self._seats] if handle and seat.handle == handle]
-        if not seats:
-            return Answer(f"is at {place}", [])
         progress: list[int] = []
-        while progress != (progress := seats[0].progress):  # or it would mix what was before a pass and behind it
-            pass
-        return Answer(f"has begun {count(progress[0])} and is at {place}", progress)
+        beside: dict[str, list[int]] = {}
+        while (progress, beside) != (progress := self._progress(handle), beside := self.beside()):
+            pass  # or it would mix what was before a pass and behind it
+        begun = f"has begun {count(progress[0])} and " if progress else ""
+        return Answer(f"{begun}is at {place}", progress, beside)
+
+    def _progress(self, handle: str) -> list[int]:
+        return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])
 
     def _set(self, key: str, value: str) -> None:
         if not self.store_is_gone():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from itertools import chain
 
-from .blame import apart, gone_apart
-from .channel import Answer, Channel, Seat
+from .blame import apart, crosses, elsewhere
+from .channel import Channel
+from .seat import Answer, Seat
 from .whereabouts import place_of_frame
 
 ASK_SECONDS = 5.0
@@ -61,9 +64,13 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
     Raises:
         PeerError: some have called other things than this rank.
     """
-    others = gone_apart(seat.progress, {other: answer.progress for other, answer in told.items()})
+    mine, pairs = channel.beside(), functools.partial(zip, strict=False)
+    others = {one: answer.progress for one, answer in told.items() if crosses(pairs(seat.progress, answer.progress))}
     if others:
         raise apart(where, seat.progress, others, places(rank, channel, told))
+    for other, answer in told.items():
+        if crosses(chain.from_iterable(pairs(mine[one], answer.beside[one]) for one in mine.keys() & answer.beside)):
+            raise elsewhere(where, other, places(rank, channel, told))
 
 
 def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float | None = None) -> str:

@@ -22,10 +22,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from .blame import EXPECTED, SAME_CALLS, killed, left_early
-from .channel import Answer, Channel, Seat, channel_of
+from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart
 from .notes import Note, text_of
+from .seat import Answer, Seat
 from .transport.base import Transport, Work, abandon, done_within
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time
 from .whereabouts import place_of_failure
@@ -52,7 +53,7 @@ class Peers:
     """
 
     def __init__(self, transport: Transport, occasion: str = "attach", *, at_once: bool = True) -> None:
-        self.seat = Seat()
+        self.seat = Seat(lasts=at_once)
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
         self._transport = transport
@@ -313,11 +314,10 @@ class Peers:
         """What so many ranks that failed in this pass told of it, as far as it comes soon enough."""
         until = time.monotonic() + NOTE_SECONDS
         while True:
+            told = list[Note]()
             if self._channel is not None:
                 self._channel.read()
                 told = self._channel.told(self.seat.handle)
-            else:
-                told = []
             found = {note.rank: note for note in told if note.phase == phase and note.number == self.seat.passes}
             if len(found) >= ranks or self._channel is None or time.monotonic() >= until:
                 return [found[rank] for rank in sorted(found)]

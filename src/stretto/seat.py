@@ -1,0 +1,49 @@
+"""What one rank counts of a handle, for those who wait for it, and what it answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .notes import Note
+
+
+@dataclass(eq=False)
+class Seat:
+    """One handle at the channel. It does not know the handle, so that it can tell when that is gone."""
+
+    handle: str = ""
+    """The name on which all ranks have agreed, if they have."""
+    passes: int = 0
+    """How many have begun; the hot path sets it, and others read it."""
+    told: tuple[str, int, str] | None = None
+    """Handle, pass and text of the last failure of backward that was told."""
+    unsent: list[Note] = field(default_factory=list)
+    """Told before the handle had a name."""
+    whose: Callable[[], Any] = lambda: None
+    """What acts for the handle, while it lives."""
+    row: list[Seat] = field(default_factory=list)
+    """Of all handles of this process at the channel, in the order in which they joined."""
+    calls: int = 0
+    """Collective calls of sharded optimizers that are no steps."""
+    steps: list[int] = field(default_factory=list)
+    """Of each sharded optimizer, in the order in which they were made."""
+    lasts: bool = True
+    """Whether it is of a model that was attached, and all ranks have one."""
+
+    @property
+    def progress(self) -> list[int]:
+        """Counts of what all ranks do in one order: of two ranks one is ahead in all, or they have gone apart."""
+        return [self.passes, self.calls, *self.steps]
+
+
+class Answer(NamedTuple):
+    """Where a rank is."""
+
+    text: str
+    """The end of a sentence that begins with the rank."""
+    progress: list[int]
+    """Of its seat; empty if it has none, or none is known."""
+    beside: dict[str, list[int]]
+    """See :meth:`Channel.beside`."""

@@ -272,7 +272,7 @@ class Reducer:
         try:
             words = self._wait(self._beside.send(shares), release=True)
             if self._never_used.looking:
-                self._never_used.look()
+                self._never_used.look(self._tracker.gone)
         finally:
             self._unsynchronized.clear()
             self._beside.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +17,8 @@ from .events import Events
 from .launch import LaunchQueue
 from .parts import MisfitError
 from .schedule import Chunk, schedule
-from .usage import warn_of_hooks
 
+log = logging.getLogger("stretto")
 _pending = operator.attrgetter("pending")
 
 
@@ -74,8 +75,8 @@ class ArrivalTracker:
         """Parameters of which it is foreseen that they do not come in this pass."""
         self._seen: set[int] = set()
         """What had a gradient in this pass before hooks of the program came to it."""
-        self._has_warned = False
-        """Of hooks that may have taken gradients away."""
+        self.gone: set[int] = set()
+        """What has come without a gradient, and has a hook of the program, which may have taken it away."""
         self._count: dict[int, int] = {}
         """How often parameters have arrived in this pass; kept only outside the schedule."""
         self.watch_all()
@@ -86,6 +87,7 @@ class ArrivalTracker:
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._expected = {self.index_of[key]: n for key, n in counts.items() if key in self.index_of}
         self._schedule, self._hands_out, self._known, self.last_order = None, False, [], []
+        self.gone.clear()
         self.arrivals.follow(parameters)
         self.watch_all()
 
@@ -240,7 +242,10 @@ class ArrivalTracker:
         self._looked_at = len(self.arrivals.order)
 
     def _refuse_gone(self, arrived: set[int]) -> None:
-        """Gradients that hooks of the program have taken away, if that is sure: they were there when they arrived."""
+        """Gradients that hooks of the program have taken away, if that is sure: they were there when they arrived.
+
+        Else their graph may be so, and the program is told once.
+        """
         queue = self._queue
         left = {bucket.indices[place] for bucket in queue.buckets for place in bucket.not_taken()}
         gone = [i for i, one in self.alive(sorted(left & arrived)) if one.grad is None and has_other_hooks(one)]
@@ -251,9 +256,16 @@ class ArrivalTracker:
                 "the program steps or clears it where it arrives.\n"
                 "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
             )
-        if self._schedule and gone and not self._has_warned:
-            self._has_warned = True
-            warn_of_hooks(queue.where, names, "this pass")
+        if gone and not self.gone:
+            log.warning(
+                "%s: no gradient was there when it was to be averaged, of parameters that have a hook of the program "
+                "(register_post_accumulate_grad_hook): %s.\n"
+                "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
+                "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
+                queue.where,
+                name_list(names),
+            )
+        self.gone.update(gone)
 
     def _tell_full(self, bucket: Bucket, index: int) -> None:
         if not bucket.pending:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .arrivals import has_other_hooks
 from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
@@ -71,25 +70,6 @@ def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
         bucket.footer[: len(bucket.indices)] = torch.tensor([float(counts[index]) for index in bucket.indices])
 
 
-def warn_of_hooks(where: str, names: list[str], when: str) -> None:
-    """Of parameters that have come without a gradient: their graph may be so, or a hook may have stepped them.
-
-    Args:
-        where: rank and pass.
-        names: theirs.
-        when: in which passes.
-    """
-    log.warning(
-        "%s: no gradient was there in %s when it was to be averaged, of parameters that have a hook of the program "
-        "(register_post_accumulate_grad_hook): %s.\n"
-        "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
-        "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
-        where,
-        when,
-        name_list(names),
-    )
-
-
 class NeverUsed:
     """What no rank had a gradient for in any pass so far. It is right that way, so it is a warning and no error.
 
@@ -104,8 +84,12 @@ class NeverUsed:
         self._passes = 0
         self._suspects = {index for index, name in enumerate(queue.names) if name != STAND_IN}
 
-    def look(self) -> None:
-        """At the end of a pass, before its buckets are emptied. No suspects are left after most first passes."""
+    def look(self, gone: set[int]) -> None:
+        """At the end of a pass, before its buckets are emptied. No suspects are left after most first passes.
+
+        Args:
+            gone: parameters that come, but without a gradient, of which the tracker has told.
+        """
         queue = self._queue
         # On an accelerator to read the footer would stop the host.
         told = queue.tells and all(bucket.flat.device.type == "cpu" for bucket in queue.buckets)
@@ -116,17 +100,12 @@ class NeverUsed:
             if not (told and bucket.footer[place])
         )
         self._passes += 1
-        if self._suspects and self._passes == PASSES:
-            alive = {index: queue.parameters[index]() for index in self._suspects}
-            hooked = {index for index, one in alive.items() if one is not None and has_other_hooks(one)}
-            self._warn([queue.names[index] for index in sorted(self._suspects - hooked)], told)
-            if hooked:
-                warn_of_hooks(queue.where, [queue.names[index] for index in sorted(hooked)], "any pass so far")
+        names = [queue.names[index] for index in sorted(self._suspects - gone)]
+        if names and self._passes == PASSES:
+            self._warn(names, told)
         self.looking = bool(self._suspects) and self._passes < PASSES
 
     def _warn(self, names: list[str], told: bool) -> None:
-        if not names:
-            return
         log.warning(
             "%s: %s had no gradient in any pass so far, %s. "
             "Each stays untrained, and is sent as zeros if others share its bucket.\n"

@@ -334,6 +334,29 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
     ]
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("call", ["sync.report()", "sync.check()", "stretto.attach(torch.nn.Linear(2, 2))"])
+def test_a_call_that_one_rank_alone_makes_over_gloo_does_not_meet_another_there(tmp_path: Path, call: str) -> None:
+    """Gloo ends the process where two messages differ in size, and sums what should not be where they do not."""
+    body = f"""
+        step()
+        step()
+        stretto.inquiry.ASK_SECONDS = 0.5
+        told(lambda: {call}) if rank == 0 else told()
+        hang()
+        os._exit(0)
+    """
+    found = ranks(tmp_path, body, transport="process_group")
+    assert [code for code, _, _ in found] == [0, 0]
+    texts = [within(printed, "PeerError", 9) for _, printed, _ in found]
+    for text in texts:
+        assert "ranks have gone apart, so nobody can complete this: " in text
+        assert "All ranks must make the same calls in the same order." in text
+        assert re.search(
+            r"rank \d waits at train.py:LINE in [<\w>]+; rank \d [\w ]*is at train.py:LINE in [<\w>]+", text
+        )
+
+
 OTHER_CALLS = {
     "a pass for an attach": "told(lambda: stretto.attach(torch.nn.Linear(2, 2), transport=transport))",
     "two models in another order": "told(lambda: second(torch.ones(1, 2)).sum().backward())",

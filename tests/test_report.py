@@ -29,13 +29,14 @@ import stretto
 from stretto import steps
 from stretto.advice import advise
 from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, tied_names
-from stretto.clocks import NOBODY, Clock, ClockTalk, Word, identity
+from stretto.clocks import NOBODY, Clock, ClockTalk, identity
 from stretto.plan import BucketPlan, plan_buckets
 from stretto.record import Launch, PassRecord, Span, covered, percent_hidden
 from stretto.recorder import Flight, Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
+from stretto.word import Word
 
 MS = 1_000_000
 
@@ -741,8 +742,10 @@ def test_a_word_in_a_store() -> None:
     assert not word.is_completed()
     with pytest.raises(RuntimeError, match=re.escape("no answer within 0 s")):
         word.wait(timedelta(seconds=0.01))
+    both = Word(store, "key", "another")
     store.set("key", NOBODY)  # type: ignore[arg-type]
     word.wait()
+    assert not both.is_completed()
     assert word.take() == NOBODY and store.num_keys() == 0
 
 

@@ -515,7 +515,8 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
     found, _ = in_warm_process(ranks_that_go_apart, str(tmp_path), instead)
     begin, place = "ranks have gone apart, so nobody can complete this: ", r"test_shard_faults\.py:LINE in \w+"
     advice = (
-        "Call step(), state_dict() and the like on all ranks, behind the same backward, and start again, on all ranks."
+        "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
+        "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
     )
     last = rf"\.\n{re.escape(advice)}"
     own = (

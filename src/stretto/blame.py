@@ -81,8 +81,7 @@ def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int
     mine = _counted(progress, next(iter(others.values())))
     return PeerError(
         f"{where}: ranks have gone apart, so nobody can complete this: {told}, this rank {mine}.\n"
-        f"{places}.\nCall step(), state_dict() and the like on all ranks, behind the same backward, and "
-        "start again, on all ranks."
+        f"{places}.\n{SAME_CALLS}"
     )
 
 
@@ -102,5 +101,9 @@ def elsewhere(where: str, rank: int, places: str) -> PeerError:
 
 def _counted(progress: Sequence[int], other: Sequence[int]) -> str:
     passes, calls, *steps = progress
-    more = f" and {calls} other calls" if calls != other[1] else ""
-    return f"{count(passes)} and {', '.join(map(str, steps))} steps of sharded optimizers{more}"
+    told = [count(passes)]
+    if steps:
+        told.append(f"{', '.join(map(str, steps))} steps of sharded optimizers")
+    if calls != other[1]:
+        told.append(f"{calls} other calls")
+    return " and ".join(told)

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from .notes import Note, last_words
 from .seat import Answer, Seat
 from .whereabouts import Person, count, myself, place_of_frame
+from .word import Word
 
 LINGER_SECONDS = 2.0
 """How long the rank that has the store stays for the others to read its last note."""
@@ -212,6 +213,13 @@ class Channel:
         return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     # Where
+
+    def come(self, seat: Seat, occasion: str) -> Word:
+        """This rank comes to a collective call. The others have come too when the word is complete."""
+        call = f"{seat.handle}/{seat.calls}" if seat.handle else f"{occasion}/{self._attached}"
+        keys = [f"call/{call}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], "here")
+        return Word(self._store, *keys)
 
     def ask(self, handle: str) -> dict[int, str]:
         """Ask the others where they are with a handle; returns the key under which each will answer."""

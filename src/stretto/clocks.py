@@ -19,11 +19,12 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+
+from .word import Word
 
 QUESTIONS = 16
 PATIENCE = 30.0
@@ -163,46 +164,6 @@ class ClockTalk:
                 self._put(otherwise, NOBODY)
             raise
         return word.take()
-
-
-class Word:
-    """A key of a store that another rank will set, to be waited for as if it were a collective."""
-
-    def __init__(self, store: Store, key: str) -> None:
-        self._store = store
-        self._key = key
-
-    def comes_soon(self) -> bool:
-        """Wait for as long as it takes where all is well."""
-        with contextlib.suppress(RuntimeError):
-            self.wait(timedelta(seconds=0.2))
-            return True
-        return False
-
-    def is_completed(self) -> bool:
-        """Whether it is there."""
-        return bool(self._store.check([self._key]))
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Ask the store again and again: its own wait takes a second at least, or warns from C++ when it is over.
-
-        Raises:
-            RuntimeError: the time is over; wait again.
-        """
-        seconds = PATIENCE if timeout is None else timeout.total_seconds()
-        until, pause = time.monotonic() + seconds, 20e-6
-        while not self.is_completed():
-            if time.monotonic() > until:
-                raise RuntimeError(f"no answer within {seconds:.0f} s")
-            time.sleep(pause)
-            pause = min(1.2 * pause, 5e-3)
-
-    def take(self) -> bytes:
-        """What it says; then it is gone."""
-        value = bytes(self._store.get(self._key))
-        with contextlib.suppress(RuntimeError):  # some stores cannot forget
-            self._store.delete_key(self._key)
-        return value
 
 
 def identity() -> str:

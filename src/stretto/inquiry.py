@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from itertools import chain
 
 from .blame import apart, crosses, elsewhere
 from .channel import Channel
+from .notes import Note
 from .seat import Answer, Seat
 from .whereabouts import place_of_frame
 
@@ -15,6 +17,8 @@ ASK_SECONDS = 5.0
 """How long a rank waits before it asks."""
 ANSWER_SECONDS = 4.0
 """How long it takes at most until all have answered who can."""
+NOTE_SECONDS = 2.0
+"""How long a rank that knows of a failure waits for the words of the one that failed."""
 
 
 class Inquiry:
@@ -71,6 +75,27 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
     for other, answer in told.items():
         if crosses(chain.from_iterable(pairs(mine[one], answer.beside[one]) for one in mine.keys() & answer.beside)):
             raise elsewhere(where, other, places(rank, channel, told))
+
+
+def words_of(channel: Channel | None, seat: Seat, phase: str, ranks: int) -> list[Note]:
+    """What so many ranks that failed in this pass told of it, as far as it comes soon enough.
+
+    Args:
+        channel: to the others, if there is one.
+        seat: of the handle.
+        phase: in which part of a step they failed.
+        ranks: how many.
+    """
+    until = time.monotonic() + NOTE_SECONDS
+    while True:
+        told = list[Note]()
+        if channel is not None:
+            channel.read()
+            told = channel.told(seat.handle)
+        found = {note.rank: note for note in told if note.phase == phase and note.number == seat.passes}
+        if len(found) >= ranks or channel is None or time.monotonic() >= until:
+            return [found[rank] for rank in sorted(found)]
+        time.sleep(0.01)
 
 
 def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float | None = None) -> str:

@@ -24,15 +24,13 @@ from typing import Any, NoReturn
 from .blame import EXPECTED, SAME_CALLS, killed, left_early
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
-from .inquiry import Inquiry, places, who_has_gone_apart
+from .inquiry import Inquiry, places, who_has_gone_apart, words_of
 from .notes import Note, text_of
 from .seat import Answer, Seat
 from .transport.base import Transport, Work, abandon, done_within
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time
 from .whereabouts import place_of_failure
 
-NOTE_SECONDS = 2.0
-"""How long a rank that knows of a failure waits for the words of the one that failed."""
 GONE_SECONDS = 1.0
 """How long, when a collective failed, for a note or for a process to be seen dead."""
 FLUSH_SECONDS = 5.0
@@ -145,7 +143,9 @@ class Peers:
             CommunicationError: it will never be done.
         """
         brought, transport, what = (self._offer, value), self._transport, "what ranks hold could not be gathered"
+        self.seat.calls += 1
         try:
+            self._come_together()
             if self._patience is None:
                 everyone: list[Any] = transport.all_gather_object(brought)
             else:
@@ -155,6 +155,12 @@ class Peers:
         if not self.seat.handle:
             self._name(everyone[0][0])
         return [other for _, other in everyone]
+
+    def _come_together(self) -> None:
+        """Else, over Gloo, what ranks send in two different calls would meet, and end a process if sizes differ."""
+        channel, apart = self._channel, getattr(self._transport, "tells_calls_apart", False)
+        if channel is not None and self._patience is not None and not (apart or channel.store_is_gone()):
+            self.wait(channel.come(self.seat, self._occasion))
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
@@ -311,17 +317,8 @@ class Peers:
             time.sleep(0.05)
 
     def failures(self, phase: str, ranks: int) -> list[Note]:
-        """What so many ranks that failed in this pass told of it, as far as it comes soon enough."""
-        until = time.monotonic() + NOTE_SECONDS
-        while True:
-            told = list[Note]()
-            if self._channel is not None:
-                self._channel.read()
-                told = self._channel.told(self.seat.handle)
-            found = {note.rank: note for note in told if note.phase == phase and note.number == self.seat.passes}
-            if len(found) >= ranks or self._channel is None or time.monotonic() >= until:
-                return [found[rank] for rank in sorted(found)]
-            time.sleep(0.01)
+        """See :func:`~stretto.inquiry.words_of`."""
+        return words_of(self._channel, self.seat, phase, ranks)
 
     def _notes(self) -> list[Note]:
         """Those of the other ranks, as read so far."""

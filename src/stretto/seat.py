@@ -26,7 +26,7 @@ class Seat:
     row: list[Seat] = field(default_factory=list)
     """Of all handles of this process at the channel, in the order in which they joined."""
     calls: int = 0
-    """Collective calls of sharded optimizers that are no steps."""
+    """Collective calls that are no passes and no steps."""
     steps: list[int] = field(default_factory=list)
     """Of each sharded optimizer, in the order in which they were made."""
     lasts: bool = True

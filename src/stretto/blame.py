@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from .agreement import describe_ranks
 from .errors import PeerError
 from .notes import WAYS_TO_LEAVE, Note
+from .specs import counted
 from .whereabouts import count
 
 EXPECTED = {"pass": "backward for this pass", "attach": "stretto.attach", "reduce": "stretto.reduce"}
@@ -104,6 +105,6 @@ def _counted(progress: Sequence[int], other: Sequence[int]) -> str:
     told = [count(passes)]
     if steps:
         told.append(f"{', '.join(map(str, steps))} steps of sharded optimizers")
-    if calls != other[1]:
-        told.append(f"{calls} other calls")
+    if (more := calls - other[1]) > 0:
+        told.append(f"{counted(more, 'other calls')} more")
     return " and ".join(told)

@@ -227,7 +227,6 @@ class Shares:
         is_shared = self.layout.is_shared
         alike = not is_shared or self.meetings.meet_before(self._everything(), number)
         if not alike or (moves and not is_shared):
-            self._peers.seat.calls += 1
             self._groups.refuse_others(self._peers)
 
     def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int) -> None:
@@ -277,7 +276,6 @@ class Shares:
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
-        self._peers.seat.calls += 1
         specs = dict(enumerate(self.layout.plan.parameters))
         carrier, peers = self._reducer.transport, self._peers
         for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, peers.gather, peers.wait_for):
@@ -304,7 +302,6 @@ class Shares:
 
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
         """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
-        self._peers.seat.calls += 1
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
         refuse_unlike(places, problem or misfit(self._keeping(), states), self._peers.gather, self._peers.where)
         self._spread.finish()

@@ -19,7 +19,9 @@ import warm_programs
 import stretto
 from stretto.channel import Channel
 from stretto.engine import when_raised
+from stretto.inquiry import Inquiry
 from stretto.notes import Note
+from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport.life import is_over, started_at
 
@@ -335,8 +337,9 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
 @pytest.mark.parametrize("call", ["sync.report()", "sync.check()", "stretto.attach(torch.nn.Linear(2, 2))"])
-def test_a_call_that_one_rank_alone_makes_over_gloo_does_not_meet_another_there(tmp_path: Path, call: str) -> None:
+def test_a_call_that_one_rank_alone_makes_does_not_meet_another(tmp_path: Path, call: str, transport: str) -> None:
     """Gloo ends the process where two messages differ in size, and sums what should not be where they do not."""
     body = f"""
         step()
@@ -346,14 +349,33 @@ def test_a_call_that_one_rank_alone_makes_over_gloo_does_not_meet_another_there(
         hang()
         os._exit(0)
     """
-    found = ranks(tmp_path, body, transport="process_group")
+    found = ranks(tmp_path, body, transport=transport)
     assert [code for code, _, _ in found] == [0, 0]
     texts = [within(printed, "PeerError", 9) for _, printed, _ in found]
     for text in texts:
         assert "ranks have gone apart, so nobody can complete this: " in text
         assert "All ranks must make the same calls in the same order." in text
-        assert re.search(
-            r"rank \d waits at train.py:LINE in [<\w>]+; rank \d [\w ]*is at train.py:LINE in [<\w>]+", text
+        name = call[call.index(".") + 1 : call.index("(")]
+        assert re.search(rf"rank 0 [\w ]*in {name}\(\) at train.py:LINE in <lambda>", text), text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_ranks_that_call_two_different_things_are_told_which(tmp_path: Path, transport: str) -> None:
+    body = """
+        step()
+        told(lambda: sync.report() if rank == 0 else sync.check())
+        step()  # nothing was sent, nothing is lost
+        right()
+        sync.check()
+    """
+    for rank, (code, printed, _) in enumerate(ranks(tmp_path, body, transport=transport)):
+        assert code == 0
+        assert within(printed, "CommunicationError", 2) == (
+            f"rank {rank}, pass 1: ranks have called different things: rank 0 is in report() at train.py:LINE in "
+            "<lambda>; rank 1 is in check() at train.py:LINE in <lambda>.\n"
+            "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
+            "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
         )
 
 
@@ -397,7 +419,8 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
     assert re.fullmatch(
         rf"rank {first}, {occasion}: ranks have gone apart, so nobody can complete this: rank {1 - first} waits for "
         r"this rank in another call.\n"
-        rf"rank {first} waits at train.py:LINE in [<\w>]+; rank {1 - first} [\w ]*is at train.py:LINE in [<\w>]+.\n"
+        rf"rank {first} waits [\w() ]*at train.py:LINE in [<\w>]+; "
+        rf"rank {1 - first} [\w() ]*at train.py:LINE in [<\w>]+.\n"
         r"All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
         r"`if rank == 0`: attach\(\), backward, optimizer.step\(\), check\(\), report\(\), state_dict\(\).",
         texts[first],
@@ -675,3 +698,23 @@ def test_a_process_lives_whatever_bytes_its_name_has() -> None:
         assert not is_over(os.getpid(), started)
     finally:
         name.write_bytes(before)
+
+
+def test_a_rank_that_waits_long_asks_again_ever_more_rarely() -> None:
+    """One line after 7 s, and then silence until the limit of the group, is as good as a hang."""
+
+    class Silent:
+        asked = 0
+
+        def ask(self, handle: str) -> dict[int, str]:
+            self.asked += 1
+            return {1: "key"}
+
+        def heard(self, keys: dict[int, str]) -> dict[int, Answer]:
+            return {}
+
+    inquiry, channel, told = Inquiry(Seat()), Silent(), []
+    for second in range(1200):
+        if inquiry.go_on(channel, float(second)) is not None:  # type: ignore[arg-type]
+            told.append(second)
+    assert channel.asked == 4 and told == [10, 35, 185, 1085]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from .agreement import describe_ranks
-from .errors import PeerError
+from .errors import CommunicationError, PeerError
 from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted
 from .whereabouts import count
@@ -98,6 +98,22 @@ def elsewhere(where: str, rank: int, places: str) -> PeerError:
         f"{where}: ranks have gone apart, so nobody can complete this: rank {rank} waits for this rank in another "
         f"call.\n{places}.\n{SAME_CALLS}"
     )
+
+
+def refuse_other_calls(where: str, said: Sequence[str]) -> None:
+    """Raise if ranks have come to different calls.
+
+    Args:
+        where: how the message begins.
+        said: by rank, the place in this library and, behind a blank, what was called where.
+
+    Raises:
+        CommunicationError: on all ranks; nothing was sent.
+    """
+    places, calls = zip(*(one.split(" ", 1) for one in said), strict=True)
+    if len({*places}) > 1:
+        told = "; ".join(f"rank {rank} is {call}" for rank, call in enumerate(calls))
+        raise CommunicationError(f"{where}: ranks have called different things: {told}.\n{SAME_CALLS}")
 
 
 def _counted(progress: Sequence[int], other: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from .notes import Note, last_words
 from .seat import Answer, Seat
-from .whereabouts import Person, count, myself, place_of_frame
+from .whereabouts import Person, count, myself, standing
 from .word import Word
 
 LINGER_SECONDS = 2.0
@@ -214,11 +214,17 @@ class Channel:
 
     # Where
 
-    def come(self, seat: Seat, occasion: str) -> Word:
-        """This rank comes to a collective call. The others have come too when the word is complete."""
+    def come(self, seat: Seat, occasion: str, what: str) -> Word:
+        """This rank comes to a collective call. When the word is complete, the others have come too, and say what to.
+
+        Args:
+            seat: of the handle.
+            occasion: of one that has no name yet.
+            what: is called.
+        """
         call = f"{seat.handle}/{seat.calls}" if seat.handle else f"{occasion}/{self._attached}"
         keys = [f"call/{call}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], "here")
+        self._store.set(keys[self._rank], what)
         return Word(self._store, *keys)
 
     def ask(self, handle: str) -> dict[int, str]:
@@ -239,7 +245,7 @@ class Channel:
             person = self.person(rank, fresh=self.in_one_process)
             if person is not None and person.pid == self._me.pid and person.host == self._me.host:
                 frame = sys._current_frames().get(person.thread)
-                told[rank] = Answer(f"is at {place_of_frame(frame)}" if frame else "has ended", [], {})
+                told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {})
             elif self._store.check([key]):
                 told[rank] = Answer(*json.loads(self._store.get(key)))
         return told
@@ -273,13 +279,13 @@ class Channel:
         return {"": [self._attached], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
 
     def _where(self, handle: str) -> Answer:
-        place = place_of_frame(sys._current_frames().get(self._me.thread))
+        place = standing(sys._current_frames().get(self._me.thread))
         progress: list[int] = []
         beside: dict[str, list[int]] = {}
         while (progress, beside) != (progress := self._progress(handle), beside := self.beside()):
             pass  # or it would mix what was before a pass and behind it
         begun = f"has begun {count(progress[0])} and " if progress else ""
-        return Answer(f"{begun}is at {place}", progress, beside)
+        return Answer(f"{begun}is {place}", progress, beside)
 
     def _progress(self, handle: str) -> list[int]:
         return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from itertools import chain
@@ -11,10 +12,12 @@ from .blame import apart, crosses, elsewhere
 from .channel import Channel
 from .notes import Note
 from .seat import Answer, Seat
-from .whereabouts import place_of_frame
+from .whereabouts import standing
 
 ASK_SECONDS = 5.0
 """How long a rank waits before it asks."""
+REPEATS = 6
+"""It asks again after so many times as long."""
 ANSWER_SECONDS = 4.0
 """How long it takes at most until all have answered who can."""
 NOTE_SECONDS = 2.0
@@ -22,7 +25,7 @@ NOTE_SECONDS = 2.0
 
 
 class Inquiry:
-    """One, for one wait.
+    """One, for one wait, repeated ever more rarely: after 5 s, 30 s, 3 minutes, 18 minutes.
 
     Args:
         seat: of the handle.
@@ -31,7 +34,7 @@ class Inquiry:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         self._asked: dict[int, str] | None = None
-        self._is_over = False
+        self._after = ASK_SECONDS
 
     def go_on(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
         """Ask, or look for answers; those that there are, once, when all are there or should be. Does not block.
@@ -40,19 +43,20 @@ class Inquiry:
             channel: to the others.
             waited: for so many seconds this rank has waited.
         """
-        if self._is_over or waited <= ASK_SECONDS:
+        if waited <= self._after:
             return None
-        told: dict[int, Answer] = {}
         try:
             if self._asked is None:
                 self._asked = channel.ask(self._seat.handle)
                 return None
             told = channel.heard(self._asked)
         except RuntimeError:  # the store has gone
-            self._is_over = True
+            self._after = math.inf
             return None
-        self._is_over = len(told) == len(self._asked) or waited > ASK_SECONDS + ANSWER_SECONDS
-        return told if self._is_over else None
+        if len(told) < len(self._asked) and waited <= self._after + ANSWER_SECONDS:
+            return None
+        self._asked, self._after = None, REPEATS * self._after
+        return told
 
 
 def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told: dict[int, Answer]) -> None:
@@ -108,7 +112,7 @@ def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float |
         waited: for so many seconds this rank has waited.
     """
     since = "" if waited is None else f" since {waited:.0f} s"
-    lines = [f"rank {rank} waits{since} at {place_of_frame(sys._getframe())}"]
+    lines = [f"rank {rank} waits{since} {standing(sys._getframe())}"]
     for other in channel.others():
         silent = "does not answer" if channel.person(other) else "has not come here so far"
         lines.append(f"rank {other} {told[other].text if other in told else silent}")

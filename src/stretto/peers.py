@@ -18,10 +18,10 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from .blame import EXPECTED, SAME_CALLS, killed, left_early
+from .blame import EXPECTED, SAME_CALLS, killed, left_early, refuse_other_calls
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart, words_of
@@ -29,7 +29,7 @@ from .notes import Note, text_of
 from .seat import Answer, Seat
 from .transport.base import Transport, Work, abandon, done_within
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time
-from .whereabouts import place_of_failure
+from .whereabouts import place_of_failure, standing
 
 GONE_SECONDS = 1.0
 """How long, when a collective failed, for a note or for a process to be seen dead."""
@@ -145,7 +145,7 @@ class Peers:
         brought, transport, what = (self._offer, value), self._transport, "what ranks hold could not be gathered"
         self.seat.calls += 1
         try:
-            self._come_together()
+            self._come_together(sys._getframe(1))
             if self._patience is None:
                 everyone: list[Any] = transport.all_gather_object(brought)
             else:
@@ -156,11 +156,14 @@ class Peers:
             self._name(everyone[0][0])
         return [other for _, other in everyone]
 
-    def _come_together(self) -> None:
-        """Else, over Gloo, what ranks send in two different calls would meet, and end a process if sizes differ."""
-        channel, apart = self._channel, getattr(self._transport, "tells_calls_apart", False)
-        if channel is not None and self._patience is not None and not (apart or channel.store_is_gone()):
-            self.wait(channel.come(self.seat, self._occasion))
+    def _come_together(self, caller: FrameType) -> None:
+        """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""
+        channel = self._channel
+        if channel is None or channel.in_one_process or self._patience is None or channel.store_is_gone():
+            return
+        site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        self.wait(word := channel.come(self.seat, self._occasion, f"{site} {standing(caller)}"))
+        refuse_other_calls(self.where, word.said())
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""

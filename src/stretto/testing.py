@@ -184,7 +184,6 @@ class RecordingTransport:
         self.store = getattr(inner, "store", None)
         self.patience = getattr(inner, "patience", None)
         self.own_channel = getattr(inner, "own_channel", False)
-        self.tells_calls_apart = getattr(inner, "tells_calls_apart", False)
         for name in ("abandon", "break_off", "dead", "flush"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))

@@ -71,6 +71,18 @@ def place_of_frame(frame: FrameType | None) -> str:
     return _describe(found.f_code.co_filename, found.f_lineno, found.f_code.co_name) if found else "an unknown place"
 
 
+def standing(frame: FrameType | None) -> str:
+    """``at train.py:34 in step``, or ``in report() at ...`` where that line calls this library."""
+    call, above = "", frame
+    while above is not None and not _is_users(above.f_code.co_filename):
+        if above.f_code.co_filename.startswith(_LIBRARIES[1]):
+            call = f"in {above.f_code.co_name}() "
+        elif above.f_code.co_filename.startswith(_LIBRARIES[0]):
+            call = ""  # backward, say, and its hooks
+        above = above.f_back
+    return f"{call if above is not None else ''}at {place_of_frame(frame)}"
+
+
 def place_of_traceback(trace: TracebackType | None) -> str:
     """The same for where an exception was raised; empty where that is not known."""
     place, users = "", False

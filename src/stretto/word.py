@@ -42,6 +42,10 @@ class Word:
             time.sleep(pause)
             pause = min(1.2 * pause, 5e-3)
 
+    def said(self) -> list[str]:
+        """What they say, when all are there."""
+        return [self._store.get(key).decode() for key in self._keys]
+
     def take(self) -> bytes:
         """What the first says; then it is gone."""
         value = bytes(self._store.get(self._keys[0]))

@@ -34,9 +34,8 @@ class Transport(Protocol):
     ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
     world size, for less than it costs to divide before. ``caps_follow_link`` is true if the caps below are a guess, and
     the link is to be timed (sizing.py). ``own_channel`` is true if nobody else's collectives can come
-    between this transport's; ``tells_calls_apart`` if it raises where ranks call different things, so that they need
-    not meet elsewhere before calls that maybe only some of them make. ``process_group`` is the group beneath, for comm
-    hooks; ``transports`` are those beneath where several take turns.
+    between this transport's. ``process_group`` is the group beneath, for comm hooks; ``transports`` are those beneath
+    where several take turns.
     ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements, and
     ``spread_share(received, share, numels)`` gives each rank the shares of the others (exchange.py).
     ``homes`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes

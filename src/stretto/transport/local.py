@@ -104,7 +104,7 @@ class LocalTransport:
         self.world_size = group.world_size
         self.bucket_cap_bytes = MIB
         self.last_bucket_cap_bytes = MIB // 4
-        self.own_channel = self.tells_calls_apart = True
+        self.own_channel = True
         self.store = group.store
         self.patience = group.timeout
         self._group = group

@@ -43,7 +43,6 @@ class SharedMemoryTransport:
         self.world_size = base.world_size
         self.bucket_cap_bytes = 17 * MIB // 8  # matrices whose sizes are powers of two, and their biases: see sizing.py
         self.last_bucket_cap_bytes = MIB // 4
-        self.tells_calls_apart = True
         self.own_channel = True
         self.store = getattr(base, "store", None)
         self.patience = host.patience

@@ -171,6 +171,11 @@ ALONE = [
     (lambda: attach(weighted="yes"), "weighted='yes' must be True or False"),
     (lambda: attach(ignore="9.*"), "attach: ignore='9.*' must be a list of names or patterns, as [\"head.*\"]"),
     (lambda: attach(beside=[3]), "attach: beside= takes handles, as returned by attach(), not int"),
+    (
+        lambda: stretto.shard(torch.optim.SGD(model().parameters()), torch.nn.Linear(1, 1)),
+        "shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not (SGD, Linear).\n"
+        "Call optimizer = stretto.shard(optimizer, sync).",
+    ),
     (lambda: stretto.attach([]), "attach: the first argument must be a torch.nn.Module, not list"),
     (
         lambda: attach(transport=3),

@@ -543,6 +543,12 @@ def test_detach_leaves_the_module_as_it_was_and_is_harmless_twice() -> None:
         sync.detach()
         sync.detach()
         assert (sync.plan, sync.statistics) == before and before[1].passes == 1
+        assert sync.describe() == "detached: backward is left alone, nothing is communicated."
+        with pytest.raises(stretto.SetupError) as caught:  # it would say that all is well
+            sync.check()
+        assert str(caught.value) == (
+            f"rank {transport.rank}: check() after detach() compares nothing.\nCall it before detach()."
+        )
         model.zero_grad()
         assert all(reducer_of(parameter) is None for parameter in model.parameters())
         model(inputs_of(transport.rank), "abc").backward()

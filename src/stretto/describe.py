@@ -10,17 +10,25 @@ from .options import Options
 from .reducer import Reducer
 
 
-def describe(reducer: Reducer | None, options: Options, places: BufferPlaces, optimizers: Sequence[str] = ()) -> str:
+def describe(
+    reducer: Reducer | None,
+    options: Options,
+    places: BufferPlaces,
+    optimizers: Sequence[str] = (),
+    *,
+    is_detached: bool = False,
+) -> str:
     """Several lines, the plan at the end.
 
     Args:
-        reducer: None where there is one rank.
+        reducer: None where there is one rank, and where there is none any more.
         options: what ``attach`` was asked for.
         places: the module's buffers.
         optimizers: a line for each that is sharded; empty for those that are no more.
+        is_detached: whether there was one.
     """
     if reducer is None:
-        return "1 rank: backward is left alone, nothing is communicated."
+        return f"{'detached' if is_detached else '1 rank'}: backward is left alone, nothing is communicated."
     transport = reducer.transport
     return "\n".join(
         [

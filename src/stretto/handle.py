@@ -18,7 +18,7 @@ from .describe import describe
 from .errors import SetupError
 from .events import Events
 from .family import unite
-from .membership import Membership, trained
+from .membership import Membership, parameters_of, trained
 from .options import Buffers, Options
 from .peers import Peers
 from .plan import BucketPlan
@@ -71,7 +71,7 @@ class Synchronizer:
                 transport,
                 self._events,
                 self._buffer_places,
-                Membership(module, options, functools.partial(_apart, [one.members for one in inside])),
+                Membership(module, options, functools.partial(parameters_of, [one.members for one in inside])),
                 scaling,
                 peers,
                 delay=options.delay,
@@ -234,11 +234,14 @@ class Synchronizer:
 
         Raises:
             ReplicaError: on every rank, with the names of the tensors and the ranks that differ.
+            SetupError: the handle was detached.
 
         Example::
 
             sync.check()
         """
+        if self._reducer is None and self._peers is not None:
+            raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
         if self._reducer is not None and self._peers is not None:
             where = f"pass {self.statistics.passes}"
             check_replicas(replicated(self.module, self._options), self._peers.gather, where)
@@ -255,7 +258,8 @@ class Synchronizer:
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan."""
-        return describe(self._reducer, self._options, self._buffer_places, [one.describe() for one in self.sharded])
+        ended, optimizers = self._reducer is None and self._peers is not None, [one.describe() for one in self.sharded]
+        return describe(self._reducer, self._options, self._buffer_places, optimizers, is_detached=ended)
 
     def report(self) -> Report:
         """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
@@ -319,7 +323,7 @@ class Synchronizer:
     ) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all attached parameters, wherever their gradients are. Collective.
 
-        Needed with ``stretto.shard(..., keep_grads=False)``, between backward and step; the same as torch's without.
+        Needed with ``stretto.shard(..., keep_grads=False)``, between backward and step; as torch's without.
         Returns the norm before, 0-dim, the same on all ranks. Raises ``RuntimeError`` if it must be finite and is not.
         """
         parameters = [*trained(self.module, self._options).values()]
@@ -343,8 +347,3 @@ class Synchronizer:
             self.sampler.stop()
         if self._transport is not None and self._closes:
             self._transport.close()
-
-
-def _apart(inside: Sequence[Membership]) -> list[torch.Tensor]:
-    """The parameters that other handles look after."""
-    return [parameter for members in inside for parameter in members.everything().values()]

@@ -261,3 +261,8 @@ class Membership:
         self._suspect = True
         self._arrived.add(id(parameter))
         self._came()
+
+
+def parameters_of(several: Iterable[Membership]) -> list[torch.Tensor]:
+    """What handles look after."""
+    return [parameter for members in several for parameter in members.everything().values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .ddp import DistributedDataParallel
+from .errors import SetupError
 from .handle import Synchronizer
 from .sharding import ShardedOptimizer
 
@@ -62,5 +63,11 @@ def shard(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-    handle = sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync
+    handle: object = sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync
+    given = f"{type(optimizer).__name__}, {type(sync).__name__}"
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(handle, Synchronizer):
+        raise SetupError(
+            f"shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not ({given}).\n"
+            "Call optimizer = stretto.shard(optimizer, sync)."
+        )
     return handle.shard(optimizer, keep_grads=keep_grads, overlap=overlap)

@@ -259,7 +259,7 @@ class InTheAir:
 
 @functools.cache
 def in_the_air() -> InTheAir:
-    """Those of this process: made by the first, so that nothing is registered at the end of programs without any."""
+    """Those of this process, which ends once: made by the first, so that nothing is registered where there are none."""
     return InTheAir()
 
 

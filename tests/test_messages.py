@@ -218,6 +218,7 @@ ALONE = [
         lambda: ProcessGroupTransport(torch.distributed.GroupMember.NON_GROUP_MEMBER),
         "this rank is not in the process group: call attach only on ranks that are",
     ),
+    (ProcessGroupTransport, "there is no process group: call torch.distributed.init_process_group() before"),
     (
         lambda: ProcessGroupTransport(3),
         "a process group is what torch.distributed.new_group() returns, not of type int",

@@ -423,71 +423,125 @@ def step_in_backward(model: torch.nn.Module) -> None:
         one.register_post_accumulate_grad_hook(step)
 
 
-def steps_one_layer_in_backward(transport, cap: float, passes: int) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
-    stretto.attach(model, transport=transport, bucket_cap_mb=cap)
-    for number in range(passes + 3):
-        if number == passes:
-            step_in_backward(model[1])
-        model.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
+def told_of_hooks(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {one.getMessage() for one in caplog.records if "no gradient was there" in one.getMessage()}
 
 
-@pytest.mark.parametrize("passes, cap", [(0, 1.0), (0, 1e-6), (1, 1e-6), (5, 1e-6)])
-def test_gradients_that_a_hook_takes_away_are_named(passes: int, cap: float) -> None:
-    """The optimizer in backward of PyTorch's tutorial, from the first pass on or later."""
-    with pytest.raises(stretto.UnsupportedError) as caught:
-        run_ranks(lambda transport: steps_one_layer_in_backward(transport, cap, passes), 2)
-    assert str(caught.value).replace("rank 1", "rank 0") == (
-        f"rank 0, pass {passes + 1}: the gradient of 1.weight, 1.bias was taken away before it was averaged: a hook of "
-        "the program steps or clears it where it arrives.\n"
-        "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
+def hooks_may_have(rank: int, number: int, names: str) -> str:
+    return (
+        f"rank {rank}, pass {number}: no gradient was there when it was to be averaged, of parameters that have a hook "
+        f"of the program (register_post_accumulate_grad_hook): {names}.\n"
+        "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
+        "stretto.DistributedDataParallel, which knows torch's _apply_optimizer_in_backward."
     )
 
 
-@pytest.mark.parametrize("passes", [1, 2, 5])
-def test_gradients_that_a_hook_may_have_taken_away_are_told_once(passes: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Where they are not looked at as they arrive, they may as well be undefined, which is no fault."""
-    run_ranks(lambda transport: steps_one_layer_in_backward(transport, 1.0, passes), 2)
-    warnings = {one.getMessage() for one in caplog.records if "no gradient" in one.getMessage()}
-    assert warnings == {
-        f"rank {rank}, pass {passes + 1}: no gradient was there when it was to be averaged, of parameters "
-        "that have a hook of the program (register_post_accumulate_grad_hook): 1.weight, 1.bias.\n"
-        "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
-        "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
-        for rank in range(2)
-    }
-    assert len([one for one in caplog.records if "no gradient" in one.getMessage()]) == 2
+@pytest.mark.parametrize("cap", [1.0, 1e-6])
+@pytest.mark.parametrize("passes", [-1, 0, 1, 2, 5])
+def test_gradients_that_a_hook_takes_away_are_named(passes: int, cap: float, caplog: pytest.LogCaptureFixture) -> None:
+    """The optimizer in backward of PyTorch's tutorial, from before attaching or later. First in doubt, then surely."""
 
-
-def test_gradients_that_a_hook_takes_away_before_ours_are_told_apart_from_unused_ones(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     def worker(transport):
-        model = torch.nn.ModuleDict({"unused": torch.nn.Linear(1, 1), "used": torch.nn.Linear(3, 1, bias=False)})
-        for one in model["unused"].parameters():  # hooks that nothing comes to
-            one.register_post_accumulate_grad_hook(print)
-        step_in_backward(model["used"])
-        stretto.attach(model, transport=transport)
-        for _ in range(3):
-            model["used"](torch.ones(2, 3)).sum().backward()
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        if passes < 0:
+            step_in_backward(model[1])
+        stretto.attach(model, transport=transport, bucket_cap_mb=cap)
+        for number in range(10):
+            if number == passes:
+                step_in_backward(model[1])
+            model.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
 
-    run_ranks(worker, 2)
-    warnings = [one.getMessage() for one in caplog.records if "no gradient" in one.getMessage()]
-    order = (0, 1) if warnings[0].startswith("rank 0") else (1, 0)
-    assert warnings == [
-        *(
-            f"rank {rank}, pass 1: no gradient was there when it was to be averaged, of parameters that have a hook of "
-            "the program (register_post_accumulate_grad_hook): used.weight.\n"
-            "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
-            "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
-            for rank in order
-        ),
-        "rank 0, pass 3: unused.weight, unused.bias had no gradient in any pass so far, on any rank. Each stays "
-        "untrained, and is sent as zeros if others share its bucket.\n"
-        "If it is meant so, freeze it, requires_grad_(False), or leave it out: "
-        "attach(..., ignore=['unused.weight', 'unused.bias']).",
-    ]
+    with pytest.raises(stretto.UnsupportedError) as caught:
+        run_ranks(worker, 2)
+    first = max(passes, 0) + 1
+    assert told_of_hooks(caplog) == {hooks_may_have(rank, first, "1.weight, 1.bias") for rank in range(2)}
+    assert str(caught.value).replace("rank 1", "rank 0") == (
+        f"rank 0, pass {first + 1}: the gradient of 1.weight, 1.bias was taken away before it was averaged: a hook of "
+        "the program steps or clears it where it arrives.\n"
+        "Step after backward; or use stretto.DistributedDataParallel, which knows torch's _apply_optimizer_in_backward."
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("passes", [0, 5])
+def test_torchs_optimizer_in_backward_beside_attach_is_named(passes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It hooks the node behind a parameter, which nobody sees."""
+
+    from torch.distributed.optim import _apply_optimizer_in_backward  # imports torch.jit, which warns
+
+    def worker(transport):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        stretto.attach(model, transport=transport)
+        for number in range(8):
+            if number == passes:
+                _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+            model.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+
+    with pytest.raises(stretto.UnsupportedError, match=r"was taken away before it was averaged: a hook of the program"):
+        run_ranks(worker, 2)
+
+
+def test_undefined_gradients_of_parameters_with_hooks_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """They are mentioned once, each by its name; those to which nothing comes are unused ones."""
+
+    def worker(transport):
+        model, seen = Branches(), []
+        sync = stretto.attach(model, transport=transport)
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(seen.append)
+        for number in range(6):
+            model.zero_grad()
+            loss = model(inputs_of(transport.rank), "a" if number < 3 else "ab")
+            (torch._C._functions.UndefinedGrad()(loss) if number != 4 else loss).backward()
+            used = ["ab"] * 2 if number == 4 else [""] * 2
+            assert_same(gradients(model), expected(2, used))
+        return sync.statistics.passes
+
+    assert run_ranks(worker, 2) == [6, 6]
+    assert told_of_hooks(caplog) == {
+        hooks_may_have(rank, number, names)
+        for rank in range(2)
+        for number, names in ((1, "a.weight, a.bias"), (4, "b.weight, b.bias"))
+    }
+    unused = [one.getMessage() for one in caplog.records if "in any pass so far" in one.getMessage()]
+    assert len(unused) == 1 and unused[0].startswith(
+        "rank 0, pass 3: b.weight, b.bias, c.weight, c.bias had no gradient"
+    )
+
+
+@pytest.mark.parametrize("table", ["ours", "torch's"])
+def test_hooks_that_come_and_go_leave_the_overlap_as_it_is(table: str) -> None:
+    """One registered anew lies behind ours, which sees to it that it is the last again. In a table of torch's it is
+    moved when it is called, and is the last from the next pass on."""
+
+    def worker(transport):
+        model, during = Branches(), []
+        if table == "torch's":
+            for one in model.parameters():
+                one.register_post_accumulate_grad_hook(lambda _: None)
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        watch = types.SimpleNamespace(
+            pass_started=lambda number: during.append([]),
+            bucket_launched=lambda number, bucket, nbytes: during[-1].append(bucket),
+            backward_ended=lambda number: during[-1].append("end"),
+        )
+        sync.observe(watch)
+        for number in range(8):
+            handles = []
+            if table == "ours" or number == 4:
+                handles = [one.register_post_accumulate_grad_hook(lambda _: None) for one in model.parameters()]
+            model.zero_grad()
+            model(inputs_of(transport.rank), "abc").backward()
+            assert_same(gradients(model), expected(2, ["abc"] * 2))
+            for handle in handles if table == "ours" else ():
+                handle.remove()
+        return during
+
+    for during in run_ranks(worker, 2):
+        for events in during[5:]:
+            assert len(events) == 7 and events.index("end") >= 5, "buckets leave while backward runs"
 
 
 def test_a_sparse_gradient_that_no_module_announces_is_refused_by_name() -> None:

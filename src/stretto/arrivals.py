@@ -46,11 +46,14 @@ class Arrivals:
         self.close()
         self._handles: dict[int, tuple[weakref.ref[torch.nn.Parameter], Any]] = {}
         self._looking: dict[int, Any] = {}
+        self._seeing: dict[int, Any] = {}
         self.follow(parameters)
 
     def follow(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Hook these and no others. Those that had a hook keep it, and so their place among hooks of the user."""
         self.look_at(())
+        while self._seeing:
+            self._seeing.popitem()[1].remove()
         wanted = {id(parameter): parameter for parameter in parameters}
         for key in [key for key, (one, _) in self._handles.items() if one() is not wanted.get(key)]:
             self._handles.pop(key)[1].remove()
@@ -75,26 +78,32 @@ class Arrivals:
             self._looking.pop(index).remove()
         for index, parameter in wanted.items():
             if index not in self._looking:
-                self._looking[index] = hook_gradient(parameter, self._look)
+                self._looking[index] = hook_gradient(parameter, self._look, last=True)
 
-    def goes_last(self, parameter: torch.Tensor) -> bool:
-        """Whether ``look`` was called behind all hooks of the program, which are to see the gradient as it arrived.
-
-        If not, it will be from the next arrival on.
-        """
+    def is_last(self, parameter: torch.Tensor) -> bool:
+        """Whether ``look`` is called behind all hooks of the program, which are to see the gradient as it arrived."""
         hooks: Any = parameter._post_accumulate_grad_hooks
-        if next(reversed(hooks.values())) is self._look:
-            return True
-        for index, handle in self._looking.items():
-            if handle.id in hooks:
-                handle.remove()
-                self._looking[index] = hook_gradient(parameter, self._look)
-                break
-        return False
+        return next(reversed(hooks.values())) is self._look
+
+    def put_last(self, index: int, parameter: torch.Tensor) -> None:
+        """Call ``look`` behind them from the next arrival on. Only a table that torch has made needs it."""
+        if (handle := self._looking.get(index)) is not None:
+            handle.remove()
+            self._looking[index] = hook_gradient(parameter, self._look, last=True)
+
+    def see_first(self, index: int, parameter: torch.Tensor, see: Callable[[torch.Tensor], None]) -> None:
+        """Call ``see`` before all hooks of the program, until other parameters are followed."""
+        if index not in self._seeing:
+            self._seeing[index] = handle = hook_gradient(parameter, see)
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            for key in [key for key in hooks if key != handle.id]:
+                hooks[key] = hooks.pop(key)
 
     def remove(self) -> None:
         """Take all hooks off."""
         self.look_at(())
+        while self._seeing:
+            self._seeing.popitem()[1].remove()
         for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -112,7 +121,8 @@ def owner_of(parameter: torch.nn.Parameter) -> object | None:
 def has_other_hooks(parameter: torch.Tensor) -> bool:
     """Whether the program, too, looks at its gradients as they arrive, or may have taken them away."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any([not _is_ours(hook) for hook in hooks.values()])
+    in_backward = hasattr(parameter, "_in_backward_optimizers")  # torch's hooks the node behind it, out of sight
+    return in_backward or any([not _is_ours(hook) for hook in hooks.values()])
 
 
 def _is_ours(hook: Any) -> bool:
@@ -129,13 +139,24 @@ def hook_for(parameter: torch.nn.Parameter, owner: object, call: Callable[[torch
 
 
 class Hooks(dict[int, Any]):
-    """Of one tensor. torch would make an ``OrderedDict``, to list whose values costs 0.1 us more at every gradient."""
+    """Of one tensor. torch would make an ``OrderedDict``, to list whose values costs 0.1 us more at every gradient.
 
-    __slots__ = ("__weakref__",)  # handles hold it weakly
+    One hook stays the last, whatever is registered behind it.
+    """
+
+    __slots__ = ("__weakref__", "last")  # handles hold it weakly
+
+    def __init__(self) -> None:
+        self.last = -1
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, hook)
+        if self.last in self and key != self.last:
+            super().__setitem__(self.last, self.pop(self.last))
 
 
-def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``hook`` whenever the parameter's gradient is final for a graph task.
+def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], *, last: bool = False) -> Any:
+    """Call ``hook`` whenever the parameter's gradient is final for a graph task, behind all others if it can be so.
 
     torch refuses hooks on frozen parameters, but keeps those on one that is frozen later.
     """
@@ -145,6 +166,9 @@ def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
     if getattr(parameter, "_post_accumulate_grad_hooks", None) is None:
         parameter._post_accumulate_grad_hooks = Hooks()
     handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = parameter._post_accumulate_grad_hooks
+    if last and isinstance(hooks, Hooks):
+        hooks.last = handle.id
     if frozen:
         parameter.requires_grad_(False)
     return handle

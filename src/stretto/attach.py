@@ -240,7 +240,7 @@ def default_transport(
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return ProcessGroupTransport(process_group)
-    if (launched := os.environ.get("WORLD_SIZE", "")) not in ("", "1"):
+    if (launched := os.environ.get("WORLD_SIZE", "").strip()) not in ("", "0", "1"):
         raise SetupError(
             f"WORLD_SIZE={launched} ranks were launched, but no process group is initialised: each "
             "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."

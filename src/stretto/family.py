@@ -114,7 +114,7 @@ class Family:
         Raises:
             SetupError: another member has left parameters to this one; backward is running.
         """
-        if member.running and current_task() != -1:
+        if current_task() != -1:
             raise SetupError(
                 f"{member.queue.where}: detach() was called while backward runs.\n"
                 "Call it when backward has returned, and not from a hook."

@@ -36,21 +36,25 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "last_bucket_cap_mb", "predivide_factor"):
-            value = getattr(self, name)
-            least = 0.0 if name == "last_bucket_cap_mb" else math.ulp(0.0)  # no last bucket of its own
-            if value is not None and not least <= _number(value) < math.inf:
-                raise SetupError(f"{name}={reprlib.repr(value)} must be a positive number, or None")
+            if (value := getattr(self, name)) is not None:
+                number, least = _number(value), 0.0 if name == "last_bucket_cap_mb" else math.ulp(0.0)
+                if not least <= number < math.inf:
+                    raise SetupError(f"{name}={reprlib.repr(value)} must be a positive number, or None")
+                object.__setattr__(self, name, number)
         for name in ("weighted", "delay"):
             value = getattr(self, name)
-            if isinstance(value, (str, torch.Tensor)) or value not in (True, False, None):
+            if getattr(value, "ndim", 0) or value not in (True, False, None):
                 raise SetupError(f"{name}={reprlib.repr(value)} must be True or False")
+            object.__setattr__(self, name, bool(value))
         if self.buffers not in get_args(Buffers):
             known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
             raise UnsupportedError(f"buffers={self.buffers!r} is not known: use one of {known}")
-        every = None if self.check_every is None else _number(self.check_every)
-        if every is not None and not (every >= 1 and every.is_integer()):
-            shown = reprlib.repr(self.check_every)
-            raise SetupError(f"check_every={shown} must be a number of passes, 1 or more, or None")
+        if self.check_every is not None:
+            every = _number(self.check_every)
+            if not (every >= 1 and every.is_integer()):
+                shown = reprlib.repr(self.check_every)
+                raise SetupError(f"check_every={shown} must be a number of passes, 1 or more, or None")
+            object.__setattr__(self, "check_every", int(every))
 
     def ignores(self, name: str) -> bool:
         """Whether the parameter or buffer is to be left alone."""
@@ -85,7 +89,7 @@ class Options:
 
 def _number(value: Any) -> float:
     """What may come from anywhere that numbers come from, a tensor too; NaN if it is none."""
-    if isinstance(value, (bool, str, bytes)):
+    if isinstance(value, (bool, str, bytes, bytearray)):
         return math.nan
     try:
         return float(value)

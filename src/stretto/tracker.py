@@ -169,10 +169,15 @@ class ArrivalTracker:
             return
         if current_task() != self._task:
             self.meet_nested()
-        if self.arrivals.goes_last(parameter):
+        if self.arrivals.is_last(parameter):
             with self._queue.lock:
                 without_graph(self._take, torch.is_grad_enabled())
-        elif parameter.grad is not None:
+            return
+        self.arrivals.put_last(self.index_of[id(parameter)], parameter)
+        self._see(parameter)
+
+    def _see(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
             self._seen.add(self.index_of[id(parameter)])
 
     def meet_nested(self) -> None:
@@ -236,6 +241,7 @@ class ArrivalTracker:
                 bucket = self._queue.bucket_of[index]
                 bucket.arrived += 1
                 if bucket.arrived == bucket.pending:
+                    self._refuse_gone(set(self._count))
                     self._queue.guard(bucket.take_rest)
                     if self._events.bucket_full:
                         self._tell_full(bucket, index)
@@ -244,28 +250,34 @@ class ArrivalTracker:
     def _refuse_gone(self, arrived: set[int]) -> None:
         """Gradients that hooks of the program have taken away, if that is sure: they were there when they arrived.
 
-        Else their graph may be so, and the program is told once.
+        Else their graph may be so: the program is told, and they are looked at before its hooks from the next pass on.
         """
         queue = self._queue
         left = {bucket.indices[place] for bucket in queue.buckets for place in bucket.not_taken()}
-        gone = [i for i, one in self.alive(sorted(left & arrived)) if one.grad is None and has_other_hooks(one)]
-        names = [queue.names[index] for index in gone]
-        if not self._seen.isdisjoint(gone):
+        gone = {index for index, one in self.alive(left & arrived) if one.grad is None}
+        if not gone.isdisjoint(self._seen | self._count.keys()):
             raise UnsupportedError(
-                f"{queue.where}: the gradient of {name_list(names)} was taken away before it was averaged: a hook of "
+                f"{queue.where}: the gradient of {self._names(gone)} was taken away before it was averaged: a hook of "
                 "the program steps or clears it where it arrives.\n"
-                "Step after backward; or use stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward."
+                "Step after backward; or use stretto.DistributedDataParallel, which knows torch's "
+                "_apply_optimizer_in_backward."
             )
-        if gone and not self.gone:
+        hooked = {index: one for index, one in self.alive(gone - self.gone) if has_other_hooks(one)}
+        for index, one in hooked.items():
+            self.arrivals.see_first(index, one, self._see)
+        if hooked:
             log.warning(
                 "%s: no gradient was there when it was to be averaged, of parameters that have a hook of the program "
                 "(register_post_accumulate_grad_hook): %s.\n"
                 "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
-                "stretto.DistributedDataParallel and torch's _apply_optimizer_in_backward.",
+                "stretto.DistributedDataParallel, which knows torch's _apply_optimizer_in_backward.",
                 queue.where,
-                name_list(names),
+                self._names(hooked),
             )
-        self.gone.update(gone)
+        self.gone |= hooked.keys()
+
+    def _names(self, indices: Iterable[int]) -> str:
+        return name_list([self._queue.names[index] for index in sorted(indices)])
 
     def _tell_full(self, bucket: Bucket, index: int) -> None:
         if not bucket.pending:

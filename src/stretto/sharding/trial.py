@@ -31,7 +31,9 @@ def misfit(keeping: Keeping, states: Mapping[torch.Tensor, State]) -> Exception 
     try:
         if not whole:
             _try_one_element_each(optimizer, given, states)
-        for name, one in given.items() if whole else ():
+        apart = groups.keys() - {id(one) for one in keeping.layout.parameters.values()}  # stepped by every rank
+        others = [("a parameter", one) for one in states if id(one) in apart and states[one]]
+        for name, one in [*(given.items() if whole else ()), *others]:
             _try(optimizer, groups[id(one)], one, states[one], name)
     except Exception as error:  # whatever it is: the other ranks are to hear of it
         return error
@@ -79,7 +81,7 @@ def _try(optimizer: torch.optim.Optimizer, group: int, like: torch.Tensor, state
     try:
         states_after_a_step(optimizer, [like], [group], [copy.deepcopy(state)])
     except KeyError as error:
-        raise ValueError(f"the state of {name} lacks {error.args[0]}") from error
+        raise ValueError(f"the state of {name} lacks {error.args[0] if error.args else 'a part'}") from error
     except Exception as error:
         raise ValueError(
             f"with the state of {name} a step of {type(optimizer).__name__} fails: {type(error).__name__}: {error}"

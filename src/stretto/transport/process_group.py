@@ -39,6 +39,8 @@ class ProcessGroupTransport:
             raise UnsupportedError("this rank is not in the process group: call attach only on ranks that are")
         if not isinstance(group, dist.ProcessGroup):
             kind = type(group).__name__
+            if group is None:
+                raise UnsupportedError("there is no process group: call torch.distributed.init_process_group() before")
             raise UnsupportedError(f"a process group is what torch.distributed.new_group() returns, not of type {kind}")
         # Weak: torch's registry owns the group. Held by hooks on a model past destroy_process_group(), it would live to
         # the end of the program, where Gloo's threads can abort the interpreter's exit.

@@ -199,7 +199,7 @@ def test_a_rank_that_was_killed_before_it_attached_is_one_that_did_not_come(tmp_
         assert first.startswith(
             f"rank {rank}, attach: what ranks hold could not be gathered over process_group (gloo): "
         )
-        assert places.startswith(f"rank {rank} waits at test_shared_memory_faults.py:")
+        assert places.startswith(f"rank {rank} waits in attach() at test_shared_memory_faults.py:")
         assert "; rank 1 has not come here so far" in places
         assert expected == (
             "Expected every rank to call stretto.attach. Look at the first error in the other ranks' logs."

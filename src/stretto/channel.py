@@ -58,7 +58,8 @@ class Channel:
         self._rank = rank
         self._world_size = world_size
         self._seats: list[Seat] = []
-        self._attached = 0
+        self.begun = 0
+        """Handles that came to their first collective call, in one order on all ranks."""
         self._lock = threading.Lock()  # the thread reads notes too
         self._people: dict[int, Person] = {}
         self._me = myself()
@@ -80,7 +81,6 @@ class Channel:
         """A handle joins. With the first, the rank says who it is."""
         self._seats.append(seat)
         seat.row = self._seats
-        self._attached += seat.lasts
         if len(self._seats) > 1:
             return
         with contextlib.suppress(RuntimeError):
@@ -214,16 +214,19 @@ class Channel:
 
     # Where
 
-    def come(self, seat: Seat, occasion: str, what: str) -> Word:
+    def can_meet(self) -> bool:
+        """Whether ranks can come together in the store: they are processes, and it is there."""
+        return not self.in_one_process and not self.store_is_gone()
+
+    def come(self, seat: Seat, what: str) -> Word:
         """This rank comes to a collective call. When the word is complete, the others have come too, and say what to.
 
         Args:
-            seat: of the handle.
-            occasion: of one that has no name yet.
+            seat: of a handle that has a name: what is written of one without could be another's, in a store that was
+                used before.
             what: is called.
         """
-        call = f"{seat.handle}/{seat.calls}" if seat.handle else f"{occasion}/{self._attached}"
-        keys = [f"call/{call}/{rank}" for rank in range(self._world_size)]
+        keys = [f"call/{seat.handle}/{seat.calls}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], what)
         return Word(self._store, *keys)
 
@@ -273,10 +276,10 @@ class Channel:
                     store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
 
     def beside(self) -> dict[str, list[int]]:
-        """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
+        """Progress of all handles, and without a name how many there were: in one order too, if by one thread."""
         if sum(not thread.daemon for thread in threading.enumerate()) > 1:
             return {}
-        return {"": [self._attached], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
+        return {"": [self.begun], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
 
     def _where(self, handle: str) -> Answer:
         place = standing(sys._current_frames().get(self._me.thread))

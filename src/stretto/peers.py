@@ -51,7 +51,7 @@ class Peers:
     """
 
     def __init__(self, transport: Transport, occasion: str = "attach", *, at_once: bool = True) -> None:
-        self.seat = Seat(lasts=at_once)
+        self.seat = Seat()
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
         self._transport = transport
@@ -142,7 +142,7 @@ class Peers:
         Raises:
             CommunicationError: it will never be done.
         """
-        brought, transport, what = (self._offer, value), self._transport, "what ranks hold could not be gathered"
+        brought, transport = (self._offer, value), self._transport
         self.seat.calls += 1
         try:
             self._come_together(sys._getframe(1))
@@ -151,19 +151,19 @@ class Peers:
             else:
                 everyone = gather_by_sums(brought, transport, self.wait)
         except RuntimeError as error:
-            self.fail(what, error)
+            self.fail("what ranks hold could not be gathered", error)
         if not self.seat.handle:
             self._name(everyone[0][0])
         return [other for _, other in everyone]
 
     def _come_together(self, caller: FrameType) -> None:
         """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""
-        channel = self._channel
-        if channel is None or channel.in_one_process or self._patience is None or channel.store_is_gone():
-            return
-        site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-        self.wait(word := channel.come(self.seat, self._occasion, f"{site} {standing(caller)}"))
-        refuse_other_calls(self.where, word.said())
+        if (channel := self._channel) is not None and not self.seat.handle:
+            channel.begun += 1
+        elif channel is not None and self._patience is not None and channel.can_meet():
+            site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+            self.wait(word := channel.come(self.seat, f"{site} {standing(caller)}"))
+            refuse_other_calls(self.where, word.said())
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""

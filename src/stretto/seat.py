@@ -29,8 +29,6 @@ class Seat:
     """Collective calls that are no passes and no steps."""
     steps: list[int] = field(default_factory=list)
     """Of each sharded optimizer, in the order in which they were made."""
-    lasts: bool = True
-    """Whether it is of a model that was attached, and all ranks have one."""
 
     @property
     def progress(self) -> list[int]:

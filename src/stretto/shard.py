@@ -65,7 +65,7 @@ def shard(
     """
     handle: object = sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync
     given = f"{type(optimizer).__name__}, {type(sync).__name__}"
-    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(handle, Synchronizer):
+    if not isinstance(handle, Synchronizer):
         raise SetupError(
             f"shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not ({given}).\n"
             "Call optimizer = stretto.shard(optimizer, sync)."

@@ -174,6 +174,9 @@ def _rank(
         store = dist.FileStore(meeting, world)
         patience = datetime.timedelta(seconds=60)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+        store.add("connected", 1)
+        while store.add("connected", 0) < world:  # one that dies before would end the others in torch's own start
+            time.sleep(0.001)
         pipe.send(("", worker(rank, lambda value: pipe.send(("", value)), *args)))
     except BaseException:
         pipe.send((traceback.format_exc(), None))

@@ -533,20 +533,17 @@ def test_a_state_with_which_no_step_could_follow_is_refused_on_all_ranks(case: s
         assert after.endswith("\nLoad what state_dict() of an optimizer with the same parameter groups has returned.")
 
 
-class Late(torch.optim.Optimizer):
+class Late(Signed):
     """What it keeps for elements comes one by one."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for one in group["params"]:
-                state = self.state[one]
-                if "sum" in state:
-                    state.setdefault("later", torch.zeros_like(one)).add_(state["sum"])
-                one.sub_(state.setdefault("sum", torch.zeros_like(one)).add_(one.grad), alpha=group["lr"])
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        state, zero = self.state[parameter], torch.zeros_like(parameter)
+        if "sum" in state:
+            state.setdefault("later", zero).add_(state["sum"])
+        return state.setdefault("sum", zero.clone()).add_(parameter.grad)
 
 
 def test_what_an_optimizer_can_step_is_loaded_whatever_it_looks_like() -> None:

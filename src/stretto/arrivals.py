@@ -51,9 +51,7 @@ class Arrivals:
 
     def follow(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Hook these and no others. Those that had a hook keep it, and so their place among hooks of the user."""
-        self.look_at(())
-        while self._seeing:
-            self._seeing.popitem()[1].remove()
+        self._look_no_more()
         wanted = {id(parameter): parameter for parameter in parameters}
         for key in [key for key, (one, _) in self._handles.items() if one() is not wanted.get(key)]:
             self._handles.pop(key)[1].remove()
@@ -99,11 +97,14 @@ class Arrivals:
             for key in [key for key in hooks if key != handle.id]:
                 hooks[key] = hooks.pop(key)
 
-    def remove(self) -> None:
-        """Take all hooks off."""
+    def _look_no_more(self) -> None:
         self.look_at(())
         while self._seeing:
             self._seeing.popitem()[1].remove()
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        self._look_no_more()
         for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -156,9 +157,10 @@ class Hooks(dict[int, Any]):
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], *, last: bool = False) -> Any:
-    """Call ``hook`` whenever the parameter's gradient is final for a graph task, behind all others if it can be so.
+    """Call ``hook`` whenever the parameter's gradient is final for a graph task; ``last``, behind all other hooks.
 
-    torch refuses hooks on frozen parameters, but keeps those on one that is frozen later.
+    A table of hooks that torch has made keeps none the last. torch refuses hooks on frozen parameters, but keeps those
+    on one that is frozen later.
     """
     frozen = not parameter.requires_grad
     if frozen:

@@ -59,7 +59,7 @@ class Channel:
         self._world_size = world_size
         self._seats: list[Seat] = []
         self.begun = 0
-        """Handles that came to their first collective call, in one order on all ranks."""
+        """Models whose attaching has begun, in one order on all ranks."""
         self._lock = threading.Lock()  # the thread reads notes too
         self._people: dict[int, Person] = {}
         self._me = myself()
@@ -276,7 +276,7 @@ class Channel:
                     store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
 
     def beside(self) -> dict[str, list[int]]:
-        """Progress of all handles, and without a name how many there were: in one order too, if by one thread."""
+        """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
         if sum(not thread.daemon for thread in threading.enumerate()) > 1:
             return {}
         return {"": [self.begun], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}

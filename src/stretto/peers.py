@@ -159,7 +159,7 @@ class Peers:
     def _come_together(self, caller: FrameType) -> None:
         """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""
         if (channel := self._channel) is not None and not self.seat.handle:
-            channel.begun += 1
+            channel.begun += self._occasion == "attach"  # of others only those open the channel that wait long
         elif channel is not None and self._patience is not None and channel.can_meet():
             site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
             self.wait(word := channel.come(self.seat, f"{site} {standing(caller)}"))

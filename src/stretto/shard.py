@@ -64,8 +64,8 @@ def shard(
             optimizer.step()
     """
     handle: object = sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync
-    given = f"{type(optimizer).__name__}, {type(sync).__name__}"
     if not isinstance(handle, Synchronizer):
+        given = f"{type(optimizer).__name__}, {type(sync).__name__}"
         raise SetupError(
             f"shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not ({given}).\n"
             "Call optimizer = stretto.shard(optimizer, sync)."

@@ -241,19 +241,19 @@ class ArrivalTracker:
                 bucket = self._queue.bucket_of[index]
                 bucket.arrived += 1
                 if bucket.arrived == bucket.pending:
-                    self._refuse_gone(set(self._count))
+                    self._refuse_gone(set(self._count), [bucket])
                     self._queue.guard(bucket.take_rest)
                     if self._events.bucket_full:
                         self._tell_full(bucket, index)
         self._looked_at = len(self.arrivals.order)
 
-    def _refuse_gone(self, arrived: set[int]) -> None:
-        """Gradients that hooks of the program have taken away, if that is sure: they were there when they arrived.
+    def _refuse_gone(self, arrived: set[int], buckets: Iterable[Bucket]) -> None:
+        """Refuse gradients that hooks of the program have taken away, if that is sure: they were there at arrival.
 
         Else their graph may be so: the program is told, and they are looked at before its hooks from the next pass on.
         """
         queue = self._queue
-        left = {bucket.indices[place] for bucket in queue.buckets for place in bucket.not_taken()}
+        left = {bucket.indices[place] for bucket in buckets for place in bucket.not_taken()}
         gone = {index for index, one in self.alive(left & arrived) if one.grad is None}
         if not gone.isdisjoint(self._seen | self._count.keys()):
             raise UnsupportedError(
@@ -302,7 +302,7 @@ class ArrivalTracker:
         if self.as_scheduled() and not any(map(_pending, self._queue.buckets)):
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
-        self._refuse_gone(arrived)
+        self._refuse_gone(arrived, self._queue.buckets)
         found = {index: one for index, one in self.alive(unsynchronized | arrived) if one.grad is not None}
         self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])
         return set(found)

@@ -120,6 +120,79 @@ def test_what_ranks_have_preset_differently_becomes_its_mean(how: str) -> None:
         assert all(torch.allclose(gradient, torch.full_like(gradient, wanted)) for gradient in found)
 
 
+class Kept(torch.nn.Module):
+    """Two parameters of ones; gradients of the second are sparse if asked for."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(1, 3, bias=False, dtype=torch.float64)
+        self.second = torch.nn.Embedding(2, 3, sparse=sparse, dtype=torch.float64)
+
+    def forward(self, size: float) -> torch.Tensor:
+        first = self.first(torch.full((1, 1), size, dtype=torch.float64))
+        return first.sum() + (self.second(torch.tensor([1])) * size).sum()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("change", ["unfrozen", "another dtype", "another parameter"])
+@pytest.mark.parametrize("how", ["mean", "sum", "weighted sum", "sum after backward"])
+def test_what_is_kept_over_a_change_of_the_module_is_counted_once(how: str, change: str, sparse: bool) -> None:
+    def worker(transport):
+        model = Kept(sparse)
+        sync = stretto.attach(model, transport=transport, **ACCUMULATING[how])
+        if "weighted" in ACCUMULATING[how]:
+            sync.weight = 1 + transport.rank
+        seen = []
+        for number in range(6):
+            if change == "unfrozen":
+                model.second.weight.requires_grad_(number % 3 != 1)
+            elif change == "another dtype" and number == 2:
+                kept = model.second.weight.grad
+                model.second.weight.grad = None
+                model.second.float()
+                model.second.weight.grad = kept.float()
+            elif number == 2:
+                new = torch.nn.Parameter(model.second.weight.detach().clone())
+                new.grad, model.second.weight = model.second.weight.grad, new
+            model(1.0 + transport.rank).backward()
+            seen.append([one.grad.to_dense().double()[-1].max().item() for one in model.parameters()])
+        return seen
+
+    mine = factors(ACCUMULATING[how], 2)
+    once = mine[0] * 1 + mine[1] * 2
+    frozen = (1, 4) if change == "unfrozen" else ()
+    wanted = [[once * number, once * len({*range(number)} - {*frozen})] for number in range(1, 7)]
+    for found in run_ranks(worker, 2):
+        assert found == wanted
+
+
+def test_what_is_accumulated_beside_a_pass_of_others_is_summed() -> None:
+    """A pass that reaches another model of the family, and on the other rank this one too."""
+
+    def worker(transport):
+        outer = torch.nn.ModuleDict({"inner": Two(), "other": Two()})
+        inner = stretto.attach(outer["inner"], transport=transport, reduce="sum")
+        stretto.attach(outer, transport=transport, reduce="sum")
+
+        def reach(*names: str) -> None:
+            sum(outer[name](batch(transport.rank), True) for name in names).backward()
+
+        reach("inner", "other")
+        with inner.no_sync():
+            outer["inner"](batch(transport.rank), True).backward()
+        reach("other", *(["inner"] if transport.rank else []))
+        reach("inner", "other")
+        return [one.grad for one in outer["inner"].parameters()]
+
+    alone = [Two() for _ in range(2)]
+    for rank, one in enumerate(alone):
+        one(batch(rank), True).backward()
+    wanted = [a.grad * 3 + b.grad * 4 for a, b in zip(*(one.parameters() for one in alone), strict=True)]
+    for found in run_ranks(worker, 2):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_detaching_takes_all_hooks_off() -> None:
     def worker(transport):
         model = Two()

@@ -69,7 +69,9 @@ def programs(draw: st.DrawFn) -> Program:
     one = st.integers(0, count - 1)
     other = st.one_of(
         st.tuples(st.sampled_from(["zero", "zero in place", "halve", "step"]), st.none(), st.just("")),
-        st.tuples(st.sampled_from(["freeze", "unfreeze", "None", "replace"]), one, st.just("")),
+        st.tuples(
+            st.sampled_from(["freeze", "unfreeze", "None", "replace", "replace with its gradient"]), one, st.just("")
+        ),
     )
     return Program(
         world,
@@ -251,13 +253,19 @@ class Rank:
         self.parameter(index).requires_grad_(True)
         self.reference.frozen.discard(index)
 
-    def replace(self, index: int) -> None:
+    def replace_with_its_gradient(self, index: int) -> None:
+        if index not in self.reference.waiting:
+            self.replace(index, keep=True)
+
+    def replace(self, index: int, *, keep: bool = False) -> None:
         if self.program.sharded:
             return
         old = self.parameter(index)
         new = torch.nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
         self.model.register_parameter(f"p{index}", new)
-        self.reference.forget(index)
+        new.grad = old.grad if keep else None
+        if not keep:
+            self.reference.forget(index)
         self.optimizer, self.velocity = self.sgd(), [None] * len(self.values)
 
     def step(self, _: object) -> None:

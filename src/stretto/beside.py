@@ -29,6 +29,8 @@ class Beside:
         self._queue = queue
         self._places = places
         self._events = events
+        if queue.preset is not None:
+            sparse.before = queue.preset.before
 
     def hook(self, owner: object, arrived: Callable[[str], None]) -> None:
         """As :meth:`SparseGradients.hook`."""

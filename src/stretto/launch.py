@@ -89,8 +89,6 @@ class LaunchQueue:
         self.devices = [parameter.device for parameter in parameters.values()]
         self.loose: set[int] = set()  # parameters that have left their slot: see rejoin.py
         self.presence.forget()
-        if self.preset is not None:
-            self.preset.follow(parameters.values())
         self.adopt(plan)
 
     def adopt(self, plan: BucketPlan) -> None:

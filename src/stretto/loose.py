@@ -28,7 +28,9 @@ class Contribution:
     """What was there before what is new, where a sum must count it once: see preset.py."""
 
     def put(self, slot: torch.Tensor) -> None:
-        """Copy what is new."""
+        """Copy what is new into zeros."""
+        if self.before is self.gradient:
+            return
         slot.copy_(self.gradient)
         if self.before is not None:
             slot.sub_(self.before)
@@ -89,6 +91,7 @@ class LooseRows:
         parameters: by name.
         dtypes: in which they travel, as :class:`SparseGradients` has them.
         factor: for the sum, as in the pass.
+        before: what ``.grad`` held before what is new, where a sum must count it once, by name.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class LooseRows:
         parameters: Mapping[str, torch.nn.Parameter],
         dtypes: Mapping[str, torch.dtype],
         factor: torch.Tensor | float | None,
+        before: Mapping[str, torch.Tensor],
     ) -> None:
+        self._before = {id(one): before[name] for name, one in parameters.items() if name in before}
         self._queue = queue
         self._parameters = parameters
         self._dtypes = dtypes
@@ -132,6 +137,7 @@ class LooseRows:
         wait: Callable[[Work, str], object] = self._queue.wait_for
         rows = SparseGradients(self._parameters, self._queue.transport, scaling, self._dtypes)
         rows.claim(names)
+        rows.before = lambda parameter: self._before.get(id(parameter))
         rows.exchange(rows.prepare(weight, only=names), wait)
         found = rows.results(factor, wait)
         rows.remove()

@@ -21,6 +21,7 @@ import torch
 from .arrivals import hook_gradient
 from .options import Options, names_of_sparse
 from .plan import BucketPlan, plan_buckets
+from .preset import Preset
 from .specs import MIB, describe_parameters
 from .transport.base import Transport
 from .watch import listen, stop_listening
@@ -110,16 +111,21 @@ class Membership:
         self._arrived: set[int] = set()
         self._module = weakref.ref(module)
         self._came: Callable[[], None] | None = None
+        self._preset: Preset | None = None
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._returned: set[str] = set()
         self._outsiders: set[str] = set()
 
-    def watch(self, came: Callable[[], None]) -> None:
-        """From now on call ``came`` when an outsider gets a gradient. See watch.py for who else is asked."""
-        self._came = came
+    def watch(self, came: Callable[[], None], preset: Preset | None = None) -> None:
+        """From now on call ``came`` when an outsider gets a gradient. See watch.py for who else is asked.
+
+        ``preset``, if any, follows all that may get one: a frozen parameter may keep a gradient and be unfrozen.
+        """
+        self._came, self._preset = came, preset
         listen(self._registered)
+        self._follow_gradients(self.everything().values())
 
     def stop(self) -> None:
         """Take the hooks off."""
@@ -206,10 +212,15 @@ class Membership:
             self._hooks.pop(key)[1].remove()
         for parameter in outside.values():
             self._hook(parameter)
+        self._follow_gradients(everything.values())
         modules = [] if module is None else list(module.modules())
         self._modules = weakref.WeakSet(modules)
         self._in_order = [weakref.ref(one) for one in modules]
         self._members = self._now()
+
+    def _follow_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        if self._preset is not None:
+            self._preset.follow(filter(_is_differentiable, parameters))
 
     def expect_change(self) -> None:
         """The module may have changed since ``follow``."""
@@ -246,10 +257,10 @@ class Membership:
         for parameter in new:
             if id(parameter) not in planned:
                 self._hook(parameter)
+        self._follow_gradients([*self.everything().values(), *new])
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
-        differentiable = parameter.is_floating_point() or parameter.is_complex()
-        if self.hooked(parameter) or not differentiable or torch.nn.parameter.is_lazy(parameter):
+        if self.hooked(parameter) or not _is_differentiable(parameter):
             return
         self._hooks[id(parameter)] = weakref.ref(parameter), hook_gradient(parameter, self._outsider_came)
 
@@ -261,6 +272,11 @@ class Membership:
         self._suspect = True
         self._arrived.add(id(parameter))
         self._came()
+
+
+def _is_differentiable(parameter: torch.Tensor) -> bool:
+    kind = parameter.is_floating_point() or parameter.is_complex()
+    return kind and not torch.nn.parameter.is_lazy(parameter)
 
 
 def parameters_of(several: Iterable[Membership]) -> list[torch.Tensor]:

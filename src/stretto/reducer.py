@@ -105,7 +105,7 @@ class Reducer:
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
         members.follow({**parameters, **sparse.named_parameters()})
-        members.watch(self._outsider_arrived)
+        members.watch(self._outsider_arrived, self.queue.preset)
 
     @property
     def plan(self) -> BucketPlan:

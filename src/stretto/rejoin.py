@@ -33,6 +33,7 @@ from .launch import LaunchQueue
 from .loose import Contribution, LooseRows, reduce_dense
 from .membership import Membership, named, plan_for
 from .plan import BucketPlan
+from .preset import Preset
 from .sparse import SparseGradients
 from .specs import describe_parameters
 from .tracker import ArrivalTracker
@@ -96,10 +97,17 @@ class Rejoin:
         self._arrived = {queue.names[i] for i in unsynchronized.union(self._tracker.arrival_order())}
         self._arrived |= self._rows.seen()
         if queue.preset is not None:
-            alive = {queue.names[i]: one for i, one in self._tracker.alive(queue.loose)}
-            before = {name: queue.preset.before(one) for name, one in alive.items()}
-            self._before = {name: value for name, value in before.items() if value is not None}
+            self._before = self._held_before(queue.preset)
         return self._differs() and (queue.comm_hook is None or self._loses())
+
+    def _held_before(self, preset: Preset) -> dict[str, torch.Tensor]:
+        """All of ``.grad`` where nothing has come in this pass."""
+        loose = {self._queue.names[i]: one for i, one in self._tracker.alive(self._queue.loose)} | self._rows.misfits()
+        came = {name: name in self._arrived for name in loose}
+        outside = self._changes.outside()
+        came |= {name: self._members.got_gradient(one) for name, one in outside.items()}
+        before = {name: preset.before(one) if came[name] else one.grad for name, one in {**loose, **outside}.items()}
+        return {name: value for name, value in before.items() if value is not None}
 
     def _loses(self) -> bool:
         return self._places.changed or self._changes.loses()
@@ -185,7 +193,7 @@ class Rejoin:
         reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=release)
         if loose & rows.keys():
             among = {name: one for name, one in rows.items() if name in loose}
-            LooseRows(queue, among, dtypes, factor).reduce(everyone, used, release=release)
+            LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, used, release=release)
         self._arrived, self._before = set(), {}
         self._tell(words, plan)
 

@@ -29,7 +29,6 @@ import torch
 from .arrivals import hook_for
 from .broadcast import CoalescedMessages, start_broadcast
 from .errors import name_list
-from .preset import Preset
 from .scaling import Scaling
 from .transport.base import Transport, Work
 
@@ -94,7 +93,8 @@ class SparseGradients:
         self._lock = threading.Lock()  # each device has its own autograd thread
         self._hook: Callable[[torch.nn.Parameter, str], Any] | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._preset = Preset() if scaling.reduce == "sum" else None
+        self.before: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+        """What ``.grad`` held before what is new, where a sum must count it once: see preset.py."""
         self.rebuild(parameters, reduce_dtypes)
         self._counts: tuple[torch.Tensor, Work] | None = None
         self._messages = CoalescedMessages()
@@ -121,10 +121,10 @@ class SparseGradients:
         """Those that are alive."""
         return {member.name: alive for member in self._members if (alive := member.reference()) is not None}
 
-    def misfits(self) -> list[str]:
-        """Names of those that have another dtype, shape or device than when they were taken in: not sent."""
+    def misfits(self) -> dict[str, torch.nn.Parameter]:
+        """Those that have another dtype, shape or device than when they were taken in: not sent."""
         alive = ((member, member.reference()) for member in self._members)
-        return [member.name for member, one in alive if one is not None and not member.fits(one)]
+        return {member.name: one for member, one in alive if one is not None and not member.fits(one)}
 
     def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes, by name."""
@@ -157,8 +157,6 @@ class SparseGradients:
         alive = self.named_parameters()
         if self._hook is not None:
             self._handles += [self._hook(parameter, name) for name, parameter in alive.items()]
-        if self._preset is not None:
-            self._preset.follow(alive.values())
 
     def _arrived(self, name: str, tell: Callable[[str], None], _: torch.Tensor) -> None:
         with self._lock:
@@ -170,8 +168,6 @@ class SparseGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._preset is not None:
-            self._preset.remove()
 
     # The end of a pass
 
@@ -189,7 +185,7 @@ class SparseGradients:
         gradient, new = parameter.grad.detach(), member.name in self._seen
         by_rows = gradient.layout == torch.sparse_coo and gradient.sparse_dim() == 1
         gradient = gradient.coalesce() if by_rows else gradient if _is_dense(gradient) else gradient.to_dense()
-        before = None if self._preset is None else self._preset.before(parameter) if new else gradient
+        before = None if self.before is None else self.before(parameter) if new else gradient
         gradient = gradient.to(member.travels_as, copy=True)
         if before is not None:
             gradient = self._averaging(gradient, before.to(member.travels_as), weight)
@@ -304,8 +300,6 @@ class SparseGradients:
     def forget(self) -> None:
         """What has arrived so far is dealt with, or given up."""
         self._seen.clear()
-        if self._preset is not None:
-            self._preset.forget()
 
 
 def _sum_of_rows(member: _Member, shares: list[Share], factor: torch.Tensor | float | None) -> torch.Tensor:

@@ -121,10 +121,16 @@ def test_another_order_of_registration_is_a_difference() -> None:
 
 def test_options_that_differ_are_a_difference() -> None:
     def worker(transport):
-        with pytest.raises(stretto.ModelMismatchError, match=r"option bucket_cap_mb: 1.0 on rank 0; 2.0 on rank 1"):
+        with pytest.raises(stretto.ModelMismatchError) as caught:
             stretto.attach(linear(), transport=transport, bucket_cap_mb=1.0 + transport.rank)
+        return str(caught.value)
 
-    run_ranks(worker, 2)
+    told = (
+        "attach: the 2 ranks do not ask for the same.\n"
+        "  option bucket_cap_mb: 1.0 on rank 0; 2.0 on rank 1\n"
+        "Give the same arguments to attach, or to the drop-in, on every rank."
+    )
+    assert run_ranks(worker, 2) == [told] * 2
 
 
 def test_a_bad_value_on_one_rank_is_told_to_the_others() -> None:
@@ -305,3 +311,22 @@ def test_a_group_made_without_naming_a_backend_gets_the_buckets_that_suit_gloo()
     )
     ended = warm_programs.run(["-c", program])
     assert ended.stdout == f"{4 * 1024 * 1024}\n", ended.stderr
+
+
+def test_a_handle_shows_itself_in_one_line() -> None:
+    def worker(transport):
+        model = linear()
+        sync = stretto.attach(model, transport=transport)
+        before = repr(sync)
+        model(torch.ones(1, 3)).sum().backward()
+        after = repr(sync)
+        sync.detach()
+        return before, after, repr(sync)
+
+    alone = repr(stretto.attach(linear()))
+    assert alone == "<stretto.Synchronizer of Sequential, 1 rank>"
+    assert run_ranks(worker, 2)[1] == (
+        "<stretto.Synchronizer of Sequential, rank 1 of 2 over local (threads of one process), 1 bucket, pass 0>",
+        "<stretto.Synchronizer of Sequential, rank 1 of 2 over local (threads of one process), 1 bucket, pass 1>",
+        "<stretto.Synchronizer of Sequential, detached>",
+    )

@@ -21,6 +21,7 @@ import stretto
 from stretto import BucketPlan, BucketSpec, ParameterSpec
 from stretto import DistributedDataParallel as DDP
 from stretto.ddp_faces import ReducerFace
+from stretto.events import Events
 from stretto.plan import plan_buckets
 from stretto.scaling import encode_weight
 from stretto.specs import dtype_of
@@ -186,6 +187,30 @@ ALONE = [
         lambda: attach(reduce_dtype={3: torch.float32}),
         "reduce_dtype names 3, which is no name.\nGive names, or patterns of names, of module.named_parameters().",
     ),
+    (
+        lambda: stretto.attach(torch.nn.Linear(2, 2, device="meta")),
+        "attach: weight, bias are on the meta device, which keeps no values.\n"
+        'Call model.to_empty(device="cpu") and initialise the values before stretto.attach(model).',
+    ),
+    (
+        lambda: setattr(attach(), "buffers", "all"),
+        'buffers=\'all\' is not known: use one of "rank0", "mean", "none"',
+    ),
+    (
+        lambda: setattr(attach(weighted=True), "weight", "many"),
+        "rank 0: weight='many' must be between 0 and 2**31.\n"
+        "Set it to this rank's number of samples or tokens in the batch.",
+    ),
+    (
+        lambda: stretto.shard(torch.optim.SGD(model().parameters()), attach(), keep_grads="no"),
+        "shard: keep_grads='no' must be True or False",
+    ),
+    (
+        lambda: Events(2).add(3),
+        "rank 2: observe() was given 3, which has no method that is named as an event.\n"
+        "Give it methods of stretto.events.Observer, as pass_settled(self, pass_number).",
+    ),
+    (lambda: stretto.reduce([1.0]), "reduce: item 0 is a float; give dense floating tensors"),
     (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=1.5), "check_every=1.5 must be a number of passes, 1 or more, or None"),

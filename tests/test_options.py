@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.check import fingerprint
+from stretto.check import check_replicas, fingerprint
 from stretto.scaling import WEIGHT_BITS, Scaling, encode_weight, total_weight
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport import RoundRobinTransport
@@ -439,8 +439,8 @@ def test_reduce_alone_does_nothing_and_refuses_what_it_cannot_do() -> None:
         stretto.reduce([tensor], op="max")
 
 
-@pytest.mark.parametrize("change", [1e-7, float("nan")])
-def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: float) -> None:
+@pytest.mark.parametrize(("change", "far"), [(0.5, "0.5"), (float("nan"), "inf")])
+def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: float, far: str) -> None:
     def worker(transport):
         model = model_of()
         sync = stretto.attach(model, transport=transport, check_every=2)
@@ -463,10 +463,43 @@ def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: fl
             (
                 4,
                 "pass 4: the ranks no longer hold the same values of 2.bias.\n"
-                "  2.bias: ranks 0, 2 differs from rank 1\n"
+                f"  2.bias: ranks 0, 2 differ from rank 1 by up to {far}, in 1 of 2 elements\n"
                 "Something changed them on some ranks only: a step that was skipped, or a random number.\n"
                 "To go on with rank 0's: sync.detach(); sync = stretto.attach(model)",
             )
+        ]
+        * 3
+    )
+
+
+def test_how_far_replicas_are_apart() -> None:
+    """With NaN and infinity on all ranks alike, a zero that has lost its sign, and more than is looked at."""
+
+    def worker(transport):
+        far, zero = transport.rank * 1e-9, 0.0 if transport.rank else -0.0
+        tensors = {
+            "complex": torch.tensor([1 + 2j, complex(3, 1e-3 * transport.rank)]),
+            "far": torch.tensor([float("nan"), float("inf"), 1 + far], dtype=torch.float64),
+            "integers": torch.tensor([4, 5, 6 + transport.rank]),
+            "large": torch.cat([torch.zeros(1 << 20), torch.full((3,), far)]),
+            "shape": torch.ones(2 + transport.rank),
+            "zero": torch.tensor([zero]),
+        }
+        with pytest.raises(stretto.ReplicaError) as caught:
+            check_replicas(tensors, transport.all_gather_object, "check")
+        return str(caught.value).splitlines()[1:-2]
+
+    assert (
+        run_ranks(worker, 3)
+        == [
+            [
+                "  complex: rank 0 differs from rank 1, from rank 2 by up to 0.002, in 1 of 4 elements",
+                "  far: rank 0 differs from rank 1, from rank 2 by up to 2e-09, in 1 of 3 elements",
+                "  integers: rank 0 differs from rank 1, from rank 2 by up to 2, in 1 of 3 elements",
+                "  large: rank 0 differs from rank 1, from rank 2, though the first 1,048,576 elements compare equal",
+                "  shape: rank 0 differs from rank 1, from rank 2",
+                "  zero: rank 0 differs from ranks 1, 2, though 1 elements compare equal",
+            ]
         ]
         * 3
     )

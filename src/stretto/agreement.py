@@ -17,6 +17,7 @@ from .errors import ModelMismatchError, SetupError
 from .specs import slot_strides
 
 ADVICE = "Build the model from the same code and options on every rank, and attach before what only some ranks do."
+SAME_MODEL = "hold the same model"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def agree(
     gather: Callable[[Any], list[Any]],
     occasion: str = "attach",
     advice: str = ADVICE,
-    wanted: str = "hold the same model",
+    wanted: str = SAME_MODEL,
 ) -> None:
     """Collective. Returns if all ranks state the same and none has a problem.
 
@@ -93,7 +94,7 @@ def difference(
     *,
     occasion: str = "attach",
     advice: str = ADVICE,
-    wanted: str = "hold the same model",
+    wanted: str = SAME_MODEL,
 ) -> str:
     """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
     by_rank = [dict(table) for table in tables]
@@ -106,9 +107,15 @@ def difference(
             lines = ["  the same tensors, registered in another order:", *lines]
         else:
             lines = [_holders("option plan", by_rank)]
+    if wanted == SAME_MODEL and all(line.startswith("  option ") and _asked(line) for line in lines):
+        wanted, advice = "ask for the same", "Give the same arguments to attach, or to the drop-in, on every rank."
     if len(lines) > most:
         lines[most:] = [f"  (+{len(lines) - most} more)"]
     return f"{occasion}: the {len(tables)} ranks do not {wanted}.\n" + "\n".join(lines) + "\n" + advice
+
+
+def _asked(line: str) -> bool:
+    return not line.startswith(("  option plan", "  option attached already", "  option sparse parameters"))
 
 
 def _holders(name: str, by_rank: list[dict[str, str]]) -> str:

@@ -108,9 +108,9 @@ def attach(
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
 
     Raises:
-        SetupError: no parameter requires grad; lazy parameters; ``WORLD_SIZE`` is set and no group is initialised;
-            ``"shared_memory"`` cannot be had; an argument is of another kind than said above, or names what the module
-            does not have.
+        SetupError: no parameter requires grad; lazy parameters, or some on the meta device; ``WORLD_SIZE`` is set and
+            no group is initialised; ``"shared_memory"`` cannot be had; an argument is of another kind than said above,
+            or names what the module does not have.
         AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
         UnsupportedError: an option has a value that is not known.
@@ -279,6 +279,11 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
         raise SetupError(
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
+        )
+    if empty := [name for name, tensor in everything.items() if tensor.is_meta and not options.ignores(name)]:
+        raise SetupError(
+            f"attach: {name_list(empty)} are on the meta device, which keeps no values.\n"
+            'Call model.to_empty(device="cpu") and initialise the values before stretto.attach(model).'
         )
     if vain := _in_vain(options.ignore, everything):
         raise SetupError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ from .transport.base import in_one_row
 
 _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""
+_MOST = 6
+"""Of so many tensors a message tells."""
+_LOOKED_AT = 1 << 20
+"""Elements that are sent to tell how far two tensors are apart."""
 _FACTOR = 6364136223846793005
 """Odd, so that no bit is lost; each piece counts this many times what the one behind it does."""
 
@@ -48,7 +52,8 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
         where: how the message begins.
 
     Raises:
-        ReplicaError: on every rank, naming each tensor that differs and the ranks that agree on it.
+        ReplicaError: on every rank, naming each tensor that differs, the ranks that agree on it, and how far apart they
+            are.
     """
     mine = None if tensors is None else {name: fingerprint(tensor) for name, tensor in tensors.items()}
     brought: list[dict[str, tuple[int, int]] | None] = gather(mine)
@@ -57,16 +62,44 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
     if all(other == first for other in everyone.values()):
         return
     lines, names = [], [name for name in first if len({other.get(name) for other in everyone.values()}) > 1]
-    for name in names[:6]:
+    shown = names[:_MOST]
+    values = gather({name: _beginning(tensors[name]) for name in shown if name in tensors} if tensors else {})
+    for name in shown:
         camps: dict[object, list[int]] = {}
         for rank, other in everyone.items():
             camps.setdefault(other.get(name), []).append(rank)
-        lines.append(f"  {name}: " + " differs from ".join(describe_ranks(ranks) for ranks in camps.values()))
+        found = [values[ranks[0]].get(name) for ranks in camps.values()]
+        some, *rest = camps.values()
+        told = ", from ".join(map(describe_ranks, rest))
+        differ = "differs" if len(some) == 1 else "differ"
+        lines.append(f"  {name}: {describe_ranks(some)} {differ} from {told}{_by_how_much(found)}")
     raise ReplicaError(
         f"{where}: the ranks no longer hold the same values of {name_list(names)}.\n" + "\n".join(lines) + "\n"
         "Something changed them on some ranks only: a step that was skipped, or a random number.\n"
         "To go on with rank 0's: sync.detach(); sync = stretto.attach(model)"
     )
+
+
+def _beginning(tensor: torch.Tensor) -> torch.Tensor:
+    flat = in_one_row(tensor.detach())
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat[:_LOOKED_AT].cpu().clone()
+
+
+def _by_how_much(found: Sequence[torch.Tensor | None]) -> str:
+    """How far the others are from the first: a rounding, or another value. Empty where they cannot be compared."""
+    first, *others = [None if one is None else one.double() for one in found]
+    if first is None or any(one is None or one.shape != first.shape for one in others):
+        return ""
+    apart = torch.stack([_distance(first, one) for one in others if one is not None]).amax(0)
+    number, of = int((apart > 0).sum()), f"{len(apart):,} elements"
+    of = f"the first {of}" if len(apart) == _LOOKED_AT else of
+    return f" by up to {apart.max().item():.2g}, in {number:,} of {of}" if number else f", though {of} compare equal"
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
 
 
 def replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from .buffers import BufferPlaces
 from .errors import name_list
 from .options import Options
 from .reducer import Reducer
+from .specs import counted
+
+
+def describe_shortly(module: torch.nn.Module, reducer: Reducer | None, *, was_attached: bool) -> str:
+    """In one line, for a debugger's eyes."""
+    name = type(module).__name__
+    if reducer is None:
+        return f"<stretto.Synchronizer of {name}, {'detached' if was_attached else '1 rank'}>"
+    transport, number = reducer.transport, reducer.queue.pass_number
+    where = f"rank {transport.rank} of {transport.world_size} over {transport.name}"
+    return f"<stretto.Synchronizer of {name}, {where}, {counted(len(reducer.plan.buckets), 'buckets')}, pass {number}>"
 
 
 def describe(

@@ -8,8 +8,11 @@ dropped with a log line, and training goes on.
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from .errors import SetupError
 
 log = logging.getLogger("stretto")
 
@@ -102,9 +105,18 @@ class Events:
             setattr(self, event, [])
 
     def add(self, observer: object) -> None:
-        """Call the observer's methods from the next event on."""
-        for event in EVENTS:
-            method = getattr(observer, event, None)
+        """Call the observer's methods from the next event on.
+
+        Raises:
+            SetupError: it has none of them.
+        """
+        methods = {event: getattr(observer, event, None) for event in EVENTS}
+        if not any(map(callable, methods.values())):
+            raise SetupError(
+                f"rank {self.rank}: observe() was given {reprlib.repr(observer)}, which has no method that is named as "
+                "an event.\nGive it methods of stretto.events.Observer, as pass_settled(self, pass_number)."
+            )
+        for event, method in methods.items():
             if callable(method):
                 getattr(self, event).append((observer, method))
 

@@ -14,18 +14,18 @@ from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
 from .check import Inspection, check_replicas, replicated
 from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
-from .describe import describe
+from .describe import describe, describe_shortly
 from .errors import SetupError
 from .events import Events
 from .family import unite
 from .membership import Membership, parameters_of, trained
-from .options import Buffers, Options
+from .options import Buffers, Options, refuse_unknown, weight_of
 from .peers import Peers
 from .plan import BucketPlan
 from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
-from .scaling import WEIGHT_BITS, Scaling
+from .scaling import Scaling
 from .sharding import Asked, ShardedOptimizer, begin, clip_to, refuse_idle, shares_of, total_norm, with_memory
 from .sparse import SparseGradients
 from .tracing import nothing_traced, tracing
@@ -82,6 +82,9 @@ class Synchronizer:
             self._reducer.start_watching(self.sampler)
             unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
 
+    def __repr__(self) -> str:
+        return describe_shortly(self.module, self._reducer, was_attached=self._peers is not None)
+
     @property
     def buffers(self) -> Buffers:
         """``"rank0"``, ``"mean"`` or ``"none"``, from the next pass on; all ranks must set the same."""
@@ -89,6 +92,7 @@ class Synchronizer:
 
     @buffers.setter
     def buffers(self, policy: Buffers) -> None:
+        refuse_unknown(policy)
         self._buffer_places.use(policy)
 
     @property
@@ -118,21 +122,12 @@ class Synchronizer:
 
     @weight.setter
     def weight(self, value: float) -> None:
-        if not self._options.weighted:
-            raise SetupError(
-                f"rank {self.rank}: weight={value} has no effect on a model that was attached without weights.\n"
-                "Use stretto.attach(model, weighted=True)."
-            )
-        if not 0 <= value < 2**WEIGHT_BITS:
-            raise SetupError(
-                f"rank {self.rank}: weight={value} must be between 0 and 2**{WEIGHT_BITS}.\n"
-                "Set it to this rank's number of samples or tokens in the batch."
-            )
-        if self._reducer is not None:
-            try:
-                self._reducer.weight = value
-            except SetupError as problem:
-                raise SetupError(f"rank {self.rank}: {problem}") from None
+        try:
+            weight = weight_of(value, self._options)
+            if self._reducer is not None:
+                self._reducer.weight = weight
+        except SetupError as problem:
+            raise SetupError(f"rank {self.rank}: {problem}") from None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -247,7 +242,11 @@ class Synchronizer:
             check_replicas(replicated(self.module, self._options), self._peers.gather, where)
 
     def observe(self, observer: object) -> None:
-        """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective."""
+        """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective.
+
+        Raises:
+            SetupError: it has no method that is named as an event.
+        """
         if self._reducer is not None:
             self._reducer.start_watching(observer)
 

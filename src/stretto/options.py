@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from .errors import SetupError, UnsupportedError
-from .scaling import Reduce
+from .scaling import WEIGHT_BITS, Reduce
 
 Buffers = Literal["rank0", "mean", "none"]
 
@@ -42,13 +42,8 @@ class Options:
                     raise SetupError(f"{name}={reprlib.repr(value)} must be a positive number, or None")
                 object.__setattr__(self, name, number)
         for name in ("weighted", "delay"):
-            value = getattr(self, name)
-            if getattr(value, "ndim", 0) or value not in (True, False, None):
-                raise SetupError(f"{name}={reprlib.repr(value)} must be True or False")
-            object.__setattr__(self, name, bool(value))
-        if self.buffers not in get_args(Buffers):
-            known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
-            raise UnsupportedError(f"buffers={self.buffers!r} is not known: use one of {known}")
+            object.__setattr__(self, name, truth(name, getattr(self, name)))
+        refuse_unknown(self.buffers)
         if self.check_every is not None:
             every = _number(self.check_every)
             if not (every >= 1 and every.is_integer()):
@@ -85,6 +80,35 @@ class Options:
                 )
             found[name] = dtype
         return found
+
+
+def refuse_unknown(buffers: object) -> None:
+    """Raise ``UnsupportedError`` for a policy that there is not."""
+    if not isinstance(buffers, str) or buffers not in get_args(Buffers):
+        known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
+        raise UnsupportedError(f"buffers={reprlib.repr(buffers)} is not known: use one of {known}")
+
+
+def truth(name: str, value: Any) -> bool:
+    """What may come from anywhere that truth values come from; ``None`` for False. Raises ``SetupError`` otherwise."""
+    if getattr(value, "ndim", 0) or value not in (True, False, None):
+        raise SetupError(f"{name}={reprlib.repr(value)} must be True or False")
+    return bool(value)
+
+
+def weight_of(value: Any, options: Options) -> float:
+    """What was given for a pass. Raises ``SetupError`` if it cannot be one, or there are none."""
+    if not options.weighted:
+        raise SetupError(
+            f"weight={value} has no effect on a model that was attached without weights.\n"
+            "Use stretto.attach(model, weighted=True)."
+        )
+    if not 0 <= (weight := _number(value)) < 2**WEIGHT_BITS:
+        raise SetupError(
+            f"weight={reprlib.repr(value)} must be between 0 and 2**{WEIGHT_BITS}.\n"
+            "Set it to this rank's number of samples or tokens in the batch."
+        )
+    return weight
 
 
 def _number(value: Any) -> float:

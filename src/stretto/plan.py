@@ -181,10 +181,9 @@ class BucketPlan:
         ]
         total = format_bytes(sum(p.nbytes for p in self.parameters))
         parameters, buckets = counted(len(self.parameters), "parameters"), counted(len(self.buckets), "buckets")
-        title = (
-            f"plan {self.hash}: {parameters}, {total}, in {buckets} "
-            f"of at most {format_bytes(self.cap_bytes)} (the last {format_bytes(self.last_cap_bytes)})"
-        )
+        title = f"plan {self.hash}: {parameters}, {total}, in {buckets}"
+        if len(self.buckets) > 1:
+            title += f" of at most {format_bytes(self.cap_bytes)} (the last {format_bytes(self.last_cap_bytes)})"
         return "\n".join([title, *(line.rstrip() for line in lines)])
 
 

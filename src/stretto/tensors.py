@@ -53,7 +53,7 @@ def reduce(
         gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         stretto.reduce(gradients)
     """
-    given = [tensor for tensor in tensors if tensor is not None]
+    given = [tensor for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors) if tensor is not None]
     problem = _problem(given, op)
     carrier = transport if transport is not None else default_transport(process_group)
     if carrier is None or carrier.world_size == 1:
@@ -70,10 +70,12 @@ def reduce(
         peers.close()
 
 
-def _problem(given: Sequence[torch.Tensor], op: str) -> UnsupportedError | None:
+def _problem(given: Sequence[object], op: str) -> UnsupportedError | None:
     if op not in ("mean", "sum"):
         return UnsupportedError(f'op={op!r} is not known: use op="mean" or op="sum"')
     for place, tensor in enumerate(given):
+        if not isinstance(tensor, torch.Tensor):
+            return UnsupportedError(f"reduce: item {place} is a {type(tensor).__name__}; give dense floating tensors")
         if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
             return UnsupportedError(
                 f"reduce: tensor {place} is {tensor.layout} of {tensor.dtype}; give dense floating ones"
@@ -86,7 +88,10 @@ def _agree(
 ) -> None:
     """Collective, in one message if all is well; Gloo ends the process where messages differ in length."""
     facts = [("option op, bucket_cap_mb", f"{asked}")]
-    facts += [(f"tensor {place}", f"{tuple(one.shape)} {dtype_name(one.dtype)}") for place, one in enumerate(given)]
+    facts += [
+        (f"tensor {place}", f"{tuple(one.shape)} {dtype_name(one.dtype)}")
+        for place, one in enumerate(given if problem is None else ())
+    ]
     statement = Statement(tuple(facts), None if problem is None else f"{problem}")
     if not peers.all_equal(statement.fingerprint):
         with contextlib.suppress(SetupError) if problem is not None else contextlib.nullcontext():

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from ..bench import Comparison, Effort, compare
+from ..bench.compare import UNLIMITED
 from ..bench.plots import check, plot
 from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, show_cursor, write
 from .forms import MODEL
+from .link import parse_bandwidth
 from .ranks import check_room
 
 
@@ -26,7 +28,7 @@ def bench(
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(help="Put the ranks on two emulated hosts with a cable of 1gbit, 100mbit or unlimited."),
+        typer.Option(help="Put the ranks on two emulated hosts with a cable of 1gbit, 100mbit, 125MB/s or unlimited."),
     ] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw bars to this file (.svg, .png, .pdf).")] = None,
     as_json: AsJson = False,
@@ -37,7 +39,11 @@ def bench(
     an SGD step, the slower rank's, and its ratio to the same step without any communication. Ends with 1 if stretto
     could not train the model.
     """
-    effort = Effort(rounds, seconds)
+    if rounds < 1:
+        raise CommandError(f"--rounds {rounds}: at least one is run")
+    if not seconds > 0:
+        raise CommandError(f"--seconds {seconds:g}: must be positive")
+    effort, network = Effort(rounds, seconds), _cable(network)
     check_room(ranks)
     if plot_file is not None:
         check(plot_file)
@@ -53,6 +59,14 @@ def bench(
     for name, reason in missing.items():
         note(f"{name} did not take part: {reason}")
     return WRONG if missing else FINE
+
+
+def _cable(network: str | None) -> str | None:
+    """As ``tc`` writes it."""
+    if network in (None, UNLIMITED):
+        return network
+    bits = parse_bandwidth(network, "--network")
+    return f"{bits / 1e9:g}gbit" if bits >= 1e9 else f"{bits / 1e6:g}mbit"
 
 
 def _compared(model: str, ranks: int, threads: int, effort: Effort, only: list[str], network: str | None) -> Comparison:

@@ -50,7 +50,7 @@ class Link:
         return sum(map(self.all_reduce, sizes))
 
 
-def parse_bandwidth(text: str) -> float:
+def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
     """Bits in a second, of ``1gbit``, ``100Mb/s``, ``125MB/s``: a capital B is a byte, prefixes are powers of 1,000.
 
     Raises:
@@ -59,7 +59,7 @@ def parse_bandwidth(text: str) -> float:
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKmMgGtT]?)(bit|bits|bps|b|B)(?:/s|ps)?", text.strip())
     value = _positive(match.group(1)) if match else None
     if match is None or value is None:
-        raise CommandError(f"--bandwidth {text}: give a bandwidth such as 1gbit, 100mbit or 125MB/s")
+        raise CommandError(f"{option} {text}: give a bandwidth such as 1gbit, 100mbit or 125MB/s")
     return value * _BITS[match.group(2).lower()] * (8 if match.group(3) == "B" else 1)
 
 

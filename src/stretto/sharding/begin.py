@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 
 from ..errors import CommunicationError, ModelMismatchError, SetupError, StrettoError
+from ..options import truth
 from ..peers import Peers
 from ..reducer import Reducer
 from .groups import difference, facts
@@ -25,6 +26,10 @@ class Asked:
 
     keep_grads: bool = True
     overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("keep_grads", "overlap"):
+            object.__setattr__(self, name, truth(f"shard: {name}", getattr(self, name)))
 
 
 def begin(

@@ -511,6 +511,31 @@ def test_undefined_gradients_of_parameters_with_hooks_are_no_fault(caplog: pytes
     )
 
 
+@pytest.mark.parametrize("cap", [1.0, 1e-6])
+def test_what_was_accumulated_and_dropped_was_taken_by_nobody(cap: float, caplog: pytest.LogCaptureFixture) -> None:
+    """A gradient that came in a backward pass without synchronisation, of a parameter that later comes without."""
+
+    def worker(transport):
+        model = Branches()
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=cap)
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(lambda _: None)
+
+        def backward(*, undefined: bool) -> None:
+            loss = model(inputs_of(transport.rank), "ab")
+            (torch._C._functions.UndefinedGrad()(loss) if undefined else loss).backward()
+
+        for undefined in (True, True, False, True):
+            model.zero_grad()
+            with sync.no_sync():
+                backward(undefined=False)
+            model.zero_grad()
+            backward(undefined=undefined)
+            assert_same(gradients(model), expected(2, [""] * 2 if undefined else ["ab"] * 2))
+
+    run_ranks(worker, 2)
+
+
 @pytest.mark.parametrize("table", ["ours", "torch's"])
 def test_hooks_that_come_and_go_leave_the_overlap_as_it_is(table: str) -> None:
     """One registered anew lies behind ours, which sees to it that it is the last again. In a table of torch's it is

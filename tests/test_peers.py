@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import warm_programs
 
 import stretto
-from stretto.channel import Channel
+from stretto.channel import Channel, Lookout
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
 from stretto.notes import Note
@@ -435,6 +436,84 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_a_rank_that_keeps_a_model_the_other_has_dropped_is_only_slow(tmp_path: Path, transport: str) -> None:
+    """It has attached more often than the other, which counts anew when it has no handle any more."""
+    body = """
+        step()
+        if rank:
+            sync.detach()
+        again = torch.nn.Linear(3, 1)
+        stretto.attach(again, transport=transport)
+        again(x).sum().backward()
+        stretto.inquiry.ASK_SECONDS = 0.5
+        if rank == 0:
+            time.sleep(3)
+        again(x).sum().backward()
+        print("fine")
+    """
+    assert [printed for _, printed, _ in ranks(tmp_path, body, transport=transport)] == ["fine\n"] * 2
+
+
+@pytest.mark.ranks
+def test_who_waits_for_others_to_come_to_a_call_still_does_its_part_of_what_is_under_way(tmp_path: Path) -> None:
+    """Memory is summed by those who wait: without the other's part the pass that it gave up never ends."""
+    body = """
+        stretto.peers.FLUSH_SECONDS = 0.2
+        large = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+        handle = stretto.attach(large)
+
+        def both(fail):
+            large[1](Fails.apply(large[0](torch.ones(1, 256)), fail)).sum().backward()
+
+        both(False)
+        if rank == 0:
+            told(lambda: both(True))
+        else:
+            time.sleep(1)
+            told(lambda: both(False))
+        handle.check()
+        both(False)
+    """
+    (code, mine, _), (other_code, other, _) = ranks(tmp_path, body, patience=8.0)
+    assert (code, other_code) == (0, 0)
+    assert within(mine, "ValueError", 2) == "bad label"
+    assert "backward failed on rank 0" in within(other, "PeerError", 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_ctrl_c_before_the_others_have_come_to_a_call(tmp_path: Path, transport: str) -> None:
+    body = """
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        step()
+        if rank == 0:
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.7)
+            try:
+                sync.check()
+            except KeyboardInterrupt:
+                told(sync.check)
+        else:
+            time.sleep(1.4)
+            told(sync.check)
+        hang()
+    """
+    (_, mine, _), (_, other, _) = ranks(tmp_path, body, patience=10.0, transport=transport)
+    assert within(mine, "CommunicationError", 1) == (
+        "rank 0, pass 1: this rank has failed and left, so it has lost its place among the others.\n"
+        "  KeyboardInterrupt\nRemove the cause and start again, on all ranks."
+    )
+    assert re.fullmatch(
+        r"rank 1, pass 1: rank 0 failed and left, so nobody can complete this pass.\n"
+        r"  rank 0, pass 1, waiting: KeyboardInterrupt.*\nRemove the cause and start again, on all ranks.",
+        within(other, "PeerError", 4),
+    )
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("meeting", "end", "late"), [("tcp", True, 2.5), ("tcp", True, 0), ("file", False, 2.5)])
 def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool, late: float) -> None:
     body = f"""
@@ -725,3 +804,52 @@ def test_a_rank_that_waits_long_asks_again_ever_more_rarely() -> None:
         if inquiry.go_on(channel, float(second)) is not None:  # type: ignore[arg-type]
             told.append(second)
     assert channel.asked == 4 and told == [10, 35, 185, 1085]
+
+
+def seated(*seats: Seat, rank: int = 0, store: dist.Store | None = None) -> Channel:
+    channel = Channel(store or dist.HashStore(), rank, 2)
+    for seat in seats:
+        channel.open(seat)
+    return channel
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_handles_of_several_threads_have_no_common_order(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemon threads too, of which a program has more than one knows of."""
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
+    channel = seated(Seat("a", passes=3, thread=1), Seat("b", passes=2, thread=threads), Seat("c"))
+    assert channel.beside() == ({"": [0], "a": [3, 0], "b": [2, 0], "c": [0, 0]} if threads == 1 else {})
+
+
+def test_what_ranks_write_of_their_calls_does_not_pile_up() -> None:
+    store, found = dist.HashStore(), []
+    seats = [Seat("a"), Seat("a")]
+    channels = [seated(seat, rank=rank, store=store) for rank, seat in enumerate(seats)]
+    for _ in range(20):
+        for seat in seats:
+            seat.calls += 1
+        words = [one.come(seat, sys._getframe(), bool) for one, seat in zip(channels, seats, strict=True)]
+        for word in words:
+            word.wait()
+            assert len({*word.said()}) == 1
+        found.append(store.num_keys())
+    assert found[2] == found[-1] == max(found)
+
+
+def test_attaching_does_not_wait_for_the_connection_of_the_thread() -> None:
+    """torch looks up the name of the other end when it connects: 5 s and more where DNS does not answer."""
+    may_go, seen = threading.Event(), []
+
+    class Slow:
+        def clone(self) -> Slow:
+            assert may_go.wait(10), "the thread was waited for"
+            return self
+
+    class Watched:
+        def watch(self, store: Slow, stopped: threading.Event) -> None:
+            seen.append(store)
+
+    lookout = Lookout(Watched(), slow := Slow())  # type: ignore[arg-type]
+    may_go.set()
+    lookout.stop()
+    assert seen == [slow] and not lookout.is_alive()

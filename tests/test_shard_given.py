@@ -614,6 +614,38 @@ def test_neighbours_whose_states_are_of_other_kinds_are_loaded() -> None:
     shared(worker, 2)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_momentum_of_sparse_gradients_is_loaded(dense: bool) -> None:
+    """It is sparse as they are, and a step of it with a dense gradient fails; of a dense one with a sparse one too."""
+
+    def worker(transport: Any) -> None:
+        models = [torch.nn.Sequential(torch.nn.Embedding(4, 3, sparse=True), torch.nn.Linear(3, 2)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        sync = stretto.attach(models[0], transport=transport)
+        models[1].load_state_dict(models[0].state_dict())
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in models]
+        sharded = stretto.shard(optimizers[0], sync)
+        rows = torch.tensor([0, 1])
+
+        def step(number: int) -> None:
+            for model, optimizer in zip(models, (sharded, optimizers[1]), strict=True):
+                optimizer.zero_grad()
+                (model(rows) * number).sum().backward()
+                optimizer.step()
+
+        step(1)
+        state = transport.all_gather_object(sharded.state_dict())[0]
+        if dense:
+            state["state"][0]["momentum_buffer"] = state["state"][0]["momentum_buffer"].to_dense()
+        sharded.load_state_dict(copy.deepcopy(state))
+        optimizers[1].load_state_dict(state)
+        step(2)
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one, other)
+
+    shared(worker, 2)
+
+
 def test_a_share_that_is_refused_leaves_groups_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(START)
     sharded = stretto.shard(torch.optim.AdamW(model.parameters()), stretto.attach(model))

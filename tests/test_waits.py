@@ -261,6 +261,15 @@ def test_waiting_in_reduce(tmp_path: Path, how: str, world: int) -> None:
         )
 
 
+@pytest.mark.ranks
+def test_a_late_rank_that_reduces_other_tensors_is_told(tmp_path: Path) -> None:
+    """Only who has waited asks in the store: the other knows nothing of it, and must not be awaited there."""
+    body = "time.sleep(1.2 * rank); told(lambda: stretto.reduce([torch.ones(3 + rank)]))"
+    for code, printed, _ in ranks_without_a_model(tmp_path, body, 2, patience=6.0):
+        assert code == 0
+        assert within(printed, "ModelMismatchError", 3).startswith("reduce: the 2 ranks do not give the same tensors.")
+
+
 def _reduce_differently(rank: int) -> list[str]:
     said = []
     for tensors, how in [

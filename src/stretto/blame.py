@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from .agreement import describe_ranks
 from .errors import CommunicationError, PeerError
@@ -17,6 +18,27 @@ SAME_CALLS = (
     "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
 )
 """Where they have not."""
+
+
+def who_is_to_blame(
+    where: str, occasion: str, passes: int, left: Sequence[Note], dead: Sequence[tuple[int, int]], *, by_itself: bool
+) -> tuple[PeerError | None, bool]:
+    """An error for ranks that have left or died, and whether they surely have no part in what is awaited.
+
+    Args:
+        where: how the message begins.
+        occasion: a key of ``EXPECTED``.
+        passes: the number of this rank's pass; 0 before the first.
+        left: notes of ranks that say in them that they have left.
+        dead: rank and pid of those that do not run any more.
+        by_itself: what is awaited goes on when a rank has left in peace.
+    """
+    silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
+    left = [note for note in left if note.failed or not by_itself]
+    if left and (not silent or any(note.failed and note.first_hand for note in left)):
+        missing = [note for note in left if note.passes is not None and note.passes < passes]
+        return left_early(where, occasion, missing or left, passes), bool(missing)
+    return (killed(where, occasion, silent), True) if silent else (None, False)
 
 
 def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) -> PeerError:
@@ -114,6 +136,28 @@ def refuse_other_calls(where: str, said: Sequence[str]) -> None:
     if len({*places}) > 1:
         told = "; ".join(f"rank {rank} is {call}" for rank, call in enumerate(calls))
         raise CommunicationError(f"{where}: ranks have called different things: {told}.\n{SAME_CALLS}")
+
+
+def refuse_fork(rank: int, parent: int) -> NoReturn:
+    """Raise in a child of the process that attached."""
+    raise CommunicationError(
+        f"rank {rank}: this process was forked from process {parent}, which alone can reduce.\n"
+        "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
+    )
+
+
+def refuse_if_lost(where: str, left: str) -> None:
+    """Raise ``CommunicationError`` if this rank has told the others that it takes part in nothing any more.
+
+    Args:
+        where: how the message begins.
+        left: what it has told; empty if it has not.
+    """
+    if left:
+        raise CommunicationError(
+            f"{where}: this rank has failed and left, so it has lost its place among the others.\n"
+            f"  {left}\nRemove the cause and start again, on all ranks."
+        )
 
 
 def _counted(progress: Sequence[int], other: Sequence[int]) -> str:

@@ -5,10 +5,10 @@
 
 All handles of a process on one store share one channel, with one thread and one connection of its own.
 
-[Note: the thread]  A rank that waits elsewhere cannot answer for itself, so a thread does. It polls once a second and
-never blocks in the store: a daemon thread that returns from C++ while the interpreter shuts down aborts the process. It
-is woken and joined at exit. Ranks that are threads of one process read each other's stacks, and need none. The thread
-is also how the channel of a store is found again: nothing else keeps a list of them.
+[Note: the thread]  A rank that waits elsewhere cannot answer for itself, so a thread does. It polls once a second and,
+once connected, never blocks in the store: a daemon thread that returns from C++ while the interpreter shuts down aborts
+the process. It is woken and joined at exit. Ranks that are threads of one process read each other's stacks, and need
+none. The thread is also how the channel of a store is found again: nothing else keeps a list of them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
+from types import FrameType
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -34,6 +35,8 @@ from .word import Word
 LINGER_SECONDS = 2.0
 """How long the rank that has the store stays for the others to read its last note."""
 POLL_SECONDS = 1.0
+CONNECT_SECONDS = 30.0
+"""How long the thread may take to connect: torch looks up the name of the other end, 5 s where DNS is silent."""
 
 
 class Channel:
@@ -218,17 +221,21 @@ class Channel:
         """Whether ranks can come together in the store: they are processes, and it is there."""
         return not self.in_one_process and not self.store_is_gone()
 
-    def come(self, seat: Seat, what: str) -> Word:
+    def come(self, seat: Seat, caller: FrameType, meanwhile: Callable[[], object]) -> Word:
         """This rank comes to a collective call. When the word is complete, the others have come too, and say what to.
 
         Args:
             seat: of a handle that has a name: what is written of one without could be another's, in a store that was
                 used before.
-            what: is called.
+            caller: what is called, and where.
+            meanwhile: called while it is waited for.
         """
         keys = [f"call/{seat.handle}/{seat.calls}/{rank}" for rank in range(self._world_size)]
-        self._store.set(keys[self._rank], what)
-        return Word(self._store, *keys)
+        site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        self._store.set(keys[self._rank], f"{site} {standing(caller)}")
+        with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
+            self._store.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self._rank}")
+        return Word(self._store, *keys, meanwhile=meanwhile)
 
     def ask(self, handle: str) -> dict[int, str]:
         """Ask the others where they are with a handle; returns the key under which each will answer."""
@@ -277,7 +284,8 @@ class Channel:
 
     def beside(self) -> dict[str, list[int]]:
         """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
-        if sum(not thread.daemon for thread in threading.enumerate()) > 1:
+        threads = {seat.thread for seat in [*self._seats] if seat.thread}
+        if len(threads) > 1 or sum(not thread.daemon for thread in threading.enumerate()) > 1:
             return {}
         return {"": [self.begun], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
 
@@ -306,22 +314,26 @@ class Lookout(threading.Thread):
         super().__init__(name="stretto", daemon=True)
         self.channel = channel
         self._stopped = threading.Event()
-        self._connection: Store | None = None
-        with contextlib.suppress(RuntimeError):  # one that cannot be cloned is not to be shared: a call could block
-            self._connection = store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+        self._shared = store
+        self._connected = threading.Event()
         self.start()
 
     def run(self) -> None:
         """Poll until told to stop."""
-        if self._connection is None:
+        connection: Store | None = None
+        with contextlib.suppress(RuntimeError):  # one that cannot be cloned is not to be shared: a call could block
+            connection = self._shared.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+        self._connected.set()
+        if connection is None:
             self._stopped.wait()
         else:
-            self.channel.watch(self._connection, self._stopped)
+            self.channel.watch(connection, self._stopped)
 
     def stop(self) -> None:
         """End, soon. Harmless twice."""
         self._stopped.set()
         if self is not threading.current_thread():
+            self._connected.wait(CONNECT_SECONDS)
             self.join(2.0)
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from types import TracebackType
 
+from .blame import refuse_if_lost
 from .engine import when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
@@ -49,7 +50,8 @@ class Failing:
 
     def lose(self, error: BaseException, trace: TracebackType | None = None) -> None:
         """From here on this rank sends nothing, and the others know."""
-        self._queue.peers.tell_failed("backward", error, trace, leaves=True)
+        if not self.is_lost:  # in a call within the pass
+            self._queue.peers.tell_failed("backward", error, trace, leaves=True)
         self._part()
 
     def _part(self) -> None:
@@ -93,8 +95,4 @@ class Failing:
         Raises:
             CommunicationError: this rank has told the others that it takes part in none any more.
         """
-        if left := self._queue.peers.left:
-            raise CommunicationError(
-                f"{self._queue.where}: this rank has failed and left, so it has lost its place among the others.\n"
-                f"  {left}\nRemove the cause and start again, on all ranks."
-            )
+        refuse_if_lost(self._queue.where, self._queue.peers.left)

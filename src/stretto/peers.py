@@ -10,6 +10,7 @@ collectives do not. Passes that go well never touch it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import secrets
@@ -21,7 +22,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from .blame import EXPECTED, SAME_CALLS, killed, left_early, refuse_other_calls
+from .blame import EXPECTED, SAME_CALLS, refuse_fork, refuse_if_lost, refuse_other_calls, who_is_to_blame
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart, words_of
@@ -29,7 +30,7 @@ from .notes import Note, text_of
 from .seat import Answer, Seat
 from .transport.base import Transport, Work, abandon, done_within
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time
-from .whereabouts import place_of_failure, standing
+from .whereabouts import place_of_failure
 
 GONE_SECONDS = 1.0
 """How long, when a collective failed, for a note or for a process to be seen dead."""
@@ -142,28 +143,34 @@ class Peers:
         Raises:
             CommunicationError: it will never be done.
         """
-        brought, transport = (self._offer, value), self._transport
         self.seat.calls += 1
         try:
             self._come_together(sys._getframe(1))
+            brought = (self._offer, 0 if self._channel is None else self._channel.begun), value
             if self._patience is None:
-                everyone: list[Any] = transport.all_gather_object(brought)
+                everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
-                everyone = gather_by_sums(brought, transport, self.wait)
+                everyone = gather_by_sums(brought, self._transport, self.wait)
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
         if not self.seat.handle:
-            self._name(everyone[0][0])
+            self._name(everyone[0][0][0], max(begun for (_, begun), _ in everyone))
         return [other for _, other in everyone]
 
     def _come_together(self, caller: FrameType) -> None:
         """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""
         if (channel := self._channel) is not None and not self.seat.handle:
             channel.begun += self._occasion == "attach"  # of others only those open the channel that wait long
-        elif channel is not None and self._patience is not None and channel.can_meet():
-            site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-            self.wait(word := channel.come(self.seat, f"{site} {standing(caller)}"))
-            refuse_other_calls(self.where, word.said())
+        elif channel is not None and self._occasion == "attach" and self._patience is not None and channel.can_meet():
+            refuse_if_lost(self.where, self.left)
+            try:
+                self.wait(word := channel.come(self.seat, caller, functools.partial(self.flush, 0.0)))
+                refuse_other_calls(self.where, word.said())
+            except CommunicationError:
+                raise
+            except BaseException as error:  # Ctrl-C, say: the others wait in vain, and would meet another call here
+                self.tell_failed("waiting", error, leaves=True)
+                raise
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
@@ -174,25 +181,23 @@ class Peers:
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
 
-    def _name(self, handle: str) -> None:
+    def _name(self, handle: str, begun: int) -> None:
         self.seat.handle = handle
         notes, self.seat.unsent = self.seat.unsent, []
-        for note in notes if self._channel is not None else ():
-            self._channel.post(dataclasses.replace(note, handle=handle))  # type: ignore[union-attr]
+        if (channel := self._channel) is not None:
+            channel.begun = begun  # a rank that was without a handle for a while began to count anew
+            for note in notes:
+                channel.post(dataclasses.replace(note, handle=handle))
 
     def refuse_fork(self) -> None:
         """Raise in a forked child, before anything of its parent is touched."""
         if self._pid != os.getpid():
-            raise CommunicationError(
-                f"rank {self._transport.rank}: this process was forked from process {self._pid}, "
-                "which alone can reduce.\n"
-                "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
-            )
+            refuse_fork(self._transport.rank, self._pid)
 
-    def flush(self) -> None:
+    def flush(self, seconds: float | None = None) -> None:
         """This rank has given up a pass, and may not come back for a while: let the others have their part of it."""
         if (flush := getattr(self._transport, "flush", None)) is not None:
-            flush(FLUSH_SECONDS)
+            flush(FLUSH_SECONDS if seconds is None else seconds)
 
     # Waiting
 
@@ -330,10 +335,7 @@ class Peers:
         return [note for note in self._channel.told(self.seat.handle) if note.rank != self._transport.rank]
 
     def _blame(self, *, by_itself: bool = False) -> tuple[PeerError | None, bool]:
-        """An error for ranks that have left or died, and whether they surely have no part in what is awaited.
-
-        ``by_itself``: that goes on when a rank has left in peace.
-        """
+        """See :func:`~stretto.blame.who_is_to_blame`."""
         channel = self._channel
         if channel is None:
             return None, False
@@ -342,9 +344,4 @@ class Peers:
         if any(note.leaves for note in self._notes()):
             channel.look_again(note.rank for note in self._notes() if note.leaves)
         left = [note for note in self._notes() if note.leaves]
-        silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
-        left = [note for note in left if note.failed or not by_itself]
-        if left and (not silent or any(note.failed and note.first_hand for note in left)):
-            missing = [note for note in left if note.passes is not None and note.passes < self.seat.passes]
-            return left_early(self.where, self._kind, missing or left, self.seat.passes), bool(missing)
-        return (killed(self.where, self._kind, silent), True) if silent else (None, False)
+        return who_is_to_blame(self.where, self._kind, self.seat.passes, left, dead, by_itself=by_itself)

@@ -190,7 +190,7 @@ class Reducer:
             if self._enter():
                 self._arrivals.order.append(parameter)
             else:
-                self._unsynchronized.add(self._tracker.index_of[id(parameter)])
+                self._unsynchronized.add(self._tracker.kept(parameter))
                 if self.queue.preset is not None:
                     self.queue.preset.accumulated(parameter)
                 if self._events.gradient_kept:
@@ -230,7 +230,7 @@ class Reducer:
             self._drain(self._buffers_of_given_up)
         self._consensus.catch_up()
         self.queue.pass_number += 1
-        self.queue.peers.seat.passes = self.queue.pass_number
+        self.queue.peers.seat.begins(self.queue.pass_number)
 
     def begin(self) -> None:
         """A pass begins. From a gradient hook."""

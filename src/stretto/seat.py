@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ class Seat:
     handle: str = ""
     """The name on which all ranks have agreed, if they have."""
     passes: int = 0
-    """How many have begun; the hot path sets it, and others read it."""
+    """How many have begun; others read it."""
+    thread: int = 0
+    """Which began the last; 0 before the first."""
     told: tuple[str, int, str] | None = None
     """Handle, pass and text of the last failure of backward that was told."""
     unsent: list[Note] = field(default_factory=list)
@@ -29,6 +32,10 @@ class Seat:
     """Collective calls that are no passes and no steps."""
     steps: list[int] = field(default_factory=list)
     """Of each sharded optimizer, in the order in which they were made."""
+
+    def begins(self, number: int) -> None:
+        """A pass."""
+        self.passes, self.thread = number, threading.get_ident()
 
     @property
     def progress(self) -> list[int]:

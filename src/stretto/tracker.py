@@ -147,8 +147,7 @@ class ArrivalTracker:
 
     def unforeseen(self) -> bool:
         """Whether parameters came in this pass although they were not to."""
-        came = bool(self._absent) and not self._absent.isdisjoint(self.arrival_order())
-        if came:
+        if came := self._came_unforeseen(map(id, self.arrivals.order)):
             self.nested = self._careful = True
         return came
 
@@ -179,6 +178,11 @@ class ArrivalTracker:
     def _see(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._seen.add(self.index_of[id(parameter)])
+
+    def kept(self, parameter: torch.Tensor) -> int:
+        """The index of one whose gradient stays here, so that it may be dropped before the next pass."""
+        self._seen.discard(self.index_of[id(parameter)])
+        return self.index_of[id(parameter)]
 
     def meet_nested(self) -> None:
         """A gradient has come from a nested task: what this pass has got already may come again."""
@@ -281,8 +285,7 @@ class ArrivalTracker:
 
     def _tell_full(self, bucket: Bucket, index: int) -> None:
         if not bucket.pending:
-            name = self._queue.names[index]
-            self._events.emit(self._events.bucket_full, self._queue.pass_number, bucket.index, name)
+            self._events.emit(self._events.bucket_full, self._queue.pass_number, bucket.index, self._queue.names[index])
 
     # At its end
 

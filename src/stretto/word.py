@@ -5,17 +5,28 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+_HURRY_SECONDS = 0.4
+"""After so long one asks more rarely: with many ranks the store has a key of each to look for, for each of them."""
+
 
 class Word:
-    """Keys of a store that other ranks will set, to be waited for as if it were a collective."""
+    """Keys of a store that other ranks will set, to be waited for as if it were a collective.
 
-    def __init__(self, store: Store, *keys: str) -> None:
+    Args:
+        store: that all ranks see.
+        keys: what is waited for.
+        meanwhile: called again and again while one waits.
+    """
+
+    def __init__(self, store: Store, *keys: str, meanwhile: Callable[[], object] = bool) -> None:
         self._store = store
         self._keys = [*keys]
+        self._meanwhile = meanwhile
 
     def comes_soon(self) -> bool:
         """Wait for as long as it takes where all is well."""
@@ -35,16 +46,19 @@ class Word:
             RuntimeError: the time is over; wait again.
         """
         seconds = math.inf if timeout is None else timeout.total_seconds()
-        until, pause = time.monotonic() + seconds, 20e-6
+        began, pause = time.monotonic(), 20e-6
         while not self.is_completed():
-            if time.monotonic() > until:
+            if (waited := time.monotonic() - began) > seconds:
                 raise RuntimeError(f"no answer within {seconds:.0f} s")
+            self._meanwhile()
             time.sleep(pause)
-            pause = min(1.2 * pause, 5e-3)
+            pause = min(1.2 * pause, 5e-3 if waited < _HURRY_SECONDS else 50e-3)
 
     def said(self) -> list[str]:
         """What they say, when all are there."""
-        return [self._store.get(key).decode() for key in self._keys]
+        several: bool = self._store.has_extended_api()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+        said = self._store.multi_get(self._keys) if several else map(self._store.get, self._keys)
+        return [one.decode() for one in said]
 
     def take(self) -> bytes:
         """What the first says; then it is gone."""

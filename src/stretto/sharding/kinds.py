@@ -174,11 +174,13 @@ def states_after_a_step(
     tensors: Sequence[torch.Tensor],
     groups: Sequence[int],
     states: Sequence[dict[str, Any]],
+    *,
+    sparse: bool = False,
 ) -> list[dict[str, Any]]:
-    """The same after a later step, of these states, which may be written to."""
+    """The same after a later step, of these states, which may be written to; ``sparse``: with gradients by rows."""
     parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
     for one in parameters:
-        one.grad = torch.zeros_like(one)
+        one.grad = torch.zeros_like(one).to_sparse(1) if sparse else torch.zeros_like(one)
     divided: list[dict[str, Any]] = [{**options_of(group), "params": []} for group in optimizer.param_groups]
     for one, group in zip(parameters, groups, strict=True):
         divided[group]["params"].append(one)

@@ -5,6 +5,7 @@ torch loads whatever has the same groups, and fails in the step after it, when t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -33,8 +34,10 @@ def misfit(keeping: Keeping, states: Mapping[torch.Tensor, State]) -> Exception 
             _try_one_element_each(optimizer, given, states)
         apart = groups.keys() - {id(one) for one in keeping.layout.parameters.values()}  # stepped by every rank
         others = [("a parameter", one) for one in states if id(one) in apart and states[one]]
-        for name, one in [*(given.items() if whole else ()), *others]:
+        for name, one in given.items() if whole else ():
             _try(optimizer, groups[id(one)], one, states[one], name)
+        for name, other in others:
+            _try_either_way(optimizer, groups[id(other)], other, states[other], name)
     except Exception as error:  # whatever it is: the other ranks are to hear of it
         return error
     return None
@@ -77,9 +80,23 @@ def _what_it_is(state: State) -> Hashable:
     )
 
 
-def _try(optimizer: torch.optim.Optimizer, group: int, like: torch.Tensor, state: State, name: str) -> None:
+def _try_either_way(optimizer: torch.optim.Optimizer, group: int, like: torch.Tensor, state: State, name: str) -> None:
+    """Its gradients may be sparse, and its state then too."""
     try:
-        states_after_a_step(optimizer, [like], [group], [copy.deepcopy(state)])
+        _try(optimizer, group, like, state, name)
+    except ValueError:
+        if not like.dim():
+            raise
+        with contextlib.suppress(ValueError):
+            return _try(optimizer, group, like, state, name, sparse=True)
+        raise
+
+
+def _try(
+    optimizer: torch.optim.Optimizer, group: int, like: torch.Tensor, state: State, name: str, *, sparse: bool = False
+) -> None:
+    try:
+        states_after_a_step(optimizer, [like], [group], [copy.deepcopy(state)], sparse=sparse)
     except KeyError as error:
         raise ValueError(f"the state of {name} lacks {error.args[0] if error.args else 'a part'}") from error
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -38,12 +39,14 @@ PAGES = [
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         "docs/benchmarks.md",
+        "docs/checkpoints.md",
         "docs/cli.md",
         "docs/design.md",
         "docs/frameworks.md",
         "docs/overlap.md",
         "docs/sharding.md",
         "docs/transports.md",
+        "docs/troubleshooting.md",
     )
 ]
 
@@ -291,6 +294,47 @@ def run_sharding_page(rank: int, blocks: list[str], folder: str) -> str:
                 scope["optimizer"].unshard()
             exec(compile(code, f"docs/sharding.md, block {number}", "exec"), scope)
     return printed.getvalue()
+
+
+# docs/checkpoints.md
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_program_of_the_checkpoints_page_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    (code,) = [code for language, code in blocks_of(ROOT / "docs" / "checkpoints.md") if language == "python"]
+    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "stopped.py").write_text(code.replace("range(first, 30)", "range(first, 13)"))
+
+    def run(script: str, ranks: int = 2) -> str:
+        done = warm_programs.run(["-m", "stretto", "run", "--ranks", str(ranks), script], cwd=tmp_path, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    whole = run("train.py")
+    (tmp_path / "checkpoint.pt").unlink()
+    assert run("stopped.py") != whole
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 10
+    assert run("train.py", ranks=3) != whole  # from a checkpoint of two
+    (tmp_path / "checkpoint.pt").unlink()
+    run("stopped.py")
+    assert run("train.py") == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt", "stopped.py", "train.py"]
+
+
+# docs/troubleshooting.md
+
+
+def test_what_the_troubleshooting_page_quotes_is_what_stretto_says() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    quoted = [phrase for cell in cells for phrase in re.findall(r"`([^`]+)`", cell)]
+    sources = [ast.parse(path.read_text()) for path in (ROOT / "src" / "stretto").rglob("*.py")]
+    constants = [one.value for tree in sources for one in ast.walk(tree) if isinstance(one, ast.Constant)]
+    said = "\n".join(one for one in constants if isinstance(one, str))
+    known = {"attach", "init_process_group", ".grad"}
+    assert len(quoted) > 20
+    assert [one for one in quoted if one not in said and one not in known] == []
 
 
 HEADLINE = re.compile(r"(\d+) % of communication hidden behind backward; ([\d.]+) ms exposed, (\d+) % of the step")

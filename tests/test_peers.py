@@ -338,6 +338,29 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_the_traceback_of_who_waited_in_vain_is_short(tmp_path: Path, transport: str) -> None:
+    """What is to be read is the other's error: neither how it was waited for, nor what the transport says of it."""
+    body = """
+        step()
+        if rank == 1:
+            raise ValueError("bad sample")
+        step()
+    """
+    (code, _, complaint), _ = ranks(tmp_path, body, transport=transport, end=False)
+    assert code == 1
+    lines = [one for one in complaint.splitlines() if one.startswith("[rank0]:")]
+    files = re.findall(r'File ".*?([\w.]+)"', "\n".join(lines))
+    assert [file for file in files if file not in ("_tensor.py", "__init__.py", "graph.py")] == [
+        "warm_programs.py",
+        "train.py",
+        "train.py",
+        "engine.py",
+    ]
+    assert lines[-3].startswith("[rank0]: stretto.errors.PeerError: rank 0, pass 2: rank 1 failed and left")
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("call", "transport"),
     [

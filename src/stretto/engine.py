@@ -30,6 +30,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction
 
+from .errors import PeerError
+
 
 class OutermostEnd:
     """Tells when the outermost backward that is running ends, or that it was dropped because something raised.
@@ -70,7 +72,10 @@ class OutermostEnd:
     def _task_ended(self) -> None:
         enclosing: Any = torch._C._current_autograd_node()
         if enclosing is None:
-            self._ended()
+            try:
+                self._ended()
+            except PeerError as error:  # of another rank: how it was waited for here is of no use to anybody
+                raise error.with_traceback(None) from error.__cause__
             self.ends()
             return
 

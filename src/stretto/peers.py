@@ -298,7 +298,7 @@ class Peers:
         try:
             where = self._explain()
         except PeerError as blame:
-            raise blame from error
+            raise blame from None  # what the transport says of it is less, and may be something else
         raise CommunicationError(
             f"{self.where}: {what} over {self._transport.name}: {error}\n{where}"
             f"Expected every rank to call {EXPECTED[self._kind]}. Look at the first error in the other ranks' logs."
@@ -319,7 +319,7 @@ class Peers:
         while True:
             blame, _ = self._blame()
             if blame is not None:
-                raise blame from None  # what the transport says of it is less, and may be something else
+                raise blame from None
             if time.monotonic() >= until:
                 return
             time.sleep(0.05)

@@ -47,6 +47,7 @@ def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
+        torch.get_num_threads()  # until it is asked, a new thread's convolutions take OpenMP's number, not torch's
         try:
             results[rank] = worker(group.transport(rank))
         except BaseException as error:

@@ -193,6 +193,34 @@ def test_what_is_accumulated_beside_a_pass_of_others_is_summed() -> None:
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_that_were_only_asked_for_are_not_accumulated(sparse: bool, frozen: bool) -> None:
+    """``torch.autograd.grad`` runs the hooks that look at ``.grad``, and leaves it as it is."""
+
+    def worker(transport):
+        model = Kept(sparse)
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        size, second = 1.0 + transport.rank, model.second.weight
+        if frozen:
+            second.requires_grad_(False)
+            model(size).backward()
+            second.requires_grad_(True)
+        for parameter in (model.first.weight, second):
+            parameter.grad = torch.zeros_like(parameter)
+        for number in range(6):
+            if number % 3:
+                with sync.no_sync():
+                    model(size).backward()
+            else:
+                model(size).backward()
+            torch.autograd.grad(model(size), [*model.parameters()])
+        model(size).backward()
+        return [one.grad.to_dense()[-1].max().item() for one in model.parameters()]
+
+    assert run_ranks(worker, 2) == [[21.0, 21.0]] * 2
+
+
 def test_detaching_takes_all_hooks_off() -> None:
     def worker(transport):
         model = Two()

@@ -330,3 +330,26 @@ def test_a_handle_shows_itself_in_one_line() -> None:
         "<stretto.Synchronizer of Sequential, rank 1 of 2 over local (threads of one process), 1 bucket, pass 1>",
         "<stretto.Synchronizer of Sequential, detached>",
     )
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_what_can_never_get_a_gradient_or_is_left_alone_may_be_anything(reduce: str) -> None:
+    def worker(transport):
+        model = linear()
+        with torch.inference_mode():
+            model.register_parameter("made_for_inference", torch.nn.Parameter(torch.ones(2), requires_grad=False))
+        model.register_buffer("nowhere", torch.ones(2, device="meta"))
+        model.ignored = torch.nn.Parameter(torch.ones(2, device="meta"))
+        stretto.attach(model, transport=transport, reduce=reduce, buffers="none", ignore=["ignored"])
+        model[1](model[0](torch.ones(1, 3))).sum().backward()
+        return model[1].bias.grad.tolist()
+
+    assert run_ranks(worker, 2) == [[2.0, 2.0] if reduce == "sum" else [1.0, 1.0]] * 2
+
+
+def test_what_is_ignored_on_some_ranks_alone_is_an_option_that_differs() -> None:
+    def worker(transport):
+        with pytest.raises(stretto.ModelMismatchError, match="do not ask for the same"):
+            stretto.attach(linear(), transport=transport, ignore=["0.*"] if transport.rank else [])
+
+    run_ranks(worker, 2)

@@ -190,7 +190,8 @@ ALONE = [
     (
         lambda: stretto.attach(torch.nn.Linear(2, 2, device="meta")),
         "attach: weight, bias are on the meta device, which keeps no values.\n"
-        'Call model.to_empty(device="cpu") and initialise the values before stretto.attach(model).',
+        "Give them some before stretto.attach(model), as by model.to_empty(device=...) and an initialisation, or leave "
+        "them out by ignore=.",
     ),
     (
         lambda: setattr(attach(), "buffers", "all"),
@@ -210,7 +211,7 @@ ALONE = [
         "rank 2: observe() was given 3, which has no method that is named as an event.\n"
         "Give it methods of stretto.events.Observer, as pass_settled(self, pass_number).",
     ),
-    (lambda: stretto.reduce([1.0]), "reduce: item 0 is a float; give dense floating tensors"),
+    (lambda: stretto.reduce([None, 1.0]), "reduce: item 1 is a float; give dense floating tensors"),
     (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=1.5), "check_every=1.5 must be a number of passes, 1 or more, or None"),

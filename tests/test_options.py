@@ -480,8 +480,8 @@ def test_how_far_replicas_are_apart() -> None:
         tensors = {
             "complex": torch.tensor([1 + 2j, complex(3, 1e-3 * transport.rank)]),
             "far": torch.tensor([float("nan"), float("inf"), 1 + far], dtype=torch.float64),
-            "integers": torch.tensor([4, 5, 6 + transport.rank]),
-            "large": torch.cat([torch.zeros(1 << 20), torch.full((3,), far)]),
+            "integers": torch.tensor([4, 5, 2**60 + transport.rank]),
+            "large": torch.cat([torch.zeros(1 << 16), torch.full((3,), far)]),
             "shape": torch.ones(2 + transport.rank),
             "zero": torch.tensor([zero]),
         }
@@ -493,12 +493,12 @@ def test_how_far_replicas_are_apart() -> None:
         run_ranks(worker, 3)
         == [
             [
-                "  complex: rank 0 differs from rank 1, from rank 2 by up to 0.002, in 1 of 4 elements",
-                "  far: rank 0 differs from rank 1, from rank 2 by up to 2e-09, in 1 of 3 elements",
-                "  integers: rank 0 differs from rank 1, from rank 2 by up to 2, in 1 of 3 elements",
-                "  large: rank 0 differs from rank 1, from rank 2, though the first 1,048,576 elements compare equal",
-                "  shape: rank 0 differs from rank 1, from rank 2",
-                "  zero: rank 0 differs from ranks 1, 2, though 1 elements compare equal",
+                "  complex: rank 0 differs from rank 1 and from rank 2 by up to 0.002, in 1 of 4 elements",
+                "  far: rank 0 differs from rank 1 and from rank 2 by up to 2e-09, in 1 of 3 elements",
+                "  integers: rank 0 differs from rank 1 and from rank 2 by up to 2, in 1 of 3 elements",
+                "  large: rank 0 differs from rank 1 and from rank 2, though the first 65,536 elements compare equal",
+                "  shape: rank 0 differs from rank 1 and from rank 2",
+                "  zero: rank 0 differs from ranks 1, 2, though 1 element compare equal",
             ]
         ]
         * 3

@@ -514,13 +514,15 @@ def test_ctrl_c_before_the_others_have_come_to_a_call(tmp_path: Path, transport:
         step()
         if rank == 0:
             signal.signal(signal.SIGALRM, interrupt)
-            signal.setitimer(signal.ITIMER_REAL, 0.7)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             try:
                 sync.check()
             except KeyboardInterrupt:
+                open(f"{folder}/stopped", "w").close()
                 told(sync.check)
         else:
-            time.sleep(1.4)
+            while not os.path.exists(f"{folder}/stopped"):
+                time.sleep(0.01)
             told(sync.check)
         hang()
     """

@@ -107,7 +107,8 @@ def difference(
             lines = ["  the same tensors, registered in another order:", *lines]
         else:
             lines = [_holders("option plan", by_rank)]
-    if wanted == SAME_MODEL and all(line.startswith("  option ") and _asked(line) for line in lines):
+    ignored = any(line.startswith("  option ignore:") for line in lines)  # then tensors are missing too
+    if wanted == SAME_MODEL and (ignored or all(line.startswith("  option ") and _asked(line) for line in lines)):
         wanted, advice = "ask for the same", "Give the same arguments to attach, or to the drop-in, on every rank."
     if len(lines) > most:
         lines[most:] = [f"  (+{len(lines) - most} more)"]

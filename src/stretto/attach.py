@@ -280,10 +280,13 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
         )
-    if empty := [name for name, tensor in everything.items() if tensor.is_meta and not options.ignores(name)]:
+    looked_at = named(module, options, "parameters")
+    looked_at |= named(module, options, "buffers") if options.buffers != "none" else {}
+    if empty := [name for name, tensor in looked_at.items() if tensor.is_meta]:
         raise SetupError(
             f"attach: {name_list(empty)} are on the meta device, which keeps no values.\n"
-            'Call model.to_empty(device="cpu") and initialise the values before stretto.attach(model).'
+            "Give them some before stretto.attach(model), as by model.to_empty(device=...) and an initialisation, or "
+            "leave them out by ignore=."
         )
     if vain := _in_vain(options.ignore, everything):
         raise SetupError(

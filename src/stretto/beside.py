@@ -34,7 +34,14 @@ class Beside:
 
     def hook(self, owner: object, arrived: Callable[[str], None]) -> None:
         """As :meth:`SparseGradients.hook`."""
-        self.sparse.hook(owner, arrived)
+        preset = self._queue.preset
+
+        def came(name: str) -> None:
+            arrived(name)
+            if preset is not None:
+                preset.accumulated(self.sparse.named_parameters()[name])
+
+        self.sparse.hook(owner, came)
 
     def remove(self) -> None:
         """Take the hooks off."""

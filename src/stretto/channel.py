@@ -321,9 +321,12 @@ class Lookout(threading.Thread):
     def run(self) -> None:
         """Poll until told to stop."""
         connection: Store | None = None
-        with contextlib.suppress(RuntimeError):  # one that cannot be cloned is not to be shared: a call could block
+        try:
             connection = self._shared.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
-        self._connected.set()
+        except RuntimeError:
+            pass  # one that cannot be cloned is not to be shared: a call could block
+        finally:
+            self._connected.set()
         if connection is None:
             self._stopped.wait()
         else:

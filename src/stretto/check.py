@@ -17,7 +17,7 @@ _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""
 _MOST = 6
 """Of so many tensors a message tells."""
-_LOOKED_AT = 1 << 20
+_LOOKED_AT = 1 << 16
 """Elements that are sent to tell how far two tensors are apart."""
 _FACTOR = 6364136223846793005
 """Odd, so that no bit is lost; each piece counts this many times what the one behind it does."""
@@ -70,7 +70,7 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
             camps.setdefault(other.get(name), []).append(rank)
         found = [values[ranks[0]].get(name) for ranks in camps.values()]
         some, *rest = camps.values()
-        told = ", from ".join(map(describe_ranks, rest))
+        told = " and from ".join(map(describe_ranks, rest))
         differ = "differs" if len(some) == 1 else "differ"
         lines.append(f"  {name}: {describe_ranks(some)} {differ} from {told}{_by_how_much(found)}")
     raise ReplicaError(
@@ -88,18 +88,18 @@ def _beginning(tensor: torch.Tensor) -> torch.Tensor:
 
 def _by_how_much(found: Sequence[torch.Tensor | None]) -> str:
     """How far the others are from the first: a rounding, or another value. Empty where they cannot be compared."""
-    first, *others = [None if one is None else one.double() for one in found]
+    first, *others = found
     if first is None or any(one is None or one.shape != first.shape for one in others):
         return ""
-    apart = torch.stack([_distance(first, one) for one in others if one is not None]).amax(0)
-    number, of = int((apart > 0).sum()), f"{len(apart):,} elements"
-    of = f"the first {of}" if len(apart) == _LOOKED_AT else of
-    return f" by up to {apart.max().item():.2g}, in {number:,} of {of}" if number else f", though {of} compare equal"
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    same = (one == other) | (one.isnan() & other.isnan())
-    return (one - other).abs().nan_to_num(torch.inf, torch.inf).masked_fill(same, 0.0)
+    differs = torch.stack([(one != first) & ~(one.isnan() & first.isnan()) for one in others if one is not None])
+    wide = torch.float64 if first.is_floating_point() else torch.int64
+    far = torch.stack([(one.to(wide) - first.to(wide)).abs() for one in others if one is not None])[differs]
+    number, of = int(differs.any(0).sum()), f"{len(first):,} element{'s' * (len(first) > 1)}"
+    of = f"the first {of}" if len(first) == _LOOKED_AT else of
+    if not number:
+        return f", though {of} compare equal"
+    most = far.double().nan_to_num(torch.inf, torch.inf).max().item()
+    return f" by up to {most:.2g}, in {number:,} of {of}"
 
 
 def replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:

@@ -272,11 +272,13 @@ class Membership:
         self._suspect = True
         self._arrived.add(id(parameter))
         self._came()
+        if self._preset is not None:
+            self._preset.accumulated(parameter)
 
 
 def _is_differentiable(parameter: torch.Tensor) -> bool:
     kind = parameter.is_floating_point() or parameter.is_complex()
-    return kind and not torch.nn.parameter.is_lazy(parameter)
+    return kind and not torch.nn.parameter.is_lazy(parameter) and not parameter.is_inference()
 
 
 def parameters_of(several: Iterable[Membership]) -> list[torch.Tensor]:

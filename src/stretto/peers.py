@@ -185,7 +185,9 @@ class Peers:
         self.seat.handle = handle
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
-            channel.begun = begun  # a rank that was without a handle for a while began to count anew
+            channel.begun = max(
+                channel.begun, begun
+            )  # a rank that was without a handle for a while began to count anew
             for note in notes:
                 channel.post(dataclasses.replace(note, handle=handle))
 

@@ -71,7 +71,10 @@ class Preset:
         return None if known is None else known.value
 
     def accumulated(self, parameter: torch.Tensor) -> None:
-        """Autograd has done so without synchronisation: into another tensor, maybe (``create_graph``)."""
+        """Autograd has done so without synchronisation: into another tensor, maybe (``create_graph``).
+
+        Where a program asks for gradients alone (``torch.autograd.grad``) it has not, though they were looked at.
+        """
         gradient, before = parameter.grad, self._known.get(id(parameter))
         if before is not None and gradient is not None:
             before.address, before.version = _state(gradient)
@@ -108,8 +111,7 @@ def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Te
         return
     address, version = _state(gradient)
     if before is None or not _goes_on(before, gradient):
-        before = known[id(parameter)] = _Before(gradient.detach().clone(), address, version)
-    before.address, before.version = address, version + 1
+        known[id(parameter)] = _Before(gradient.detach().clone(), address, version)
 
 
 def _state(gradient: torch.Tensor) -> tuple[int, int]:

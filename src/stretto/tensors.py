@@ -53,8 +53,8 @@ def reduce(
         gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         stretto.reduce(gradients)
     """
-    given = [tensor for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors) if tensor is not None]
-    problem = _problem(given, op)
+    everything = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+    problem, given = _problem(everything, op), [tensor for tensor in everything if tensor is not None]
     carrier = transport if transport is not None else default_transport(process_group)
     if carrier is None or carrier.world_size == 1:
         if problem is not None:
@@ -74,6 +74,8 @@ def _problem(given: Sequence[object], op: str) -> UnsupportedError | None:
     if op not in ("mean", "sum"):
         return UnsupportedError(f'op={op!r} is not known: use op="mean" or op="sum"')
     for place, tensor in enumerate(given):
+        if tensor is None:
+            continue
         if not isinstance(tensor, torch.Tensor):
             return UnsupportedError(f"reduce: item {place} is a {type(tensor).__name__}; give dense floating tensors")
         if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):

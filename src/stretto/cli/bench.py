@@ -66,7 +66,8 @@ def _cable(network: str | None) -> str | None:
     if network in (None, UNLIMITED):
         return network
     bits = parse_bandwidth(network, "--network")
-    return f"{bits / 1e9:g}gbit" if bits >= 1e9 else f"{bits / 1e6:g}mbit"
+    units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+    return next((f"{bits / size:.0f}{unit}" for unit, size in units.items() if not bits % size), f"{bits:.0f}bit")
 
 
 def _compared(model: str, ranks: int, threads: int, effort: Effort, only: list[str], network: str | None) -> Comparison:

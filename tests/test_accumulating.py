@@ -221,6 +221,40 @@ def test_gradients_that_were_only_asked_for_are_not_accumulated(sparse: bool, fr
     assert run_ranks(worker, 2) == [[21.0, 21.0]] * 2
 
 
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("change", ["nothing", "another dtype", "another parameter", "unfrozen"])
+def test_what_was_accumulated_before_it_was_frozen_is_reduced(change: str, reduce: str, alike: bool) -> None:
+    """In the next synchronised pass, whatever else has happened to it; on all ranks, or by one alone."""
+
+    def worker(transport):
+        model = Kept(False)
+        second = model.second
+        stays = change == "unfrozen"
+        if stays:
+            second.weight.requires_grad_(False)
+        sync = stretto.attach(model, transport=transport, reduce=reduce)
+        model(1.0).backward()
+        model.zero_grad()
+        if change == "another dtype":
+            second.float()
+        elif change == "another parameter":
+            second.weight = torch.nn.Parameter(second.weight.detach().clone())
+        second.weight.requires_grad_(True)
+        with sync.no_sync():
+            if alike or not transport.rank:
+                model(1.0 + transport.rank).backward()
+        second.weight.requires_grad_(False)
+        model(1.0).backward()
+        found = second.weight.grad[-1].max().item()
+        model.zero_grad()
+        model(1.0).backward()
+        return found, second.weight.grad is None
+
+    total = 3.0 if alike else 1.0
+    assert run_ranks(worker, 2) == [(total if reduce == "sum" else total / 2, True)] * 2
+
+
 def test_detaching_takes_all_hooks_off() -> None:
     def worker(transport):
         model = Two()

@@ -116,6 +116,7 @@ class Membership:
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._returned: set[str] = set()
+        self._waiting: set[str] = set()
         self._outsiders: set[str] = set()
 
     def watch(self, came: Callable[[], None], preset: Preset | None = None) -> None:
@@ -161,8 +162,12 @@ class Membership:
         return {name: one for name, one in self._to_reduce().items() if name in names}
 
     def _to_reduce(self) -> dict[str, torch.nn.Parameter]:
-        kept = self._returned & self._planned.keys()
+        kept = (self._returned & self._planned.keys()) | self._waiting
         return {name: p for name, p in self.everything().items() if p.requires_grad or name in kept}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """These are wanted when the ranks agree next, frozen or not: some rank has a gradient that was not sent."""
+        self._waiting = {*names}
 
     def may_leave(self, name: str) -> bool:
         """Whether freezing it is a reason for another plan."""
@@ -194,7 +199,8 @@ class Membership:
 
     def follow(self, planned: Mapping[str, torch.nn.Parameter]) -> None:
         """These are reduced, by rows or in the plan: all others are outsiders from here on."""
-        self._returned |= self.known(planned)
+        self._returned |= self.known(planned) | self._waiting
+        self._waiting = set()
         self._planned = {name: weakref.ref(parameter) for name, parameter in planned.items()}
         self._arrived.clear()
         self.remember()

@@ -8,10 +8,11 @@ before ``backward`` returns, in the new bucket. One that is loose on some ranks 
 like it) has part of its sum in the old bucket: that part is added.
 
 [Note: order of messages]  Each step of ``all_together`` sends what follows from the steps before it alone, so that all
-ranks send the same: 1. they compare what they have, and raise here or not at all; 2. what is in shares is put together,
-so that nothing is half moved should one fail; 3. they tell what is loose, and what can stay in shares, which is what no
-rank has replaced; 4. rank 0's values of what is loose or a stranger on any rank, and its buffers; 5. new buckets, which
-need no message; 6. what is loose, in each new bucket that has some; 7. what is loose and sparse, if any is.
+ranks send the same: 1. they tell which frozen ones have a gradient all the same; 2. they compare what they have, and
+raise here or not at all; 3. what is in shares is put together, so that nothing is half moved should one fail; 4. they
+tell what is loose, and what can stay in shares, which is what no rank has replaced; 5. rank 0's values of what is loose
+or a stranger on any rank, and its buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket
+that has some; 8. what is loose and sparse, if any is.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Rejoin:
         """Names of planned ones that have got a gradient in the pass in which a change was noticed."""
         self._before: dict[str, torch.Tensor] = {}
         """What was in ``.grad`` before that, where it matters."""
+        self._waiting: set[str] = set()
+        """Names of frozen ones that nothing carries, with a gradient from before they were frozen."""
 
     # Noticing, on one rank
 
@@ -86,7 +89,7 @@ class Rejoin:
             unsynchronized: indices of parameters that got gradients in passes without synchronisation before.
         """
         queue, members = self._queue, self._members
-        self._arrived, self._before = set(), {}
+        self._arrived, self._before, self._waiting = set(), {}, set()
         members.look(queue.pass_number)
         self._places.look()
         incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]
@@ -96,6 +99,7 @@ class Rejoin:
             return False
         self._arrived = {queue.names[i] for i in unsynchronized.union(self._tracker.arrival_order())}
         self._arrived |= self._rows.seen()
+        self._waiting = self._frozen_with_gradient()
         if queue.preset is not None:
             self._before = self._held_before(queue.preset)
         return self._differs() and (queue.comm_hook is None or self._loses())
@@ -108,6 +112,15 @@ class Rejoin:
         came |= {name: self._members.got_gradient(one) for name, one in outside.items()}
         before = {name: preset.before(one) if came[name] else one.grad for name, one in {**loose, **outside}.items()}
         return {name: value for name, value in before.items() if value is not None}
+
+    def _frozen_with_gradient(self) -> set[str]:
+        """It has come in a pass without synchronisation, before they were frozen, and no bucket carries it."""
+        queue, members = self._queue, self._members
+        index_of = {id(one): index for index, one in self._tracker.alive(range(len(queue.names)))}
+        frozen = {n: one for n, one in members.everything().items() if not one.requires_grad and one.grad is not None}
+        outside = {n for n, one in frozen.items() if id(one) not in index_of and members.hooked(one)}
+        loose = {n for n, one in frozen.items() if id(one) in index_of and not queue.fits(index_of[id(one)], one)}
+        return {name for name in outside if members.got_gradient(frozen[name])} | (loose & self._arrived)
 
     def _loses(self) -> bool:
         return self._places.changed or self._changes.loses()
@@ -145,7 +158,8 @@ class Rejoin:
         if module is None or not wanted:
             return False
         if (
-            self._loses()
+            self._waiting
+            or self._loses()
             or self._places.moved(module)
             or describe_parameters(wanted, self._members.options.reduce_dtypes(wanted)) != self._queue.plan.parameters
             or self._members.strangers()
@@ -166,6 +180,7 @@ class Rejoin:
             ModelMismatchError: modules have not changed alike. The same difference on all ranks.
         """
         queue, members = self._queue, self._members
+        members.keep({name for waiting in queue.peers.gather(self._waiting) for name in waiting})
         wanted, rows = members.wanted(), members.rows()
         order = [queue.names[index] for index in queue.plan.order]
         plan = plan_for(wanted, members.options, queue.transport, order)
@@ -194,7 +209,7 @@ class Rejoin:
         if loose & rows.keys():
             among = {name: one for name, one in rows.items() if name in loose}
             LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, used, release=release)
-        self._arrived, self._before = set(), {}
+        self._arrived, self._before, self._waiting = set(), {}, set()
         self._tell(words, plan)
 
     def _agree(

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.bench import this_machine
-from stretto.bench.timing import Spread, interleave, worst_rank
+from stretto.bench.timing import Spread, interleave, steps_in, worst_rank
 from stretto.cli.console import CommandError, check_writable, show_cursor
 from stretto.errors import StrettoError
 from stretto.quiet import quietly
@@ -32,6 +32,7 @@ __all__ = [
     "put_into",
     "show_table",
     "spawn",
+    "steps_in",
     "worst_rank",
 ]
 

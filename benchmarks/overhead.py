@@ -1,10 +1,14 @@
 """Time a parameter that a reducer adds to bare training, communication taken out.
 
-    python benchmarks/overhead.py [--parameters 100 1000 10000] [--rounds 60] [--json FILE]
+    python benchmarks/overhead.py [--parameters 100 1000 10000] [--rounds 15] [--block 0.5] [--json FILE]
 
 Two ranks run a chain of Linear(16) layers, batch 4: zero_grad(set_to_none=True), forward, backward. Every contestant
 has torch's noop_hook as comm hook, so nothing is sent. The figure is the paired difference to the mean of two bare
 models in the same round, divided by the number of parameters. At world size 1 stretto is measured against them too.
+
+A contestant's turn is half a second of steps, as a training loop makes them, one behind the other. ``--block 0`` gives
+it a single step, behind a step of every other contestant, whose code and data fill the caches: what a reducer costs
+between other work of the program. Give that more rounds.
 
 Watching: "stretto.attach" is watched by nobody but itself, as always (a few passes for report()). Beside it stand the
 same code with every `if` that asks for an observer cut out, and the same with an observer of all events, single
@@ -21,6 +25,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,9 +36,10 @@ import stretto
 from stretto.events import EVENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
+from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, steps_in, worst_rank
 from cut import without_events
 
+BARE = "bare"
 ATTACH = "stretto.attach"
 CUT = "stretto.attach, events cut out of the code"
 WATCHED = "stretto.attach, an observer of all but gradients"
@@ -90,7 +96,7 @@ def observer(gradients: bool) -> object:
 
 def contest(parameters: int, world_size: int) -> dict[str, Callable[[], None]]:
     """Every contestant on a model of its own."""
-    contestants = {"bare": step(layers(parameters)), AGAIN: step(layers(parameters))}
+    contestants = {BARE: step(layers(parameters)), AGAIN: step(layers(parameters))}
     contestants["a hook and nothing else"] = append_hooks(layers(parameters))
     packages = {ATTACH: stretto}
     if world_size > 1:  # a rank alone has nothing to be watched
@@ -115,18 +121,26 @@ def contest(parameters: int, world_size: int) -> dict[str, Callable[[], None]]:
     return contestants
 
 
-def measure(rank: int, parameters: int, rounds: int) -> dict[str, list[float]]:
-    """One rank's part; the slower rank's seconds of every round."""
+def measure(rank: int, parameters: int, rounds: int, block: float) -> dict[str, list[float]]:
+    """One rank's part; the slower rank's seconds of a step in every round."""
     world_size = torch.distributed.get_world_size()
     contestants = contest(parameters, world_size)
+    steps = steps_in(block, contestants[BARE])
     gc.collect()
     gc.freeze()
-    return worst_rank(interleave(contestants, rounds, title=f"{parameters} parameters, {world_size} ranks"))
+    turns = {name: partial(repeat, step, steps) for name, step in contestants.items()}
+    seconds = worst_rank(interleave(turns, rounds, title=f"{parameters} parameters, {world_size} ranks"))
+    return {name: [one / steps for one in times] for name, times in seconds.items()}
+
+
+def repeat(step: Callable[[], None], steps: int) -> None:
+    for _ in range(steps):
+        step()
 
 
 def extra(seconds: dict[str, list[float]], parameters: int) -> dict[str, Spread]:
     """Paired extra seconds a parameter over the mean of the bare models."""
-    bare, again = seconds.pop("bare"), seconds.pop(AGAIN)
+    bare, again = seconds.pop(BARE), seconds.pop(AGAIN)
     means = [(one + other) / 2 for one, other in zip(bare, again, strict=True)]
     found = {AGAIN: Spread.of([(other - one) / parameters for one, other in zip(bare, again, strict=True)])}
     for name, times in seconds.items():
@@ -142,11 +156,12 @@ def price_of_events(seconds: dict[str, list[float]]) -> Spread:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=count, nargs="+", default=[100, 1000, 10000])
-    parser.add_argument(
-        "--rounds", type=count, default=60, help="for 1,000 parameters; more for fewer, which are noisier"
-    )
+    parser.add_argument("--rounds", type=count, default=15)
+    parser.add_argument("--block", type=float, default=0.5, help="seconds of steps in a turn; 0: one step")
     parser.add_argument("--json", type=output)
     options = parser.parse_args()
+    if options.block < 0:
+        parser.error("--block: seconds")
     if min(options.parameters) < 2:
         parser.error("--parameters: a layer has two")
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -155,8 +170,7 @@ def main() -> None:
         rows: dict[str, list[str]] = {}
         prices: dict[str, Spread] = {}
         for parameters in options.parameters:
-            rounds = max(15, int(options.rounds * (1000 / parameters) ** 0.4))
-            seconds = spawn(measure, world_size, parameters, rounds, timeout=580)[0]
+            seconds = spawn(measure, world_size, parameters, options.rounds, options.block, timeout=1800)[0]
             if CUT in seconds:
                 prices[f"{parameters} parameters"] = price_of_events(seconds)
             spreads = extra(seconds, parameters)
@@ -176,7 +190,13 @@ def main() -> None:
     if options.json:
         options.json.write_text(
             json.dumps(
-                {"machine": machine(), "seconds a parameter": found, "events, share of a step": looking}, indent=1
+                {
+                    "machine": machine(),
+                    "block": options.block,
+                    "seconds a parameter": found,
+                    "events, share of a step": looking,
+                },
+                indent=1,
             )
         )
 

@@ -128,7 +128,7 @@ def test_step_benchmark_weighs_parameters_and_state(tmp_path: Path) -> None:
 
 
 SMALL = {
-    "overhead": ("--parameters", 20, "--rounds", 3),
+    "overhead": ("--parameters", 20, "--rounds", 3, "--block", 0.01),
     "broadcast": ("--megabytes", 1, "--rounds", 3),
     "host": ("sizes", "steps", "--rounds", 3, "--largest", 256, "--only", "policy"),
 }

@@ -94,10 +94,13 @@ class CommHook:
 
     def launch(self, bucket: Bucket) -> HookWork:
         """Hand the bucket to the hook when the one before is through."""
-        if self._current is not None and self.hook not in _COMMUNICATE_ONCE and not self._current.done():
+        if self._current is not None and not self._current.done():
             self.wait_for(self._current)
         self._current = None  # should the hook raise, the pass has failed
-        work = self._current = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
+        work = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
+        if self.hook in _COMMUNICATE_ONCE:
+            return work
+        self._current = work
         if bucket.is_last:
             with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
                 self.wait(work)

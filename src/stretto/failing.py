@@ -95,4 +95,5 @@ class Failing:
         Raises:
             CommunicationError: this rank has told the others that it takes part in none any more.
         """
-        refuse_if_lost(self._queue.where, self._queue.peers.left)
+        if self._queue.peers.left:
+            refuse_if_lost(self._queue.where, self._queue.peers.left)

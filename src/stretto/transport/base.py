@@ -6,7 +6,6 @@ tensors return at once with a :class:`Work`, calls that move objects return when
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 from typing import Any, Protocol, runtime_checkable
@@ -80,11 +79,12 @@ def abandon(transport: Transport, work: Any) -> None:
 
 def done_within(work: Any, time: datetime.timedelta) -> bool:
     """Whether a collective is done; its own failure is raised. A wait that ran out of time can be repeated."""
-    with contextlib.suppress(RuntimeError):  # to be raised below, by itself
+    try:
         work.wait(time)
         return True
-    if not work.is_completed():
-        return False
+    except RuntimeError:  # to be raised below, by itself
+        if not work.is_completed():
+            return False
     work.wait()  # it may have become complete just after the time was over
     return True
 

@@ -445,8 +445,9 @@ def test_over_one_process_group_and_over_two() -> None:
         compare([found[way] for found in everyone], wanted)
 
 
-def identity(state: object, bucket: dist.GradBucket) -> torch.futures.Future:
-    return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda future: future.value()[0])
+def identity(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(2), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def who_waits(rank: int) -> dict[str, bool]:
@@ -544,12 +545,22 @@ REPLACED = [["abcd", "abcd", "abcd*", "cdab"], ["cdab", "cdab", "cdab*", "abcd"]
 RIGHT = {"order": SIDE_BY_SIDE, "absent": LAYERS_COME_AND_GO, "replaced": REPLACED}
 
 
-def drop_ins(rank: int, uses: list[list[str]], transport: str) -> tuple[list, list]:
-    """Two drop-ins that know nothing of each other, and what their backwards leave or raise."""
+def drop_ins(
+    rank: int, uses: list[list[str]], transport: str, *, apart: bool = False, hooks: bool = False
+) -> tuple[list, list]:
+    """Two drop-ins that know nothing of each other, and what their backwards leave or raise; ``apart``, each on a
+    process group of its own."""
     model = Model()
     parts = [model.inner, nn.ModuleDict({"c": model.c, "d": model.d})]
-    options = {"bucket_cap_mb": 120 / 2**20, "transport": transport}  # a layer a bucket
-    wrapped = [stretto.DistributedDataParallel(part, **options) for part in parts]
+    options = {"bucket_cap_mb": (30 if hooks else 120) / 2**20, "transport": transport}  # a layer a bucket; a parameter
+    groups = [dist.new_group() if apart else None for _ in parts]
+    wrapped = [
+        stretto.DistributedDataParallel(part, process_group=group, **options)
+        for part, group in zip(parts, groups, strict=True)
+    ]
+    if hooks:
+        for one, group in zip(wrapped, groups, strict=True):
+            one.register_comm_hook(group, identity)
     found, raised = [], []
     for x, use in batches(rank, uses[rank]):
         model.zero_grad()
@@ -588,6 +599,25 @@ def test_drop_ins_side_by_side_in_another_order_on_each_rank() -> None:
             both = [uses[number] for uses in ONE_FAILS]
             compare([rank["fails", transport][0][number] for rank in everyone], joined(both, number))
         assert [rank["fails", transport][1] for rank in everyone] == [["PeerError"], ["ValueError"]]
+
+
+def several_apart(rank: int) -> dict:
+    found = {
+        (kind, transport): drop_ins(rank, uses, transport, apart=True)[0]
+        for kind, uses in RIGHT.items()
+        for transport in TRANSPORTS
+    }
+    hooked = drop_ins(rank, SIDE_BY_SIDE, "process_group", apart=True, hooks=True)[0]
+    return found | {("order", "comm hooks"): hooked}
+
+
+@pytest.mark.ranks
+def test_on_two_process_groups_no_rank_waits_for_one_that_waits_for_it() -> None:
+    everyone = spawn_ranks(several_apart, 2, timeout=60)
+    for kind, way in everyone[0]:
+        for number, both in enumerate(zip(*RIGHT[kind], strict=True)):
+            wanted = joined([use.strip("*") for use in both], number)
+            compare([rank[kind, way][number] for rank in everyone], wanted)
 
 
 class StartsBackward(torch.autograd.Function):

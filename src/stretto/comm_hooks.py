@@ -86,6 +86,8 @@ class CommHook:
         self.hook = hook
         self.silent = hook is noop_hook
         """Whether nothing at all is to be communicated."""
+        self.one_at_a_time = hook not in _COMMUNICATE_ONCE
+        """Whether a bucket waits for the one before: see [Note: one at a time]."""
         self.wait: Callable[[HookWork], object] = HookWork.wait
         """How to wait for a future; whoever uses the hook may put a way here that looks at the other ranks."""
         self.wait_for: Callable[[HookWork], object] = HookWork.wait
@@ -98,7 +100,7 @@ class CommHook:
             self.wait_for(self._current)
         self._current = None  # should the hook raise, the pass has failed
         work = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
-        if self.hook in _COMMUNICATE_ONCE:
+        if not self.one_at_a_time:
             return work
         self._current = work
         if bucket.is_last:

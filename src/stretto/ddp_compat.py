@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .attach import attach
 from .comm_hooks import Hook, StepInBackward
+from .crossing import group_of, is_destroyed
 from .errors import AlreadyAttachedError, UnsupportedError, name_list
-from .family import group_of, is_destroyed
 from .handle import Synchronizer
 from .options import Buffers
 from .reducer import Reducer, reducer_of

@@ -15,28 +15,35 @@ backward, as all ranks run the same passes. While a reentrant checkpoint is aliv
 whoever is not the first waits. What cannot be foreseen either is a backward that an autograd function of the program's
 own starts inside backward: if a handle is met there when one that was attached later has sent already, a warning says
 so, and from then on that one waits.
+
+[Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, mix nothing
+up. But each waits for ranks that may wait for another. So whichever ends first ends all that this backward has reached,
+in the order of attaching, and one that might have to wait within backward sends nothing before, if others come too.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 
+from .census import census
+from .crossing import share_channel
 from .engine import ReentrantCheckpoints, current_task, will_arrive
-from .errors import CommunicationError, SetupError, name_list
+from .errors import SetupError, name_list
 from .failing import Failing
 from .launch import LaunchQueue
 from .membership import Membership
 from .transport.base import Transport
 
 log = logging.getLogger("stretto")
+_number = operator.attrgetter("number")
 _begin, _shadow = operator.methodcaller("begin"), operator.methodcaller("shadow")
 
 
@@ -82,9 +89,18 @@ class Member(Protocol):
 
 
 class Family:
-    """Members in the order in which they were attached, which is the same on all ranks."""
+    """Members in the order in which they were attached, which is the same on all ranks.
 
-    def __init__(self, members: Iterable[Member]) -> None:
+    Args:
+        members: in that order.
+        number: its place among families; default, behind all others.
+    """
+
+    _numbers: ClassVar = itertools.count()
+
+    def __init__(self, members: Iterable[Member], number: int | None = None) -> None:
+        self.number = next(self._numbers) if number is None else number
+        census().alive[self.number] = self
         self._members = [weakref.ref(member) for member in members]  # [Note: weak parameters] in bucket.py
         self.waits = False
         """Whether nothing leaves before backward has ended, in this pass: see [Note: strangers]."""
@@ -133,14 +149,15 @@ class Family:
         if (alone := self._alone()) is not None:
             self.waits = self.waits and alone.running
             if alone.synchronize and not alone.running:
+                self._set_out((current_task(), threading.get_ident()))
                 alone.begin()
             return
-        company = self._company()
+        company, place = self._company(), (current_task(), threading.get_ident())
         if len(company) == 1 or self._is_running():
-            self.waits = self.waits and self._is_running()
+            if not self._is_running():
+                self._set_out(place)
             all_of(self._due(), _begin)
             return
-        place = (current_task(), threading.get_ident())
         coming = [family for family in company if family is self or family._comes(place)]
         for number, family in enumerate(coming):
             if family._is_running():
@@ -152,10 +169,17 @@ class Family:
                 continue
             if self._checkpoints.alive() or family._warned:
                 before = company[: company.index(family)]
-            family._place = place
-            family.waits = any(family._meets(other) for other in before)
+            family._set_out(place)
+            family.waits = family.waits or any(family._meets(other) for other in before)
             due += family._due()
         all_of(due, _begin)
+
+    def _set_out(self, place: tuple[int, int]) -> None:
+        """In the backward at that place."""
+        self._place = place
+        census().amid.add(self)
+        could_wait = any([member.queue.waits_within for member in self.members()])
+        self.waits = could_wait and any(family._comes(place) for family in self._others())
 
     def _due(self) -> list[Member]:
         """Those that are to begin."""
@@ -163,7 +187,7 @@ class Family:
 
     def settle(self) -> None:
         """The outermost backward has ended. Collective. If one fails here, the ones behind it give up."""
-        running = self._running()
+        running = [member for family in self._reached() for member in family.members() if member.running]
         for place, member in enumerate(running):
             try:
                 member.settle()
@@ -216,7 +240,7 @@ class Family:
             if len(seats) > 1:
                 handles = [seat.whose() for seat in [*seats]]  # meanwhile one may be dropped
                 found.update(dict.fromkeys(other.family for other in handles if other is not None))
-        return [*found] if self in found else [self]
+        return sorted(found, key=_number) if self in found else [self]
 
     def _is_running(self) -> bool:
         return any(member.running for member in self.members())
@@ -228,15 +252,35 @@ class Family:
         return None if member is None or len(member.queue.peers.seat.row) > 1 else member
 
     def _running(self) -> list[Member]:
-        """All that this backward has reached."""
+        """All on its process groups that this backward has reached."""
         if (alone := self._alone()) is not None:
             return [alone] if alone.running else []
         reached = [family for family in self._company() if family is self or family._is_at(self._place)]
         return [member for family in reached for member in family.members() if member.running]
 
+    def _reached(self) -> list[Family]:
+        """All that this backward has reached, and that are to settle: see [Note: other groups]."""
+        amid = census().amid
+        if amid == {self}:
+            found = {self}
+        else:
+            found = {family for family in self._company() if family is self or family._is_at(self._place)}
+            found |= {family for family in amid.copy() if family._is_surely_at(self._place)}
+        amid.difference_update(found)
+        return sorted(found, key=_number)
+
+    def _others(self) -> list[Family]:
+        found = (reference() for reference in census().alive.valuerefs())  # threads may attach meanwhile
+        return [family for family in found if family is not None and family is not self]
+
     def _is_at(self, place: tuple[int, int]) -> bool:
         """Whether its pass, if it runs, is of the backward at that place and not of another thread's."""
         return any(one == other for one, other in zip(self._place, place, strict=True))
+
+    def _is_surely_at(self, place: tuple[int, int]) -> bool:
+        """The same on other groups, where threads may train at once: a device's one thread in the engine serves all."""
+        on_host = all(device.type == "cpu" for member in self.members() for device in member.queue.devices)
+        return self._is_at(place) and (on_host or self._place[0] == place[0])
 
     def _comes(self, place: tuple[int, int]) -> bool:
         """Whether the backward at that place, which is running, reaches it."""
@@ -280,35 +324,6 @@ def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
             raise
 
 
-def channels_of(queue: LaunchQueue) -> frozenset[object] | None:
-    """Where collectives of others that use the same can come between its buckets; None if that is not known."""
-    transport = queue.transport
-    if queue.has_own_channel:
-        return frozenset([id(transport)])
-    groups = frozenset(map(group_of, getattr(transport, "transports", [transport])))
-    return None if None in groups else groups
-
-
-def share_channel(one: LaunchQueue, other: LaunchQueue) -> bool:
-    """Whether collectives of one can come between those of the other."""
-    mine, theirs = channels_of(one), channels_of(other)
-    return mine is None or theirs is None or not mine.isdisjoint(theirs)
-
-
-def group_of(transport: Transport) -> object | None:
-    """The process group beneath a transport; None if there is none, or if it was destroyed."""
-    return None if is_destroyed(transport) else getattr(transport, "process_group", None)
-
-
-def is_destroyed(transport: Transport) -> bool:
-    """Whether there was a process group beneath it, which is no more. Somebody may hold the object all the same."""
-    try:
-        group = getattr(transport, "process_group", None)
-    except CommunicationError:
-        return True
-    return group is not None and group not in dist.distributed_c10d._world.pg_map
-
-
 def unite(inside: Sequence[Member], beside: Sequence[Member], newcomer: Member) -> None:
     """``newcomer`` was attached around or beside others: from now on they and their families are one.
 
@@ -318,8 +333,7 @@ def unite(inside: Sequence[Member], beside: Sequence[Member], newcomer: Member) 
         newcomer: comes last.
     """
     newcomer.inside = [weakref.ref(member) for member in inside]
-    united: dict[Member, None] = {}
-    for member in (*inside, *beside):
-        united.update(dict.fromkeys(member.family.members()))
-    if united:
-        Family([*united, newcomer])
+    families = {member.family: None for member in (*inside, *beside)}
+    if families:
+        united = dict.fromkeys(member for family in families for member in family.members())
+        Family([*united, newcomer], min(map(_number, families)))

@@ -152,6 +152,12 @@ class LaunchQueue:
     # Launching
 
     @property
+    def waits_within(self) -> bool:
+        """Whether it may wait for other ranks while backward runs."""
+        by_itself = self.comm_hook is None or not self.comm_hook.one_at_a_time
+        return not by_itself or (self.presence.active and not self.has_own_channel)
+
+    @property
     def has_own_channel(self) -> bool:
         """Whether nobody else's collectives can come between its buckets; a comm hook's go over the process group."""
         return self.comm_hook is None and bool(getattr(self.transport, "own_channel", False))
@@ -258,10 +264,8 @@ class LaunchQueue:
             if not bucket.skipped and (factor is not None or bucket.slots is not bucket.payload):
                 bucket.unpack(factor)
         if late:
-            says, send = self._says, self._send
-            second_round(
-                self.buckets, self.transport, self.scaling, self.wait_for, weight=self._weight, says=says, send=send
-            )
+            common = self.buckets, self.transport, self.scaling, self.wait_for
+            second_round(*common, weight=self._weight, says=self._says, send=self._send)
         for bucket in self.buckets if release else ():
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)

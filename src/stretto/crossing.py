@@ -1,0 +1,38 @@
+"""Whether collectives of one handle can come between those of another: then all ranks must send both in one order."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from .errors import CommunicationError
+from .launch import LaunchQueue
+from .transport.base import Transport
+
+
+def channels_of(queue: LaunchQueue) -> frozenset[object] | None:
+    """Where collectives of others that use the same can come between its buckets; None if that is not known."""
+    transport = queue.transport
+    if queue.has_own_channel:
+        return frozenset([id(transport)])
+    groups = frozenset(map(group_of, getattr(transport, "transports", [transport])))
+    return None if None in groups else groups
+
+
+def share_channel(one: LaunchQueue, other: LaunchQueue) -> bool:
+    """Whether collectives of one can come between those of the other."""
+    mine, theirs = channels_of(one), channels_of(other)
+    return mine is None or theirs is None or not mine.isdisjoint(theirs)
+
+
+def group_of(transport: Transport) -> object | None:
+    """The process group beneath a transport; None if there is none, or if it was destroyed."""
+    return None if is_destroyed(transport) else getattr(transport, "process_group", None)
+
+
+def is_destroyed(transport: Transport) -> bool:
+    """Whether there was a process group beneath it, which is no more. Somebody may hold the object all the same."""
+    try:
+        group = getattr(transport, "process_group", None)
+    except CommunicationError:
+        return True
+    return group is not None and group not in dist.distributed_c10d._world.pg_map

@@ -620,6 +620,84 @@ def test_on_two_process_groups_no_rank_waits_for_one_that_waits_for_it() -> None
             compare([rank[kind, way][number] for rank in everyone], wanted)
 
 
+def around_an_expert(rank: int) -> list[list[float]]:
+    """An expert of two ranks each, and an outer model around it that was attached behind another one. The expert is
+    attached before that one on two ranks, and behind it on the others."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    expert, between, outer = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    options = {"transport": "process_group", "bucket_cap_mb": 30 / 2**20}
+    handles = [
+        stretto.attach(one, **options, process_group=halves[rank // 2] if one is expert else None)
+        for one in ((expert, between) if rank < 2 else (between, expert))
+    ]
+    handles.append(stretto.attach(nn.ModuleList([expert, outer]), **options))
+    found = []
+    for _ in range(3):
+        x = torch.full((1, WIDTH), 1.0 + rank)
+        sum((one(x * 10**place)).sum() for place, one in enumerate((between, outer, expert))).backward()
+        found.append([one.weight.grad.unique().item() for one in (between, outer, expert)])
+        for one in (expert, between, outer):
+            one.zero_grad()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_model_around_another_keeps_its_place_behind_those_attached_before_it() -> None:
+    for rank, found in enumerate(spawn_ranks(around_an_expert, 4, timeout=60)):
+        assert found == [[2.5, 25.0, 150.0 if rank < 2 else 350.0]] * 3
+
+
+class SumsInBackward(torch.autograd.Function):
+    """Over all ranks, on the default group, as SyncBatchNorm does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.sum().reshape(1)
+        dist.all_reduce(total)
+        return gradient + 0 * total
+
+
+def hook_and_expert(rank: int, hooked: bool) -> list[list[float | None]]:
+    """A model on three ranks whose buckets wait for each other, or for a map of absences; an expert on two of them."""
+    pair = dist.new_group([0, 1])
+    first, second, expert = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    sync = stretto.attach(nn.ModuleList([first, second]), transport="process_group", bucket_cap_mb=30 / 2**20)
+    if hooked:
+        sync.register_comm_hook(None, mean_of_three)
+    if rank < 2:
+        beside = stretto.attach(expert, transport="process_group", process_group=pair)
+    found = []
+    for number in range(6):
+        x = torch.full((1, WIDTH), 1.0 + rank)
+        middle = SumsInBackward.apply(first(x) if hooked or number % 2 == 0 else x.clone().requires_grad_())
+        (second(10 * x + 0 * middle).sum() + middle.sum() + (expert(100 * x).sum() if rank < 2 else 0)).backward()
+        gradients = [one.weight.grad for one in (first, second, expert)]
+        found.append([None if gradient is None else gradient.unique().item() for gradient in gradients])
+        for one in (first, second, expert):
+            one.zero_grad()
+    if rank < 2:
+        beside.detach()
+    return found
+
+
+def mean_of_three(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return identity(None, bucket).then(lambda future: future.value().mul_(2 / 3))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("hooked", [True, False])
+def test_collectives_of_the_program_in_backward_stand_between_the_same_buckets_on_all_ranks(hooked: bool) -> None:
+    for rank, found in enumerate(spawn_ranks(hook_and_expert, 3, hooked, timeout=60)):
+        of_expert = 150.0 if rank < 2 else None
+        for number, (first, second, expert) in enumerate(found):
+            assert first == (pytest.approx(2.0) if hooked or number % 2 == 0 else None)
+            assert (second, expert) == (pytest.approx(20.0), of_expert)
+
+
 class StartsBackward(torch.autograd.Function):
     """Its backward runs a backward of its own, of which nobody can know before."""
 

@@ -60,7 +60,9 @@ class Consensus:
 
     def says(self) -> list[Control]:
         """What the last bucket is to tell the other ranks."""
-        said = self._forward.says(self._queue.pass_number) + self._beside.says()
+        said, seat = self._forward.says(self._queue.pass_number) + self._beside.says(), self._queue.peers.seat
+        if seat.with_others and not seat.all_know:
+            said.append(Control.WITH_OTHERS)
         scheduled = self._tracker.as_scheduled()
         if scheduled and not self._replan_policy.deferred:
             return said
@@ -133,6 +135,8 @@ class Consensus:
             return
         if words.on_host:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
+        if said[Control.WITH_OTHERS]:
+            self._queue.peers.seat.all_know = True
         presence = self._queue.presence
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:

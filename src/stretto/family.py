@@ -17,23 +17,25 @@ own starts inside backward: if a handle is met there when one that was attached 
 so, and from then on that one waits.
 
 [Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, mix nothing
-up. But each waits for ranks that may wait for another. So whichever ends first ends all that this backward has reached,
-in the order of attaching, and one that might have to wait within backward sends nothing before, if others come too.
+up. But each waits at its end for ranks that may be at the end of another. So whichever ends first ends all that this
+backward has reached, in the order of attaching. Some wait within backward already: for a map of absences on a process
+group, for the future of a comm hook. These send nothing before the end, from the pass on that follows one in which some
+rank has reached handles on several groups, which it says behind the last bucket, since all ranks of a group must send
+alike; and in the first pass, when that is not known.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import logging
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
-from .census import census
 from .crossing import share_channel
 from .engine import ReentrantCheckpoints, current_task, will_arrive
 from .errors import SetupError, name_list
@@ -43,7 +45,8 @@ from .membership import Membership
 from .transport.base import Transport
 
 log = logging.getLogger("stretto")
-_number = operator.attrgetter("number")
+_number: Callable[[Member], int] = operator.attrgetter("queue.peers.seat.number")
+"""Of a member: its place in the order of attaching."""
 _begin, _shadow = operator.methodcaller("begin"), operator.methodcaller("shadow")
 
 
@@ -89,19 +92,11 @@ class Member(Protocol):
 
 
 class Family:
-    """Members in the order in which they were attached, which is the same on all ranks.
+    """Members in the order in which they were attached, which is the same on all ranks."""
 
-    Args:
-        members: in that order.
-        number: its place among families; default, behind all others.
-    """
-
-    _numbers: ClassVar = itertools.count()
-
-    def __init__(self, members: Iterable[Member], number: int | None = None) -> None:
-        self.number = next(self._numbers) if number is None else number
-        census().alive[self.number] = self
-        self._members = [weakref.ref(member) for member in members]  # [Note: weak parameters] in bucket.py
+    def __init__(self, members: Iterable[Member]) -> None:
+        in_order = sorted(members, key=_number)
+        self._members = [weakref.ref(member) for member in in_order]  # [Note: weak parameters] in bucket.py
         self.waits = False
         """Whether nothing leaves before backward has ended, in this pass: see [Note: strangers]."""
         self._warned = False
@@ -149,37 +144,34 @@ class Family:
         if (alone := self._alone()) is not None:
             self.waits = self.waits and alone.running
             if alone.synchronize and not alone.running:
-                self._set_out((current_task(), threading.get_ident()))
+                self._set_out((current_task(), threading.get_ident()), [])
                 alone.begin()
             return
         company, place = self._company(), (current_task(), threading.get_ident())
         if len(company) == 1 or self._is_running():
             if not self._is_running():
-                self._set_out(place)
+                self._set_out(place, [])
             all_of(self._due(), _begin)
             return
         coming = [family for family in company if family is self or family._comes(place)]
-        for number, family in enumerate(coming):
+        for family in coming:
             if family._is_running():
-                family._look_back(coming[:number])
+                family._look_back(coming)
         due: list[Member] = []
-        for number, family in enumerate(coming):
-            before = coming[:number]
-            if family._is_running():
-                continue
-            if self._checkpoints.alive() or family._warned:
-                before = company[: company.index(family)]
-            family._set_out(place)
-            family.waits = family.waits or any(family._meets(other) for other in before)
-            due += family._due()
-        all_of(due, _begin)
+        for family in coming:
+            if not family._is_running():
+                known = self._checkpoints.alive() or family._warned
+                family._set_out(place, company if known else coming)
+                due += family._due()
+        all_of(sorted(due, key=_number), _begin)
 
-    def _set_out(self, place: tuple[int, int]) -> None:
-        """In the backward at that place."""
+    def _set_out(self, place: tuple[int, int], company: Sequence[Family]) -> None:
+        """Be amid a pass, in the backward at that place; see who of the company sends before."""
         self._place = place
-        census().amid.add(self)
-        could_wait = any([member.queue.waits_within for member in self.members()])
-        self.waits = could_wait and any(family._comes(place) for family in self._others())
+        amid().add(self)
+        queues = [member.queue for member in self.members()]
+        self.waits = any([one.waits_within and (one.peers.seat.all_know or not one.pass_number) for one in queues])
+        self.waits = self.waits or any([self._is_behind(other) for other in company if other is not self])
 
     def _due(self) -> list[Member]:
         """Those that are to begin."""
@@ -187,7 +179,7 @@ class Family:
 
     def settle(self) -> None:
         """The outermost backward has ended. Collective. If one fails here, the ones behind it give up."""
-        running = [member for family in self._reached() for member in family.members() if member.running]
+        running = self._reached()
         for place, member in enumerate(running):
             try:
                 member.settle()
@@ -201,6 +193,7 @@ class Family:
     def give_up(self) -> None:
         """Backward has failed on this rank."""
         for member in self._running():
+            amid().discard(member.family)
             member.give_up()
 
     def shadow(self) -> None:
@@ -233,14 +226,14 @@ class Family:
     # Families that do not know each other: see [Note: strangers]
 
     def _company(self) -> list[Family]:
-        """This one and all others that have a member on one of its process groups, in the order of attaching."""
+        """This one and all others that have a member on one of its process groups."""
         found: dict[Family, None] = {}
         for member in self.members():
             seats = member.queue.peers.seat.row
             if len(seats) > 1:
                 handles = [seat.whose() for seat in [*seats]]  # meanwhile one may be dropped
                 found.update(dict.fromkeys(other.family for other in handles if other is not None))
-        return sorted(found, key=_number) if self in found else [self]
+        return [*found] if self in found else [self]
 
     def _is_running(self) -> bool:
         return any(member.running for member in self.members())
@@ -258,29 +251,31 @@ class Family:
         reached = [family for family in self._company() if family is self or family._is_at(self._place)]
         return [member for family in reached for member in family.members() if member.running]
 
-    def _reached(self) -> list[Family]:
-        """All that this backward has reached, and that are to settle: see [Note: other groups]."""
-        amid = census().amid
-        if amid == {self}:
-            found = {self}
-        else:
-            found = {family for family in self._company() if family is self or family._is_at(self._place)}
-            found |= {family for family in amid.copy() if family._is_surely_at(self._place)}
-        amid.difference_update(found)
-        return sorted(found, key=_number)
-
-    def _others(self) -> list[Family]:
-        found = (reference() for reference in census().alive.valuerefs())  # threads may attach meanwhile
-        return [family for family in found if family is not None and family is not self]
+    def _reached(self) -> list[Member]:
+        """All that this backward has reached, on any process group: see [Note: other groups]. They are amid no more."""
+        if amid() == {self}:
+            amid().discard(self)
+            return [member for member in self.members() if member.running]
+        found = {family for family in self._company() if family is self or family._is_at(self._place)}
+        found |= {family for family in amid().copy() if family._is_beside(self)}
+        amid().difference_update(found)
+        running = sorted((one for family in found for one in family.members() if one.running), key=_number)
+        seats = [member.queue.peers.seat for member in running]
+        for seat in seats:
+            seat.with_others = seat.with_others or any([other.row is not seat.row for other in seats])
+        return running
 
     def _is_at(self, place: tuple[int, int]) -> bool:
         """Whether its pass, if it runs, is of the backward at that place and not of another thread's."""
         return any(one == other for one, other in zip(self._place, place, strict=True))
 
-    def _is_surely_at(self, place: tuple[int, int]) -> bool:
-        """The same on other groups, where threads may train at once: a device's one thread in the engine serves all."""
+    def _is_beside(self, other: Family) -> bool:
+        """Whether it is in one backward with another on other process groups, where threads may train at once.
+
+        Then on devices a thread tells nothing: the engine has one for each, for all backwards.
+        """
         on_host = all(device.type == "cpu" for member in self.members() for device in member.queue.devices)
-        return self._is_at(place) and (on_host or self._place[0] == place[0])
+        return self._is_at(other._place) and (on_host or self._place[0] == other._place[0])
 
     def _comes(self, place: tuple[int, int]) -> bool:
         """Whether the backward at that place, which is running, reaches it."""
@@ -289,14 +284,18 @@ class Family:
         members = [member for member in self.members() if member.synchronize]
         return any(will_arrive([p for one in members for p in (*one.parameters, *one.members.outsiders())]))
 
-    def _meets(self, other: Family) -> bool:
-        """Whether buckets of both could mix."""
-        return any(share_channel(one.queue, another.queue) for one in self.members() for another in other.members())
+    def _is_behind(self, other: Family) -> bool:
+        """Whether buckets of both could mix, and those of the other go first."""
+        return any(
+            _number(another) < _number(one) and share_channel(one.queue, another.queue)
+            for one in self.members()
+            for another in other.members()
+        )
 
-    def _look_back(self, before: Sequence[Family]) -> None:
-        """It runs, and one of those before it begins only now: nothing may have left."""
+    def _look_back(self, coming: Sequence[Family]) -> None:
+        """It runs, and one that goes before it begins only now: nothing may have left."""
         queues = [member.queue for member in self.members() if member.running and member.queue.launched]
-        late = [family for family in before if not family._is_running() and self._meets(family)]
+        late = [family for family in coming if not family._is_running() and self._is_behind(family)]
         if self.waits or self._warned or not (queues and late):
             return
         self._warned = True
@@ -311,6 +310,12 @@ class Family:
             name_list(queues[0].names),
             name_list(late[0].members()[0].queue.names),
         )
+
+
+@functools.cache
+def amid() -> set[Family]:
+    """Families of this process that are amid a pass, in whatever thread: one backward may have reached several."""
+    return set()
 
 
 def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
@@ -333,7 +338,8 @@ def unite(inside: Sequence[Member], beside: Sequence[Member], newcomer: Member) 
         newcomer: comes last.
     """
     newcomer.inside = [weakref.ref(member) for member in inside]
-    families = {member.family: None for member in (*inside, *beside)}
-    if families:
-        united = dict.fromkeys(member for family in families for member in family.members())
-        Family([*united, newcomer], min(map(_number, families)))
+    united: dict[Member, None] = {}
+    for member in (*inside, *beside):
+        united.update(dict.fromkeys(member.family.members()))
+    if united:
+        Family([*united, newcomer])

@@ -191,6 +191,7 @@ class Synchronizer:
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.
 
+        Where their backward reaches handles on several process groups, call it on each in the order of attaching.
         To have the mean too, and step with the others, give zeros to any one of the parameters instead, outside
         ``no_grad``: ``parameter.backward(torch.zeros_like(parameter))``.
 

@@ -154,8 +154,8 @@ class LaunchQueue:
     @property
     def waits_within(self) -> bool:
         """Whether it may wait for other ranks while backward runs."""
-        by_itself = self.comm_hook is None or not self.comm_hook.one_at_a_time
-        return not by_itself or (self.presence.active and not self.has_own_channel)
+        hook_waits = self.comm_hook is not None and self.comm_hook.one_at_a_time
+        return hook_waits or (self.presence.active and not self.has_own_channel)
 
     @property
     def has_own_channel(self) -> bool:

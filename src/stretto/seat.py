@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +34,12 @@ class Seat:
     """Collective calls that are no passes and no steps."""
     steps: list[int] = field(default_factory=list)
     """Of each sharded optimizer, in the order in which they were made."""
+    number: int = field(default_factory=functools.partial(next, itertools.count()))
+    """Of all handles of this process, in the order in which they were made."""
+    with_others: bool = False
+    """Whether a backward of this rank has reached it together with handles of other process groups."""
+    all_know: bool = False
+    """Whether all ranks have heard that of some rank."""
 
     def begins(self, number: int) -> None:
         """A pass."""

@@ -28,6 +28,8 @@ class Control(IntEnum):
     """This rank ran forward more often than for the pass before."""
     BUFFERS = 7
     """This rank's buffers are not what all had: see buffers.py, [Note: at rest]."""
+    WITH_OTHERS = 8
+    """One backward has reached handles of other process groups too: see family.py, [Note: other groups]."""
 
 
 _SILENCE: Sequence[float] = (0.0,) * len(Control)

@@ -82,7 +82,7 @@ def done_within(work: Any, time: datetime.timedelta) -> bool:
     try:
         work.wait(time)
         return True
-    except RuntimeError:  # to be raised below, by itself
+    except RuntimeError:  # raised again below, if it is the collective's own
         if not work.is_completed():
             return False
     work.wait()  # it may have become complete just after the time was over

@@ -13,7 +13,8 @@ its own. With two buckets under way these collectives come in another order on e
 bucket is handed to the hook when the future of the one before is done, and the last is waited for, before buffers or
 anything else are sent. Waited for, not looked at: what another model or the user sends in the same backward must stand
 between the same buckets on every rank, whoever is faster. torch's own hooks that communicate once, when they are
-called, need none of this, nor is their last bucket waited for before the rest is sent. NCCL's futures are done as soon as the work is in its stream, so there nothing waits.
+called, need none of this, nor is their last bucket waited for before the rest is sent. NCCL's futures are done as soon
+as the work is in its stream, so there nothing waits.
 """
 
 from __future__ import annotations

@@ -595,10 +595,14 @@ def test_drop_ins_side_by_side_in_another_order_on_each_rank() -> None:
             for number, both in enumerate(zip(*uses, strict=True)):
                 wanted = joined([use.strip("*") for use in both], number)
                 compare([rank[kind, transport][0][number] for rank in everyone], wanted)
-        for number in (0, 2):
-            both = [uses[number] for uses in ONE_FAILS]
-            compare([rank["fails", transport][0][number] for rank in everyone], joined(both, number))
-        assert [rank["fails", transport][1] for rank in everyone] == [["PeerError"], ["ValueError"]]
+        check_failure([rank["fails", transport] for rank in everyone])
+
+
+def check_failure(everyone: list[tuple[list, list]]) -> None:
+    """The second rank's backward fails in the pass between, before it has reached the first model."""
+    for number in (0, 2):
+        compare([found[number] for found, _ in everyone], joined([uses[number] for uses in ONE_FAILS], number))
+    assert [raised for _, raised in everyone] == [["PeerError"], ["ValueError"]]
 
 
 def several_apart(rank: int) -> dict:
@@ -608,13 +612,17 @@ def several_apart(rank: int) -> dict:
         for transport in TRANSPORTS
     }
     hooked = drop_ins(rank, SIDE_BY_SIDE, "process_group", apart=True, hooks=True)[0]
-    return found | {("order", "comm hooks"): hooked}
+    fails = {("fails", transport): drop_ins(rank, ONE_FAILS, transport, apart=True) for transport in TRANSPORTS}
+    return found | fails | {("order", "comm hooks"): hooked}
 
 
 @pytest.mark.ranks
 def test_on_two_process_groups_no_rank_waits_for_one_that_waits_for_it() -> None:
     everyone = spawn_ranks(several_apart, 2, timeout=60)
     for kind, way in everyone[0]:
+        if kind == "fails":
+            check_failure([rank[kind, way] for rank in everyone])
+            continue
         for number, both in enumerate(zip(*RIGHT[kind], strict=True)):
             wanted = joined([use.strip("*") for use in both], number)
             compare([rank[kind, way][number] for rank in everyone], wanted)

@@ -21,7 +21,8 @@ up. But each waits at its end for ranks that may be at the end of another. So wh
 backward has reached, in the order of attaching. Some wait within backward already: for a map of absences on a process
 group, for the future of a comm hook. These send nothing before the end, from the pass on that follows one in which some
 rank has reached handles on several groups, which it says behind the last bucket, since all ranks of a group must send
-alike; and in the first pass, when that is not known.
+alike; and in the first pass, when that is not known. Who has met begins together from then on, as strangers do, so that
+a backward that fails before it has reached one of them is told there too.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Family:
         """Whether nothing leaves before backward has ended, in this pass: see [Note: strangers]."""
         self._warned = False
         self._place = (-1, -1)
+        self._met: weakref.WeakSet[Family] = weakref.WeakSet()  # in one backward, on other process groups
         self._checkpoints = ReentrantCheckpoints()
         for member in self.members():
             member.family = self
@@ -141,16 +143,15 @@ class Family:
 
     def begin(self) -> None:
         """A gradient of one of them has arrived. From its hook."""
-        if (alone := self._alone()) is not None:
+        if not self._met and (alone := self._alone()) is not None:
             self.waits = self.waits and alone.running
             if alone.synchronize and not alone.running:
                 self._set_out((current_task(), threading.get_ident()), [])
                 alone.begin()
             return
-        company, place = self._company(), (current_task(), threading.get_ident())
-        if len(company) == 1 or self._is_running():
-            if not self._is_running():
-                self._set_out(place, [])
+        company = [*dict.fromkeys((*self._company(), *self._met))]
+        place = (current_task(), threading.get_ident())
+        if self._is_running():
             all_of(self._due(), _begin)
             return
         coming = [family for family in company if family is self or family._comes(place)]
@@ -159,10 +160,10 @@ class Family:
                 family._look_back(coming)
         due: list[Member] = []
         for family in coming:
-            if not family._is_running():
+            if not family._is_running() and (new := family._due()):
                 known = self._checkpoints.alive() or family._warned
                 family._set_out(place, company if known else coming)
-                due += family._due()
+                due += new
         all_of(sorted(due, key=_number), _begin)
 
     def _set_out(self, place: tuple[int, int], company: Sequence[Family]) -> None:
@@ -261,8 +262,11 @@ class Family:
         amid().difference_update(found)
         running = sorted((one for family in found for one in family.members() if one.running), key=_number)
         seats = [member.queue.peers.seat for member in running]
-        for seat in seats:
-            seat.with_others = seat.with_others or any([other.row is not seat.row for other in seats])
+        if any([seat.row is not seats[0].row for seat in seats]):
+            for family in found:
+                family._met.update(found - {family})
+            for seat in seats:
+                seat.with_others = True
         return running
 
     def _is_at(self, place: tuple[int, int]) -> bool:

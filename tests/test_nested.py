@@ -628,6 +628,30 @@ def test_on_two_process_groups_no_rank_waits_for_one_that_waits_for_it() -> None
             compare([rank[kind, way][number] for rank in everyone], wanted)
 
 
+def who_sends(rank: int, apart: bool) -> list[list[bool]]:
+    """Whether two with hooks that go one at a time send nothing before backward has ended, pass by pass."""
+    groups = [dist.new_group() if apart else None for _ in range(2)]
+    parts = [nn.Linear(WIDTH, WIDTH) for _ in groups]
+    handles = [
+        stretto.attach(part, transport="process_group", process_group=group)
+        for part, group in zip(parts, groups, strict=True)
+    ]
+    for one, group in zip(handles, groups, strict=True):
+        one.register_comm_hook(group, identity)
+    waits = []
+    for _ in range(3):
+        sum(part(torch.ones(1, WIDTH)).sum() for part in parts).backward()
+        waits.append([one._reducer.family.waits for one in handles])
+    return waits
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("apart", [False, True])
+def test_whoever_waits_within_backward_is_held_back_where_others_wait_for_it(apart: bool) -> None:
+    later = [True, True] if apart else [False, True]
+    assert spawn_ranks(who_sends, 2, apart, timeout=60) == [[[True, True], later, later]] * 2
+
+
 def around_an_expert(rank: int) -> list[list[float]]:
     """An expert of two ranks each, and an outer model around it that was attached behind another one. The expert is
     attached before that one on two ranks, and behind it on the others."""

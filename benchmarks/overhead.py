@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--json", type=output)
     options = parser.parse_args()
     if options.block < 0:
-        parser.error("--block: seconds")
+        parser.error(f"--block {options.block:g}: seconds of steps, or 0 for one step")
     if min(options.parameters) < 2:
         parser.error("--parameters: a layer has two")
     found: dict[str, dict[str, dict[str, float]]] = {}

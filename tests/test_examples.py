@@ -150,6 +150,7 @@ def test_benchmarks_run_small(name: str, tmp_path: Path) -> None:
     "line, said",
     [
         ("overhead.py --parameters 1", "error: --parameters: a layer has two"),
+        ("overhead.py --block -1", "error: --block -1: seconds of steps, or 0 for one step"),
         ("overhead.py --rounds 0", "error: argument --rounds: 0 is no whole number above 0"),
         (
             "broadcast.py --json no/x.json",

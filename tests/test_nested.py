@@ -628,6 +628,29 @@ def test_on_two_process_groups_no_rank_waits_for_one_that_waits_for_it() -> None
             compare([rank[kind, way][number] for rank in everyone], wanted)
 
 
+def one_family_on_two_groups(rank: int) -> list[dict]:
+    """Handles that are beside each other for good, a process group each, with hooks that go one at a time."""
+    model, found, groups = Model(), [], [dist.new_group(), dist.new_group()]
+    small = {"bucket_cap_mb": 30 / 2**20, "transport": "process_group"}
+    rest = nn.ModuleDict({"c": model.c, "d": model.d})
+    first = stretto.attach(model.inner, **small, process_group=groups[0])
+    second = stretto.attach(rest, **small, process_group=groups[1], beside=[first])
+    for one, group in zip((first, second), groups, strict=True):
+        one.register_comm_hook(group, identity)
+    for x, use in batches(rank, SIDE_BY_SIDE[rank]):
+        model.zero_grad()
+        model(x, use).backward()
+        found.append(copies(model))
+    return found
+
+
+@pytest.mark.ranks
+def test_one_family_on_two_process_groups_does_not_wait_for_itself() -> None:
+    everyone = spawn_ranks(one_family_on_two_groups, 2, timeout=60)
+    for number, both in enumerate(zip(*SIDE_BY_SIDE, strict=True)):
+        compare([found[number] for found in everyone], joined([*both], number))
+
+
 def who_sends(rank: int, apart: bool) -> list[list[bool]]:
     """Whether two with hooks that go one at a time send nothing before backward has ended, pass by pass."""
     groups = [dist.new_group() if apart else None for _ in range(2)]

@@ -161,8 +161,8 @@ class Family:
         due: list[Member] = []
         for family in coming:
             if not family._is_running() and (new := family._due()):
-                known = self._checkpoints.alive() or family._warned
-                family._set_out(place, company if known else coming)
+                unforeseen = self._checkpoints.alive() or family._warned
+                family._set_out(place, company if unforeseen else coming)
                 due += new
         all_of(sorted(due, key=_number), _begin)
 
@@ -254,7 +254,7 @@ class Family:
 
     def _reached(self) -> list[Member]:
         """All that this backward has reached, on any process group: see [Note: other groups]. They are amid no more."""
-        if amid() == {self}:
+        if amid() == {self} and len(self._members) == 1:
             amid().discard(self)
             return [member for member in self.members() if member.running]
         found = {family for family in self._company() if family is self or family._is_at(self._place)}

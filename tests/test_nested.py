@@ -651,6 +651,32 @@ def test_one_family_on_two_process_groups_does_not_wait_for_itself() -> None:
         compare([found[number] for found in everyone], joined([*both], number))
 
 
+def lost_in_one(rank: int, lost_first: bool) -> list[str]:
+    """Rank 0 has a model with each of the others, and loses its place in one of them."""
+    groups = {1: dist.new_group([0, 1]), 2: dist.new_group([0, 2])}
+    handles, parts = {}, {}
+    for other in (1, 2) if lost_first else (2, 1):
+        if rank in (0, other):
+            parts[other] = nn.Linear(WIDTH, WIDTH)
+            handles[other] = stretto.attach(parts[other], process_group=groups[other])
+    found = []
+    for number in range(3):
+        if number == 2 and rank == 0:
+            handles[1]._reducer.failing.lose(RuntimeError("of the test"))
+        try:
+            sum(parts[other](torch.ones(1, WIDTH)).sum() for other in sorted(parts)).backward()
+        except stretto.StrettoError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lost_first", [False, True])
+def test_a_rank_that_has_lost_its_place_in_one_tells_those_of_another_group(lost_first: bool) -> None:
+    found = spawn_ranks(lost_in_one, 3, lost_first, timeout=30)
+    assert found == [["CommunicationError"], ["PeerError"], ["PeerError"]]
+
+
 def who_sends(rank: int, apart: bool) -> list[list[bool]]:
     """Whether two with hooks that go one at a time send nothing before backward has ended, pass by pass."""
     groups = [dist.new_group() if apart else None for _ in range(2)]

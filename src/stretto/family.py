@@ -21,8 +21,7 @@ up. But each waits at its end for ranks that may be at the end of another. So wh
 backward has reached, in the order of attaching. Some wait within backward already: for a map of absences on a process
 group, for the future of a comm hook. These send nothing before the end, from the pass on that follows one in which some
 rank has reached handles on several groups, which it says behind the last bucket, since all ranks of a group must send
-alike; and in the first pass, when that is not known. Who has met begins together from then on, as strangers do, so that
-a backward that fails before it has reached one of them is told there too.
+alike; and in the first pass. Who has met begins together: backward may fail before it has reached one of them.
 """
 
 from __future__ import annotations
@@ -149,11 +148,11 @@ class Family:
                 self._set_out((current_task(), threading.get_ident()), [])
                 alone.begin()
             return
-        company = [*dict.fromkeys((*self._company(), *self._met))]
-        place = (current_task(), threading.get_ident())
         if self._is_running():
             all_of(self._due(), _begin)
             return
+        company = [*dict.fromkeys((*self._company(), *self._met))]
+        place = (current_task(), threading.get_ident())
         coming = [family for family in company if family is self or family._comes(place)]
         for family in coming:
             if family._is_running():
@@ -170,8 +169,8 @@ class Family:
         """Be amid a pass, in the backward at that place; see who of the company sends before."""
         self._place = place
         amid().add(self)
-        queues = [member.queue for member in self.members()]
-        self.waits = any([one.waits_within and (one.peers.seat.all_know or not one.pass_number) for one in queues])
+        queues = [one.queue for one in self.members() if one.queue.waits_within]
+        self.waits = any([one.peers.seat.all_know or not one.pass_number for one in queues])
         self.waits = self.waits or any([self._is_behind(other) for other in company if other is not self])
 
     def _due(self) -> list[Member]:
@@ -260,13 +259,12 @@ class Family:
         found = {family for family in self._company() if family is self or family._is_at(self._place)}
         found |= {family for family in amid().copy() if family._is_beside(self)}
         amid().difference_update(found)
-        running = sorted((one for family in found for one in family.members() if one.running), key=_number)
-        seats = [member.queue.peers.seat for member in running]
-        if any([seat.row is not seats[0].row for seat in seats]):
-            for family in found:
-                family._met.update(found - {family})
-            for seat in seats:
-                seat.with_others = True
+        running = sorted({one for family in found for one in family.members() if one.running}, key=_number)
+        met = {member.family for member in running}
+        if any([one.queue.peers.seat.row is not running[0].queue.peers.seat.row for one in running]):
+            for member in running:
+                member.family._met.update(met - {member.family})
+                member.queue.peers.seat.with_others = True
         return running
 
     def _is_at(self, place: tuple[int, int]) -> bool:
@@ -323,13 +321,16 @@ def amid() -> set[Family]:
 
 
 def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
-    """Call it for each, also behind one that fails, as the other ranks do, unless this one has lost its place there."""
+    """Call it for each, also behind one that fails, as other ranks do, but not where this one has lost its place."""
     for place, member in enumerate(members):
         try:
             call(member)
         except BaseException as error:
-            if not member.family.lose_with(member, error):
-                all_of(members[place + 1 :], call)
+            rest = members[place + 1 :]
+            if member.family.lose_with(member, error):
+                strangers = [one for one in rest if one.family is not member.family]
+                rest = [one for one in strangers if not share_channel(one.queue, member.queue)]
+            all_of(rest, call)
             raise
 
 

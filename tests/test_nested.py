@@ -503,7 +503,7 @@ def left_alone(rank: int) -> list[bool]:
             first.detach()
         x = torch.full((1, WIDTH), 1.0 + rank)
         sum(part(x).sum() for part in (parts if number < 3 else parts[1:])).backward()
-        waits.append(second._reducer.family.waits)
+        waits.append(second._reducer.waits)
     return waits
 
 
@@ -690,7 +690,7 @@ def who_sends(rank: int, apart: bool) -> list[list[bool]]:
     waits = []
     for _ in range(3):
         sum(part(torch.ones(1, WIDTH)).sum() for part in parts).backward()
-        waits.append([one._reducer.family.waits for one in handles])
+        waits.append([one._reducer.waits for one in handles])
     return waits
 
 
@@ -777,6 +777,46 @@ def test_collectives_of_the_program_in_backward_stand_between_the_same_buckets_o
         for number, (first, second, expert) in enumerate(found):
             assert first == (pytest.approx(2.0) if hooked or number % 2 == 0 else None)
             assert (second, expert) == (pytest.approx(20.0), of_expert)
+
+
+class SumsItsGradient(torch.autograd.Function):
+    """As layers do that are spread over all ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+def expert_in_a_family(rank: int) -> list[list[float | None]]:
+    """On two ranks of three an expert is in a family with the dense layers; its hook goes one at a time."""
+    pair = dist.new_group([0, 1])
+    first, second, expert = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    dense = nn.ModuleList([first, second])
+    handles = [stretto.attach(dense, transport="process_group", bucket_cap_mb=30 / 2**20)]
+    if rank < 2:
+        handles.append(stretto.attach(expert, transport="process_group", process_group=pair, beside=handles))
+        handles[1].register_comm_hook(pair, identity)
+    found = []
+    for _ in range(3):
+        x = torch.full((1, WIDTH), 1.0 + rank)
+        loss = second(SumsItsGradient.apply(first(x)) * 0 + x * 10).sum()
+        (loss + expert(x * 100).sum() if rank < 2 else loss).backward()
+        found.append([None if one.weight.grad is None else one.weight.grad.unique().item() for one in (second, expert)])
+        dense.zero_grad()
+        expert.zero_grad()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_member_that_waits_within_backward_holds_back_itself_alone() -> None:
+    found = spawn_ranks(expert_in_a_family, 3, timeout=60)
+    assert found == [[[20.0, 150.0 if rank < 2 else None]] * 3 for rank in range(3)]
 
 
 class StartsBackward(torch.autograd.Function):

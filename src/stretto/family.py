@@ -62,6 +62,8 @@ class Member(Protocol):
     delay: bool
     """Whether nothing leaves before backward has ended; ``always_delays`` if that was asked for."""
     always_delays: bool
+    waits: bool
+    """The same, in this pass: see [Note: strangers]."""
     family: Family
     inside: list[weakref.ref[Member]]
     """Those that have parameters of this member's module."""
@@ -97,8 +99,6 @@ class Family:
     def __init__(self, members: Iterable[Member]) -> None:
         in_order = sorted(members, key=_number)
         self._members = [weakref.ref(member) for member in in_order]  # [Note: weak parameters] in bucket.py
-        self.waits = False
-        """Whether nothing leaves before backward has ended, in this pass: see [Note: strangers]."""
         self._warned = False
         self._place = (-1, -1)
         self._met: weakref.WeakSet[Family] = weakref.WeakSet()  # in one backward, on other process groups
@@ -143,7 +143,6 @@ class Family:
     def begin(self) -> None:
         """A gradient of one of them has arrived. From its hook."""
         if not self._met and (alone := self._alone()) is not None:
-            self.waits = self.waits and alone.running
             if alone.synchronize and not alone.running:
                 self._set_out((current_task(), threading.get_ident()), [])
                 alone.begin()
@@ -166,12 +165,14 @@ class Family:
         all_of(sorted(due, key=_number), _begin)
 
     def _set_out(self, place: tuple[int, int], company: Sequence[Family]) -> None:
-        """Be amid a pass, in the backward at that place; see who of the company sends before."""
+        """Be amid a pass, in the backward at that place; see which members are to send nothing before its end."""
         self._place = place
         amid().add(self)
-        queues = [one.queue for one in self.members() if one.queue.waits_within]
-        self.waits = any([one.peers.seat.all_know or not one.pass_number for one in queues])
-        self.waits = self.waits or any([self._is_behind(other) for other in company if other is not self])
+        others = [one for family in company if family is not self for one in family.members()]
+        for member in self.members():
+            queue = member.queue
+            member.waits = queue.waits_within and (queue.peers.seat.all_know or not queue.pass_number)
+            member.waits = member.waits or (bool(others) and _is_behind(member, others))
 
     def _due(self) -> list[Member]:
         """Those that are to begin."""
@@ -286,19 +287,12 @@ class Family:
         members = [member for member in self.members() if member.synchronize]
         return any(will_arrive([p for one in members for p in (*one.parameters, *one.members.outsiders())]))
 
-    def _is_behind(self, other: Family) -> bool:
-        """Whether buckets of both could mix, and those of the other go first."""
-        return any(
-            _number(another) < _number(one) and share_channel(one.queue, another.queue)
-            for one in self.members()
-            for another in other.members()
-        )
-
     def _look_back(self, coming: Sequence[Family]) -> None:
         """It runs, and one that goes before it begins only now: nothing may have left."""
-        queues = [member.queue for member in self.members() if member.running and member.queue.launched]
-        late = [family for family in coming if not family._is_running() and self._is_behind(family)]
-        if self.waits or self._warned or not (queues and late):
+        members = [member for member in self.members() if member.running and member.queue.launched]
+        new = [family.members() for family in coming if not family._is_running()]
+        late = [others for others in new if any(_is_behind(member, others) for member in members)]
+        if self._warned or not late:
             return
         self._warned = True
         log.warning(
@@ -307,11 +301,17 @@ class Family:
             "to come. Unless both come in this order on every rank, their gradients of this pass are mixed.\n"
             "Attach the later one with stretto.attach(module, beside=[the earlier one's handle]), or wrap both in one "
             "DistributedDataParallel(torch.nn.ModuleList([...])).",
-            queues[0].transport.rank,
-            queues[0].pass_number,
-            name_list(queues[0].names),
-            name_list(late[0].members()[0].queue.names),
+            members[0].queue.transport.rank,
+            members[0].queue.pass_number,
+            name_list(members[0].queue.names),
+            name_list(late[0][0].queue.names),
         )
+
+
+def _is_behind(member: Member, others: Iterable[Member]) -> bool:
+    """Whether its buckets could mix with those of one of the others that goes first."""
+    before = [other for other in others if _number(other) < _number(member)]
+    return any(share_channel(member.queue, other.queue) for other in before)
 
 
 @functools.cache

@@ -86,7 +86,7 @@ class Reducer:
         """The buckets of the plan in use."""
         self._events = events
         self.stop_watching = events.remove
-        self.members, self.delay, self.always_delays = members, delay, delay
+        self.members, self.delay, self.always_delays, self.waits = members, delay, delay, False
         self._inspection = inspection
         self._beside = Beside(self.queue, places, sparse, events)
         self._unsynchronized: set[int] = set()
@@ -243,12 +243,12 @@ class Reducer:
         self._arrivals.open()
         if self.queue.presence.active:
             with self.failing:  # stopped there, nobody knows whether the map has left
-                self.queue.announce(self._tracker.foresee(self._unsynchronized), later=self.family.waits)
+                self.queue.announce(self._tracker.foresee(self._unsynchronized), later=self.waits)
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self.queue.pass_number)
 
     def _progressed(self) -> None:
-        if not (self.delay or self.family.waits or self._tracker.holds_back()):
+        if not (self.delay or self.waits or self._tracker.holds_back()):
             self.queue.launch_full()
 
     # The end of a pass

@@ -105,7 +105,8 @@ def test_ranks_that_differ_all_raise_the_same_difference_by_name() -> None:
             "  parameter 1.weight: 2x4 float32 cpu on ranks 0, 2; 5x4 float32 cpu on rank 1\n"
             "  parameter 1.bias: 2 float32 cpu on ranks 0, 2; 5 float32 cpu on rank 1\n"
             "  buffer extra: missing on ranks 0, 2; 2 int64 cpu on rank 1\n"
-            "Build the model from the same code and options on every rank, and attach before what only some ranks do."
+            "Build the model from the same code and options on every rank, and call attach() before anything that only "
+            "some ranks do."
         ]
         * 3
     )

@@ -184,6 +184,11 @@ ALONE = [
         "stretto.transport.Transport",
     ),
     (
+        lambda: attach(transport="gloo"),
+        'attach: transport=\'gloo\' is not known: use one of "auto", "shared_memory", "process_group", or an object '
+        "that is a stretto.transport.Transport",
+    ),
+    (
         lambda: attach(reduce_dtype={3: torch.float32}),
         "reduce_dtype names 3, which is no name.\nGive names, or patterns of names, of module.named_parameters().",
     ),
@@ -238,21 +243,27 @@ ALONE = [
     (lambda: stretto.reduce([], op="max"), 'op=\'max\' is not known: use op="mean" or op="sum"'),
     (
         lambda: stretto.reduce([torch.ones(2), torch.ones(2, dtype=torch.int64)]),
-        "reduce: tensor 1 is torch.strided of torch.int64; give dense floating ones",
+        "reduce: tensor 1 is torch.int64: give a floating one, tensor.float()",
     ),
     (
         lambda: ProcessGroupTransport(torch.distributed.GroupMember.NON_GROUP_MEMBER),
-        "this rank is not in the process group: call attach only on ranks that are",
+        "this rank is not in process_group=: call attach only on the ranks that are",
     ),
     (ProcessGroupTransport, "there is no process group: call torch.distributed.init_process_group() before"),
     (
         lambda: ProcessGroupTransport(3),
-        "a process group is what torch.distributed.new_group() returns, not of type int",
+        "process_group= takes what torch.distributed.new_group() returns, not int",
     ),
     (
         lambda: RoundRobinTransport([LocalGroup(2).transport(0), LocalGroup(3).transport(0)]),
-        "process_groups must hold the same ranks in the same order, got (rank, size) [(0, 2), (0, 3)]",
+        "process_groups must hold the same ranks in the same order, got (rank, size) [(0, 2), (0, 3)].\n"
+        "Make each of them by torch.distributed.new_group(ranks), with the same ranks.",
     ),
+    (
+        lambda: stretto.reduce([torch.ones(2).to_sparse()]),
+        "reduce: tensor 0 is torch.sparse_coo: give a dense one, tensor.to_dense()",
+    ),
+    (lambda: attach(last_bucket_cap_mb=-1), "last_bucket_cap_mb=-1 must be 0 or a positive number, or None"),
     (lambda: encode_weight(-1, 1), "weight=-1 must be between 0 and 2**31"),
     # Plans
     (

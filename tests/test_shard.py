@@ -796,6 +796,26 @@ def test_clipping_is_that_of_torch(carrier: Any, keep_grads: bool, norm: float) 
     carrier(worker, 3)
 
 
+def test_whole_gradients_are_clipped_by_each_rank_for_itself() -> None:
+    """A call that one rank alone makes, to look at the norm say, sends nothing that others could take for theirs."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport, OPTIMIZERS["momentum"])
+        for step in range(4):
+            sharded.zero_grad()
+            optimizer.zero_grad()
+            backward(model, transport.rank, step)
+            backward(plain, transport.rank, step)
+            wanted = torch.nn.utils.clip_grad_norm_([one for one in plain.parameters() if one.numel()], 1e9)
+            if transport.rank == step % transport.world_size:
+                torch.testing.assert_close(sync.clip_grad_norm_(1e9), wanted, rtol=1e-5, atol=1e-6)
+            sharded.step()
+            optimizer.step()
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
 def test_a_norm_that_is_not_finite() -> None:
     def worker(transport: Any) -> str:
         model, _, sync, *_ = pair(transport, keep_grads=False)

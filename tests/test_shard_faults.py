@@ -455,14 +455,14 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
         assert text == (
             f"rank {rank}, pass {6 + rank}: rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
+            "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), state_dict()."
         )
         assert took < 5 and code == 0
 
 
 def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
     stretto.inquiry.ASK_SECONDS = 0.3
-    model, _, optimizer = build(Way("process_group", keep_grads=True))
+    model, sync, optimizer = build(Way("process_group", keep_grads=instead != "clip_grad_norm_"))
     for _ in range(5):
         step(model, optimizer, rank)
     try:
@@ -475,6 +475,8 @@ def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
                     time.sleep(0.01)
             if rank == 1 and not number and instead == "state_dict":
                 optimizer.state_dict()
+            if rank == 1 and not number and instead == "clip_grad_norm_":
+                sync.clip_grad_norm_(1.0)
             if rank == 0 or number or instead == "evaluation":
                 optimizer.step()
         model.state_dict()
@@ -506,6 +508,11 @@ def ranks_that_go_apart(folder: str, instead: str) -> Any:
             "6 passes and 6 steps of sharded optimizers",
             "6 passes and 5 steps of sharded optimizers and 1 other call more",
         ),
+        (
+            "clip_grad_norm_",
+            "6 passes and 6 steps of sharded optimizers",
+            "6 passes and 5 steps of sharded optimizers and 1 other call more",
+        ),
     ],
 )
 def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
@@ -516,7 +523,7 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
     begin, place = "ranks have gone apart, so nobody can complete this: ", r"test_shard_faults\.py:LINE in \w+"
     advice = (
         "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
+        "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), state_dict()."
     )
     last = rf"\.\n{re.escape(advice)}"
     own = (

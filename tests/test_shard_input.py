@@ -136,7 +136,10 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         "SetupError: rank {0}, shard: late.weight is stepped by the optimizer, and not reduced by "
         f"this handle.\n{ONE}",
     ),
-    nothing: ("SetupError: rank {0}, shard: str is no torch.optim.Optimizer.",),
+    nothing: (
+        "SetupError: rank {0}, shard: str is no torch.optim.Optimizer.\n"
+        "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
+    ),
     closest: (
         "UnsupportedError: rank {0}, shard: LBFGS cannot be divided over ranks: a step with gradients alone raised "
         "TypeError: LBFGS.step() missing 1 required positional argument: 'closure'\n"

@@ -312,7 +312,7 @@ def test_ranks_that_reduce_different_tensors_are_told_the_same(world: int) -> No
             DIFFER.format(2, "option op, bucket_cap_mb: ('mean', 10) on rank 0; ('sum', 10) on rank 1", SAME),
         ]
     )
-    problem = "reduce: tensor 0 is torch.strided of torch.int64; give dense floating ones"
+    problem = "reduce: tensor 0 is torch.int64: give a floating one, tensor.float()"
     assert second[4] == f"UnsupportedError: {problem}"
     told = f"reduce, rank 0: other ranks cannot take part, so this one cannot:\n  rank 1: {problem}"
     assert first[4] == f"ModelMismatchError: {told}"

@@ -16,7 +16,10 @@ import torch
 from .errors import ModelMismatchError, SetupError
 from .specs import slot_strides
 
-ADVICE = "Build the model from the same code and options on every rank, and attach before what only some ranks do."
+ADVICE = (
+    "Build the model from the same code and options on every rank, and call attach() before anything "
+    "that only some ranks do."
+)
 SAME_MODEL = "hold the same model"
 
 

@@ -24,6 +24,7 @@ from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
 from .sizing import suit_link
 from .transport import ProcessGroupTransport, RoundRobinTransport, Transport, TransportName, choose
+from .transport.choose import refuse_unknown_name
 
 log = logging.getLogger("stretto")
 
@@ -151,6 +152,8 @@ def attach(
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = default_transport(process_group, process_groups) if isinstance(transport, str) else transport
     if base is None or base.world_size == 1:
+        if isinstance(transport, str):
+            refuse_unknown_name(transport, "attach")
         return _attach_alone(module, base, options(), others, chosen=isinstance(transport, str))
     peers = Peers(base)
     try:

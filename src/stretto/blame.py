@@ -11,11 +11,13 @@ from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted
 from .whereabouts import count
 
+NORM = "the norm of gradients"
 EXPECTED = {"pass": "backward for this pass", "attach": "stretto.attach", "reduce": "stretto.reduce"}
-"""What every rank is to call on these occasions."""
+EXPECTED[NORM] = "sync.clip_grad_norm_"
+"""What every rank is to call on these occasions, or for this."""
 SAME_CALLS = (
     "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-    "`if rank == 0`: attach(), backward, optimizer.step(), check(), report(), state_dict()."
+    "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), state_dict()."
 )
 """Where they have not."""
 

@@ -26,7 +26,7 @@ from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
 from .scaling import Scaling
-from .sharding import Asked, ShardedOptimizer, begin, clip_to, refuse_idle, shares_of, total_norm, with_memory
+from .sharding import Asked, ShardedOptimizer, begin, clip, refuse_idle, with_memory
 from .sparse import SparseGradients
 from .tracing import nothing_traced, tracing
 from .transport.base import Transport
@@ -321,20 +321,21 @@ class Synchronizer:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` of all attached parameters, wherever their gradients are. Collective.
+        """``torch.nn.utils.clip_grad_norm_`` of all attached parameters, wherever their gradients are.
 
-        Needed with ``stretto.shard(..., keep_grads=False)``, between backward and step; as torch's without.
+        Needed with ``stretto.shard(..., keep_grads=False)``, between backward and step, and collective there.
         Returns the norm before, 0-dim, the same on all ranks. Raises ``RuntimeError`` if it must be finite and is not.
         """
         parameters = [*trained(self.module, self._options).values()]
-        if self._reducer is None or self._peers is None:
+        if self._reducer is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        shares = shares_of(self._reducer.queue)
-        total = total_norm(parameters, shares, norm_type, self._reducer.transport, self._peers.wait_for)
-        return clip_to(max_norm, total, parameters, shares, error_if_nonfinite=error_if_nonfinite)
+        return clip(parameters, self._reducer.queue, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def detach(self) -> None:
-        """Stop reducing: the module is as before. Gradients stay, or are None where a share is here. Harmless twice."""
+        """Stop reducing: the module is as before, and gradients stay, but None where a share is here. Harmless twice.
+
+        What sharded optimizers have in shares is lost: ``unshard()`` before. Raises ``SetupError`` while backward runs.
+        """
         if self._reducer is not None:
             self._reducer.family.leave(self._reducer)  # first: it may be refused
         for sharded in self.sharded:

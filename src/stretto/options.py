@@ -39,7 +39,8 @@ class Options:
             if (value := getattr(self, name)) is not None:
                 number, least = _number(value), 0.0 if name == "last_bucket_cap_mb" else math.ulp(0.0)
                 if not least <= number < math.inf:
-                    raise SetupError(f"{name}={reprlib.repr(value)} must be a positive number, or None")
+                    wanted = "0 or a positive number" if name == "last_bucket_cap_mb" else "a positive number"
+                    raise SetupError(f"{name}={reprlib.repr(value)} must be {wanted}, or None")
                 object.__setattr__(self, name, number)
         for name in ("weighted", "delay"):
             object.__setattr__(self, name, truth(name, getattr(self, name)))

@@ -239,7 +239,7 @@ class Peers:
         try:
             self.wait(work, patience)
         except RuntimeError as error:
-            self.fail(f"{what} could not be reduced", error)
+            self.fail(f"{what} could not be reduced", error, EXPECTED.get(what))
 
     def _comes(self, work: Any, patience: float) -> bool:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
@@ -288,8 +288,8 @@ class Peers:
 
     # Explaining
 
-    def fail(self, what: str, error: RuntimeError) -> NoReturn:
-        """Raise in place of a transport's error what is to blame, or else where the others are.
+    def fail(self, what: str, error: RuntimeError, expected: str | None = None) -> NoReturn:
+        """Raise in place of a transport's error what is to blame, or else where the others are, and were expected.
 
         Raises:
             PeerError: a rank has left, or died.
@@ -302,8 +302,8 @@ class Peers:
         except PeerError as blame:
             raise blame from None  # what the transport says of it is less, and may be something else
         raise CommunicationError(
-            f"{self.where}: {what} over {self._transport.name}: {error}\n{where}"
-            f"Expected every rank to call {EXPECTED[self._kind]}. Look at the first error in the other ranks' logs."
+            f"{self.where}: {what} over {self._transport.name}: {error}\n{where}Expected every rank to call "
+            f"{expected or EXPECTED[self._kind]}. Look at the first error in the other ranks' logs."
         ) from error
 
     def _explain(self) -> str:

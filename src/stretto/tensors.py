@@ -78,10 +78,10 @@ def _problem(given: Sequence[object], op: str) -> UnsupportedError | None:
             continue
         if not isinstance(tensor, torch.Tensor):
             return UnsupportedError(f"reduce: item {place} is a {type(tensor).__name__}; give dense floating tensors")
-        if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
-            return UnsupportedError(
-                f"reduce: tensor {place} is {tensor.layout} of {tensor.dtype}; give dense floating ones"
-            )
+        if tensor.layout != torch.strided:
+            return UnsupportedError(f"reduce: tensor {place} is {tensor.layout}: give a dense one, tensor.to_dense()")
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return UnsupportedError(f"reduce: tensor {place} is {tensor.dtype}: give a floating one, tensor.float()")
     return None
 
 

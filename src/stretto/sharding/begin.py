@@ -95,7 +95,10 @@ def _refused(
 ) -> torch.optim.Optimizer:
     """The optimizer, unless it cannot be sharded whatever the ranks are."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise SetupError(f"{where}: {type(optimizer).__name__} is no torch.optim.Optimizer.")
+        raise SetupError(
+            f"{where}: {type(optimizer).__name__} is no torch.optim.Optimizer.\n"
+            "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)."
+        )
     if isinstance(optimizer, ShardedOptimizer):
         raise SetupError(f"{where}: the optimizer is sharded already.\nUse what the first call returned.")
     if any(_has_stepped(state) for state in optimizer.state.values()):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..blame import NORM
 from ..launch import LaunchQueue
-from ..transport import Transport, Work
 from ..withheld import Withheld
 from .ownership import pieces_of
 
@@ -27,52 +27,53 @@ def shares_of(queue: LaunchQueue) -> list[torch.Tensor]:
     return [queue.buckets[piece.bucket].slots[piece.start : piece.stop] for piece in pieces]
 
 
-def total_norm(
+def clip(
     parameters: Sequence[torch.Tensor],
-    shares: Sequence[torch.Tensor],
-    norm_type: float,
-    transport: Transport,
-    wait_for: Callable[[Work, str], None],
-) -> torch.Tensor:
-    """The norm of all gradients together, 0-dim, the same bits on all ranks. Collective. In float64 if any of them is.
-
-    Args:
-        parameters: with gradients that are the same on all ranks, unless they are withheld.
-        shares: this rank's of those that are withheld.
-        norm_type: the order of the norm.
-        transport: adds up over ranks.
-        wait_for: waits for a collective, named by a noun.
-    """
-    mine = [one for one in (*shares, *(_visible(parameters) if transport.rank == 0 else ())) if one.numel()]
-    device = mine[0].device if mine else next((one.device for one in parameters), torch.device("cpu"))
-    norms = torch.zeros(transport.world_size, dtype=torch.float64, device=device)
-    if mine:
-        own = torch.stack([_norm(one, norm_type) for one in mine])
-        norms[transport.rank] = torch.linalg.vector_norm(own, norm_type)
-    wait_for(transport.all_reduce(norms), "the norm of gradients")
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
-    is_double = any(one.grad is not None and one.dtype in _DOUBLE for one in parameters)
-    return total if is_double else total.float()
-
-
-def clip_to(
+    queue: LaunchQueue,
     max_norm: float,
-    total: torch.Tensor,
-    parameters: Iterable[torch.Tensor],
-    shares: Sequence[torch.Tensor],
+    norm_type: float,
     *,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm, which was ``total``, is at most ``max_norm``. Returns ``total``."""
+    """Scale gradients in place so that their norm is at most ``max_norm``. Returns what it was, on all ranks the same.
+
+    Collective where gradients are in shares; elsewhere each rank has all of them, and nothing is sent.
+
+    Args:
+        parameters: with gradients that are the same on all ranks, unless they are withheld.
+        queue: has the shares of those.
+        max_norm: as torch's.
+        norm_type: as torch's.
+        error_if_nonfinite: raise ``RuntimeError`` in place of scaling by such a norm.
+    """
+    total = _total_norm(parameters, queue, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of all gradients is {total.item()}, so they cannot be clipped.\n"
             "To scale them anyway, leave out error_if_nonfinite."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in (*shares, *_visible(parameters)):
+    for gradient in (*shares_of(queue), *_visible(parameters)):
         gradient.detach().mul_(factor.to(gradient.device))
     return total
+
+
+def _total_norm(parameters: Sequence[torch.Tensor], queue: LaunchQueue, norm_type: float) -> torch.Tensor:
+    """Of all gradients together, 0-dim. In float64 if any of them is."""
+    transport, in_shares = queue.transport, any(bucket.withheld for bucket in queue.buckets)
+    whole = _visible(parameters) if transport.rank == 0 or not in_shares else ()
+    mine = [one for one in (*shares_of(queue), *whole) if one.numel()]
+    device = mine[0].device if mine else next((one.device for one in parameters), torch.device("cpu"))
+    norms = torch.zeros(transport.world_size, dtype=torch.float64, device=device)
+    if mine:
+        own = torch.stack([_norm(one, norm_type) for one in mine])
+        norms[transport.rank] = torch.linalg.vector_norm(own, norm_type)
+    if in_shares:
+        queue.peers.seat.calls += 1  # for those who wait for this rank in another call
+        queue.wait_for(transport.all_reduce(norms), NORM)
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    is_double = any(one.grad is not None and one.dtype in _DOUBLE for one in parameters)
+    return total if is_double else total.float()
 
 
 def _visible(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

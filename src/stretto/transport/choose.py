@@ -161,15 +161,21 @@ def _why_not() -> str | None:
     return futex.why_not()
 
 
-def _refuse(rank: int, offers: Sequence[Offer]) -> None:
-    asked = {offer.asked for offer in offers}
+def refuse_unknown_name(name: str, where: str) -> None:
+    """Raise if no transport is called so. ``where``: how the message begins."""
     known = get_args(TransportName)
-    if unknown := sorted(asked.difference(known)):
+    if name not in known:
         raise SetupError(
-            f"rank {rank}: transport={unknown[0]!r} is not known: use one of "
-            + ", ".join(f'"{name}"' for name in known)
+            f"{where}: transport={name!r} is not known: use one of "
+            + ", ".join(f'"{one}"' for one in known)
             + ", or an object that is a stretto.transport.Transport"
         )
+
+
+def _refuse(rank: int, offers: Sequence[Offer]) -> None:
+    asked = {offer.asked for offer in offers}
+    for name in sorted(asked):
+        refuse_unknown_name(name, f"rank {rank}")
     if len(asked) > 1:
         told = ", ".join(f'rank {other} "{offer.asked}"' for other, offer in enumerate(offers))
         raise SetupError(f"rank {rank}: ranks ask for different transports: {told}.\nGive the same on all ranks.")

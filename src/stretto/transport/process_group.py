@@ -36,12 +36,12 @@ class ProcessGroupTransport:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         group: object = process_group if process_group is not None else dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise UnsupportedError("this rank is not in the process group: call attach only on ranks that are")
+            raise UnsupportedError("this rank is not in process_group=: call attach only on the ranks that are")
         if not isinstance(group, dist.ProcessGroup):
             kind = type(group).__name__
             if group is None:
                 raise UnsupportedError("there is no process group: call torch.distributed.init_process_group() before")
-            raise UnsupportedError(f"a process group is what torch.distributed.new_group() returns, not of type {kind}")
+            raise UnsupportedError(f"process_group= takes what torch.distributed.new_group() returns, not {kind}")
         # Weak: torch's registry owns the group. Held by hooks on a model past destroy_process_group(), it would live to
         # the end of the program, where Gloo's threads can abort the interpreter's exit.
         self._group = weakref.ref(group)

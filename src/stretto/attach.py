@@ -85,8 +85,8 @@ def attach(
         init_sync: False if the ranks are known to hold the same values: nothing is compared or sent, but for what
             ``transport`` asks unless it is ``"process_group"``.
         ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone.
-        reduce: ``"mean"`` or ``"sum"`` over ranks. What ``.grad`` holds when the accumulation of a pass begins (no
-            ``zero_grad``, or preset) becomes its mean over ranks either way, so what all ranks hold alike stays.
+        reduce: ``"mean"`` or ``"sum"`` over ranks. What ``.grad`` already held before a pass (no ``zero_grad``, or set
+            by hand) is averaged over ranks in both modes, never summed, so what all ranks hold alike stays.
         weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
         predivide_factor: divide by this before the sum and by the rest after it (Apex's ``gradient_predivide_factor``).
         reduce_dtype: gradients travel and are summed in this dtype, for example ``torch.float32`` for bfloat16 ones; a
@@ -102,8 +102,8 @@ def attach(
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
             ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.
         beside: handles of other models that one backward may reach together with this one (actor and critic): passes
-            of all begin and end together, as with parts of the module. Needed where gradients of models on different
-            process groups come in an order that differs between ranks; on one group it only spares looking who comes.
+            of all begin and end together, as with parts of the module. On one process group it only spares looking who
+            comes; on different ones they act together from the first pass on, and not only once they have met.
 
     Returns:
         The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.

@@ -1,12 +1,13 @@
 """Everything stretto raises.
 
 StrettoError
-├── SetupError                what was handed to ``attach`` or the drop-in cannot be honoured
+├── SetupError                what was asked for cannot be honoured
 │   ├── AlreadyAttachedError  a parameter already has a reducer
 │   ├── ModelMismatchError    the ranks do not hold the same model or options
 │   └── UnsupportedError      an argument or a tensor layout that stretto refuses, by name
 ├── WithheldError             a gradient was read of which this rank has only its share
 ├── PlanError                 a bucket plan that contradicts itself or its parameters
+├── TraceError, PictureError  a trace cannot be read or written, a picture not drawn: in trace.py and plots.py
 ├── ReplicaError              the ranks no longer hold the same parameters
 └── CommunicationError        a bucket could not be reduced
     └── PeerError             another rank failed in this pass, has ended, or was killed

@@ -264,8 +264,8 @@ class Synchronizer:
     def report(self) -> Report:
         """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
 
-        Of passes 4 to 8 after attaching, then one in a hundred, and those that were traced: the last 20 of the plan in
-        use. On accelerators times are the host's. Clocks of hosts are compared through the process group's store.
+        It covers passes 4 to 8, one in a hundred after that, and traced ones: at most 20, of the plan in use. On
+        accelerators times are the host's. Clocks of hosts are compared through the process group's store.
         With sharded optimizers, also what each rank holds for them in memory, and would without.
 
         Raises:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Fails
 
 import stretto
 from stretto.testing import run_ranks
@@ -286,3 +287,37 @@ def test_of_a_sum_what_was_cleared_after_a_silent_pass_counts_no_more(silent: in
         return model["sometimes"].grad.tolist()
 
     assert run_ranks(worker, 2) == [[4.0 if cleared else 2.0 + 1.0 + 4.0] * 3] * 2
+
+
+def test_of_a_sum_what_follows_a_backward_that_failed_is_summed() -> None:
+    def worker(transport):
+        model = torch.nn.ParameterList([torch.zeros(()) for _ in range(2)])
+        first, second = model
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        x = torch.ones((), requires_grad=True)
+        with contextlib.suppress(ValueError, stretto.PeerError):
+            ((Fails.apply(x) if transport.rank == 0 else x) + first + second).backward()
+        model.zero_grad()
+        with sync.no_sync():
+            (first + second).backward()
+        (first + second).backward()
+        return [parameter.grad.item() for parameter in model]
+
+    assert run_ranks(worker, 2) == [[4.0, 4.0]] * 2
+
+
+def test_of_a_sum_what_another_handle_begins_is_new_as_well() -> None:
+    """The last gradient that was looked at is not this pass's, where a pass of both begins with one of the other's."""
+
+    def worker(transport):
+        one, two = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+        first = stretto.attach(one, transport=transport)
+        sync = stretto.attach(two, transport=transport, reduce="sum", beside=[first])
+        two.weight.sum().backward()
+        with sync.no_sync():
+            two.weight.sum().backward()
+        two.zero_grad()
+        (two.weight.sum() + one.weight.sum()).backward()  # the one built last comes first
+        return two.weight.grad.item()
+
+    assert run_ranks(worker, 2) == [2.0] * 2

@@ -330,6 +330,22 @@ def test_a_change_around_a_pass_without_synchronisation(change: str, when: str) 
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True))
 
 
+def test_what_was_dropped_before_a_change_is_no_gradient() -> None:
+    """A pass without synchronisation had reached it; in that of the change no rank uses it."""
+
+    def worker(transport):
+        model = nn.ModuleList([nn.Linear(2, 1) for _ in range(2)])
+        sync = stretto.attach(model, transport=transport)
+        with sync.no_sync():
+            sum(part(torch.ones(1, 2)).sum() for part in model).backward()
+        model.zero_grad()
+        model[0].double()
+        (model[0].bias * 2).sum().backward()
+        return model[0].weight.grad, model[0].bias.grad.item()
+
+    assert run_ranks(worker, 2) == [(None, 2.0)] * 2
+
+
 def test_what_was_built_differently_on_each_rank_becomes_rank_0s() -> None:
     def worker(transport):
         model = Chain()

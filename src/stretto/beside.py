@@ -108,6 +108,8 @@ class Beside:
         """What has arrived so far is dealt with."""
         if self.sparse.any:
             self.sparse.forget()
+        if self._queue.preset is not None:
+            self._queue.preset.forget()
 
     def reset(self) -> None:
         """Nothing is under way, for the next pass."""

@@ -280,8 +280,6 @@ class LaunchQueue:
         self.launched = 0
         for bucket in self.buckets:
             bucket.reset()
-        if self.preset is not None:
-            self.preset.forget()
 
     def guard(self, copy: Callable[..., None], *arguments: Any, **named: Any) -> None:
         """Copy gradients into buckets; say which is to blame if that cannot be done."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .engine import current_task
+
 
 @dataclass
 class _Before:
@@ -30,8 +32,8 @@ class _Known(dict[int, _Before]):
 
     running = False
     """Whether a synchronised pass is under way, in which ``.grad`` comes and goes by our own hands."""
-    last = 0
-    """The parameter that was looked at last."""
+    last = (0, -1)
+    """The parameter that was looked at last, and in which of the engine's tasks."""
 
 
 class Preset:
@@ -80,9 +82,12 @@ class Preset:
             before.address, before.version = _state(gradient)
 
     def begin(self) -> None:
-        """A synchronised pass begins, with the gradient that was looked at last."""
+        """A synchronised pass begins, in a hook: if with a gradient of ours, with the one that was looked at last."""
         self._known.running = True
-        for key in [key for key in self._known if key != self._known.last]:  # without synchronisation, before
+        newest, task = self._known.last
+        if task != current_task():  # it is another handle's, and begins a pass of all
+            newest = 0
+        for key in [key for key in self._known if key != newest]:  # without synchronisation, before
             parameter = self._hooks[key][0]() if key in self._hooks else None
             if parameter is None or parameter.grad is None:
                 del self._known[key]
@@ -104,7 +109,7 @@ def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Te
     parameter = reference()
     if parameter is None or (known.running and id(parameter) in known):
         return
-    known.last = id(parameter)
+    known.last = id(parameter), current_task()
     gradient, before = parameter.grad, known.get(id(parameter))
     if gradient is None:
         known[id(parameter)] = _Before(None, 0, 0)

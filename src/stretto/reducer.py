@@ -164,11 +164,7 @@ class Reducer:
         self.family.part()
 
     def detach(self) -> None:
-        """Remove the hooks. ``.grad`` stays as it is.
-
-        Raises:
-            SetupError: another reducer has left parameters to this one.
-        """
+        """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
         self._arrivals.remove()
         self._beside.remove()
@@ -274,8 +270,7 @@ class Reducer:
             if self._never_used.looking:
                 self._never_used.look(self._tracker.gone)
         finally:
-            self._unsynchronized.clear()
-            self._beside.forget()
+            self._forget()
             self._reset()
         self._passes += 1
         if self._events.pass_settled:
@@ -293,6 +288,10 @@ class Reducer:
         words = self.queue.wait(release=release, handed_out=release and self._tracker.handed_out())
         self._beside.finish(buffers, release=release)
         return words
+
+    def _forget(self) -> None:
+        self._unsynchronized.clear()
+        self._beside.forget()
 
     def _reset(self) -> None:
         self.running = False
@@ -330,7 +329,7 @@ class Reducer:
     def _stop(self) -> None:
         self.running = False
         self._tracker.stop()
-        self._unsynchronized.clear()
+        self._forget()
 
     def _drain(self, buffers: CoalescedMessages) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""

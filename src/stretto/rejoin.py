@@ -246,7 +246,8 @@ class Rejoin:
         }
         misfits = [queue.names[i] for i, one in self._tracker.alive(range(len(queue.names))) if not queue.fits(i, one)]
         for name in (*(queue.names[index] for index in queue.loose), *misfits, *self._rows.misfits()):
-            found.setdefault(name, name in self._arrived)
+            one = wanted.get(name, rows.get(name))
+            found.setdefault(name, name in self._arrived and one is not None and one.grad is not None)
         found = {name: has for name, has in found.items() if name in wanted or name in rows}
         return found | dict.fromkeys(members.strangers(), False)
 

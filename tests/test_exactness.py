@@ -456,6 +456,41 @@ def test_channels_last_is_kept_and_right():
     assert not far_apart(first, gradients(plain), tolerance=1e-5)
 
 
+@table("at", [0, 1, 4])
+def test_another_memory_format_is_followed_in_that_very_pass(at):
+    """A fused optimizer takes gradient and parameter for alike in memory, and asks nobody."""
+
+    def net():
+        made = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Conv2d(4, 3, 1))
+        for parameter in made.parameters():
+            parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        return made
+
+    def step(model, optimizer, images, number):
+        if number == at:
+            model.to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        (sum(model(one).square().mean() for one in images) / len(images)).backward()
+        for parameter in model.parameters():
+            assert parameter.grad.stride() == parameter.stride()
+        optimizer.step()
+
+    def worker(transport):
+        model, plain = net(), net()
+        sync = attach(model, "1 KB", transport=transport)
+        fused, known = (torch.optim.AdamW(one.parameters(), lr=0.1, fused=True) for one in (model, plain))
+        images = [torch.linspace(-1, 1 + rank, 72).view(1, 2, 6, 6) for rank in range(2)]
+        for number in range(7):
+            step(model, fused, [images[transport.rank]], number)
+            step(plain, known, images, number)
+            sync.check()
+        assert sync.statistics.plans <= 3
+        both = zip(model.parameters(), plain.parameters(), strict=True)
+        return max((mine - theirs).abs().max().item() for mine, theirs in both)
+
+    assert max(run_ranks(worker, 2)) < 1e-4
+
+
 def test_attaching_levels_the_ranks():
     models = [build("cnn", seed=rank) for rank in range(3)]
     with torch.no_grad():

@@ -30,6 +30,7 @@ from .presence import Presence
 from .preset import Preset
 from .scaling import Scaling
 from .slots import hand_out
+from .specs import has_strides
 from .transport.base import Transport, Work
 from .withheld import Alive, complete, leave_in_shares
 from .words import Control, ControlWords
@@ -127,9 +128,9 @@ class LaunchQueue:
     def fits(self, index: int, parameter: torch.Tensor) -> bool:
         """Whether its gradients can go into its slot."""
         spec = self.plan.parameters[index]
-        return (
-            parameter.dtype is spec.dtype and parameter.shape == spec.shape and parameter.device == self.devices[index]
-        )
+        if parameter.dtype is not spec.dtype or parameter.shape != spec.shape:
+            return False
+        return parameter.device == self.devices[index] and (self.comm_hook is not None or has_strides(parameter, spec))
 
     def set_loose(self, indices: Iterable[int]) -> None:
         """Carry nothing for them any more."""

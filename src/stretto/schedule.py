@@ -57,6 +57,8 @@ class Chunk:
     """Slots that lie one behind the other."""
     alone: list[int]
     """Places of the other arrivals."""
+    formats: list[tuple[int, tuple[int, ...]]]
+    """Places of images' kernels and their strides: ``.to(memory_format=...)`` gives such parameters others."""
 
     def take(self, parameters: Sequence[torch.Tensor], *, with_graph: bool = False) -> None:
         """Take the gradients of these arrivals, which are those that were foreseen.
@@ -75,6 +77,9 @@ class Chunk:
                 part.take()
             return
         gradients: list[Any] = [parameter.grad for parameter in parameters]
+        for place, strides in self.formats:
+            if parameters[place].stride() != strides:
+                raise MisfitError
         in_place = False
         for part in self.parts:
             in_place = in_place or part.bucket.in_place
@@ -108,7 +113,12 @@ class Chunk:
 
 
 def schedule(
-    order: Sequence[int], ids: Sequence[int], bucket_of: Sequence[Bucket], *, hands_out: bool = True
+    order: Sequence[int],
+    ids: Sequence[int],
+    bucket_of: Sequence[Bucket],
+    *,
+    hands_out: bool = True,
+    follows_formats: bool = True,
 ) -> list[Chunk]:
     """Cut a pass into chunks. The buckets forget the runs of an earlier schedule.
 
@@ -118,6 +128,7 @@ def schedule(
         bucket_of: each parameter's bucket, by index.
         hands_out: False if gradients may come again after their bucket has left, so that ``.grad`` must not be the
             slot before the pass settles.
+        follows_formats: False if no other plan is to be made for parameters whose strides have changed.
     """
     final = {index: place for place, index in enumerate(order)}
     buckets = {id(bucket): bucket for bucket in bucket_of}.values()
@@ -143,11 +154,23 @@ def schedule(
             runs = [run for part in parts for run in _runs(part, complete)] if once else []
             in_runs = {place for run in runs for place in run.places}
             alone = [place for place in range(len(complete)) if place not in in_runs]
-            chunks.append(
-                Chunk(list(ids[start : place + 1]), parts, index, full, views, Kinds(views or ()), runs, alone)
-            )
+            formats = _formats(complete, bucket_of, place_of) if once and follows_formats else []
+            kinds, arrivals = Kinds(views or ()), list(ids[start : place + 1])
+            chunks.append(Chunk(arrivals, parts, index, full, views, kinds, runs, alone, formats))
             start, nbytes, complete, full = place + 1, 0, [], []
     return chunks
+
+
+def _formats(
+    indices: Sequence[int], bucket_of: Sequence[Bucket], place_of: Mapping[int, int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Of four dimensions and more, where the slot has the strides of the parameter."""
+    found = []
+    for place, index in enumerate(indices):
+        slot, parameter = bucket_of[index].views[place_of[index]], bucket_of[index].references[place_of[index]]()
+        if parameter is not None and slot.dim() > 3 and parameter.stride() == slot.stride():
+            found.append((place, slot.stride()))
+    return found
 
 
 def _parts(indices: Sequence[int], bucket_of: Sequence[Bucket], place_of: Mapping[int, int]) -> list[Part]:

@@ -81,6 +81,12 @@ def describe_parameters(
     return tuple(specs)
 
 
+def has_strides(parameter: torch.Tensor, spec: ParameterSpec) -> bool:
+    """Whether its slot has the strides in which an optimizer's fused kernels expect its gradient."""
+    strides = parameter.stride()
+    return strides == spec.strides or slot_strides(spec.shape, strides) == spec.strides
+
+
 def slot_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The parameter's own strides if it fills its memory without holes or overlaps, else contiguous ones.
 

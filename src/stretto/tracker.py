@@ -107,14 +107,14 @@ class ArrivalTracker:
         """Look only where the schedule for the known order says so."""
         order = [self.index_of[i] for i in self._known]
         once = not (self._careful or self.graph_changed)
-        self._schedule = schedule(order, self._known, self._queue.bucket_of, hands_out=once)
+        follows = self._queue.comm_hook is None
+        self._schedule = schedule(order, self._known, self._queue.bucket_of, hands_out=once, follows_formats=follows)
         self._hands_out = all(chunk.views is not None for chunk in self._schedule)
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
 
     def alive(self, indices: Iterable[int]) -> list[tuple[int, torch.nn.Parameter]]:
         """Those parameters that were not freed, with their index."""
-        found = ((index, self._queue.parameters[index]()) for index in indices)
-        return [(index, parameter) for index, parameter in found if parameter is not None]
+        return [(index, one) for index in indices if (one := self._queue.parameters[index]()) is not None]
 
     # During a pass
 

@@ -128,23 +128,24 @@ class Layout:
         inside = which_lie_in([*self.parameters.values()], [*self.views.values()])
         return [index for index, lies in zip(self.parameters, inside, strict=True) if not lies]
 
-    def refuse_other_sizes(self, indices: Iterable[int], where: str, *, planned: bool) -> None:
+    def refuse_other_sizes(self, indices: Iterable[int], where: str, plan: BucketPlan) -> None:
         """Of parameters that have been changed by hand. Strides that have are told in a line of the log.
 
         Args:
             indices: those to look at.
             where: how the message begins.
-            planned: the plan is that of the gradients; else they have another dtype, maybe, which is followed.
+            plan: of the gradients. Where it is another one they have another dtype, maybe, or strides: followed.
 
         Raises:
             SetupError: with the name of one.
         """
-        restrided = []
+        restrided, strides = [], {spec.name: spec.strides for spec in plan.parameters}
         for index in indices:
             parameter, spec = self.parameters[index], self.plan.parameters[index]
-            if slot_strides(parameter.shape, parameter.stride()) != spec.strides:
+            now = slot_strides(parameter.shape, parameter.stride())
+            if now != strides.get(spec.name, now):
                 restrided.append(spec.name)
-            if parameter.shape != spec.shape or (planned and parameter.dtype is not spec.dtype):
+            if parameter.shape != spec.shape or (plan is self.plan and parameter.dtype is not spec.dtype):
                 raise SetupError(
                     f"{where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
                     f"sharded, and is {tuple(parameter.shape)} {parameter.dtype} now.\n"
@@ -154,7 +155,7 @@ class Layout:
         if restrided:
             log.warning(
                 f"{where}: {name_list(restrided)} had other strides than in the plan, and get those back, with their "
-                "values.\nCall .to(memory_format=...) before stretto.attach()."
+                "values.\nCall .to(memory_format=...) before a backward, and not between that and the step."
             )
 
     def copies(self, strayed: Iterable[int], pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:

@@ -216,8 +216,8 @@ class Shares:
     def _refuse(self, strayed: Sequence[int], *, has_moved: bool) -> None:
         """Raise what speaks against a step of this rank."""
         layout, where = self.layout, self._peers.where
-        planned = self._reducer.plan is layout.plan
-        layout.refuse_other_sizes(strayed if planned else layout.parameters, where, planned=planned)
+        plan = self._reducer.plan
+        layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         self._kinds.refuse_change(where, has_moved=has_moved)
         if has_moved or any(one.grad is not None for one in self._apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)

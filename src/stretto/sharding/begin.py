@@ -15,7 +15,7 @@ from ..peers import Peers
 from ..reducer import Reducer
 from .groups import difference, facts
 from .kinds import Kind, kind_of
-from .members import refuse_others, refuse_taken
+from .members import refuse_others, refuse_taken, refuse_twins
 from .optimizer import ShardedOptimizer
 from .shares import Shares
 
@@ -66,6 +66,7 @@ def begin(
     try:
         kind = kind_of(_refused(optimizer, module, others, where), where)
         refuse_others(optimizer, module, reducer.parameters, where)
+        refuse_twins(optimizer, module, where)
     except StrettoError as error:
         problem = error
     told = peers.gather((problem and str(problem), [] if problem else [asked, *_facts(optimizer, module)]))

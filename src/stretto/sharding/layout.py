@@ -183,11 +183,17 @@ class Layout:
         for index in strayed:
             self.parameters[index].data = self.views[index]
 
-    def release(self, keep: Collection[int] = ()) -> None:
-        """Parameters get memory of their own again, but for those that lie in another layout already."""
+    def release(self, others: Iterable[torch.nn.Parameter], keep: Collection[int] = ()) -> None:
+        """Parameters get memory of their own again, but for those that lie in another layout already.
+
+        Args:
+            others: that may have taken over the memory of one: ``nn.Parameter(parameter.data)``.
+            keep: which lie in another layout.
+        """
         addresses = {view.data_ptr() for view in self.views.values()}
-        for index, parameter in self.parameters.items():
-            if index not in keep and parameter.data_ptr() in addresses:
+        own = [one for index, one in self.parameters.items() if index not in keep]
+        for parameter in (*own, *others):
+            if parameter.data_ptr() in addresses:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 

@@ -44,6 +44,10 @@ class Meetings:
         self.is_spoiled = False
         """Whether parameters refuse to be looked at."""
 
+    def refuse_fork(self) -> None:
+        """Raise in a forked child."""
+        self._peers.refuse_fork()
+
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective.
 

@@ -26,6 +26,19 @@ def refuse_others(
                 )
 
 
+def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, where: str) -> None:
+    """Raise if two parameters begin in one memory: each would get its own."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[int, torch.Tensor] = {}
+    for one in (one for group in optimizer.param_groups for one in group["params"] if one.numel()):
+        if (twin := found.setdefault(one.data_ptr(), one)) is not one:
+            both = names.get(id(twin), "?"), names.get(id(one), "?")
+            raise SetupError(
+                f"{where}: {name_list(both)} are two parameters in one memory (b.data = a.data), which would part.\n"
+                "Tie them as one: module_b.weight = module_a.weight, before stretto.attach()."
+            )
+
+
 def refuse_taken(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[torch.optim.Optimizer], where: str
 ) -> None:

@@ -10,11 +10,33 @@ import torch
 
 from ..report import Footprint, Report
 from ..specs import format_bytes
+from .layout import Layout
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
     """Of one parameter, or of a stretch; single numbers are left out."""
     return sum(value.nbytes for value in state.values() if torch.is_tensor(value) and value.dim())
+
+
+def footprint_of(
+    layout: Layout,
+    states: Mapping[torch.Tensor, Mapping[str, Any]],
+    apart: Sequence[torch.Tensor],
+    rank: int,
+) -> tuple[Footprint, Footprint]:
+    """What a rank holds of one optimizer; and without shares, but for the state that other ranks have.
+
+    Args:
+        layout: of the parameters that are divided.
+        states: what this rank keeps.
+        apart: parameters that every rank steps.
+        rank: this one.
+    """
+    own, of_every_rank = sum(map(state_bytes, states.values())), sum(state_bytes(states.get(one, {})) for one in apart)
+    whole = sum(one.nbytes for one in apart)
+    dense = sum(layout.plan.parameters[index].nbytes for index in layout.parameters)
+    home = next(ranks for ranks in layout.homes if rank in ranks)
+    return Footprint(layout.nbytes // len(home) + whole, dense, own), Footprint(dense + whole, dense, of_every_rank)
 
 
 class Holder(Protocol):

@@ -67,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The one that was sharded. It keeps the groups, and no state."""
         self._shares: Shares | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.state = _Elsewhere(dict)
+        self.state = optimizer.state if shares is None else _Elsewhere(dict)
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
         self._refusal = None if shares is None else optimizer.register_step_pre_hook(_refuse_the_original)
@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{self._where}: this sharded optimizer has ended with detach() or unshard().\n"
                 "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
             )
-        self._shares.refuse_fork()
+        self._shares.meetings.refuse_fork()
         if self._shares.meetings.broken is not None:
             spoiled = self._shares.meetings.is_spoiled
             left = "the model may be stepped in part" if spoiled else "no other can follow; the model is whole"
@@ -199,6 +199,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups = self.original.param_groups
             if shares is not None:
                 self.original.state.clear()
+            elif not self._handed_back:
+                self.state = self.original.state
 
     def stateful(self) -> ShardedState:
         """The state for ``torch.distributed.checkpoint``: each rank writes, and reads, its own share. Not collective.

@@ -25,7 +25,7 @@ from .kinds import Kind, KindWatch, groups_of, keys_by_element
 from .layout import Layout
 from .meetings import Meetings
 from .members import refuse_unreduced
-from .memory import describe_shares, state_bytes
+from .memory import describe_shares, footprint_of
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
 from .state import Kept, State, flat_state, follow_dtype, refuse_unlike, shaped, whole_states
@@ -70,6 +70,7 @@ class Shares:
         self._number = len(peers.seat.steps)
         peers.seat.steps.append(0)
         self._withholding.follow()
+        self._has_moved = False  # the groups, since the last step, and were followed already
         try:
             self._lay_out()
         except BaseException:
@@ -190,7 +191,18 @@ class Shares:
                 one.data = data
             raise
         now = {id(one) for one in self.layout.parameters.values()}
-        before.release({index for index, one in before.parameters.items() if id(one) in now})
+        stay = {index for index, one in before.parameters.items() if id(one) in now}
+        before.release(self._reducer.members.everything().values(), stay)
+
+    def _catch_up(self) -> None:
+        """Follow the plan and the groups as they are now, as the next step would. Collective."""
+        has_moved = self._groups.have_moved()
+        if any(self._peers.gather(has_moved or self._reducer.plan is not self.layout.plan)):
+            self._groups.refuse_others(self._peers)
+            self._spread.finish()
+            self.layout.refuse_other_sizes(self.layout.parameters, self._peers.where, self._reducer.plan)
+            self._follow()
+            self._has_moved |= has_moved
 
     # The step
 
@@ -209,14 +221,14 @@ class Shares:
             self._follow()
             strayed = []
         self._write(strayed, copies, number)
-        if has_moved:  # not before: what is there now is in the shares of this pass
+        if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
+            self._has_moved = False
             self._withholding.follow()
             self._withholding.drop(self._everything())
 
     def _refuse(self, strayed: Sequence[int], *, has_moved: bool) -> None:
         """Raise what speaks against a step of this rank."""
-        layout, where = self.layout, self._peers.where
-        plan = self._reducer.plan
+        layout, where, plan = self.layout, self._peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         self._kinds.refuse_change(where, has_moved=has_moved)
         if has_moved or any(one.grad is not None for one in self._apart):
@@ -276,17 +288,18 @@ class Shares:
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
-        specs = dict(enumerate(self.layout.plan.parameters))
+        specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
         carrier, peers = self._reducer.transport, self._peers
         for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, peers.gather, peers.wait_for):
-            state = {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()}
-            yield self.layout.parameters[index], state | rest
+            if id(parameter := self.layout.parameters[index]) in known:
+                yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
         for parameter in self._apart:
-            if kept := self.inner.state.get(parameter):
+            if id(parameter) in known and (kept := self.inner.state.get(parameter)):
                 yield parameter, dict(kept)
 
     def kept(self) -> list[Kept]:
-        """What this rank keeps of each parameter."""
+        """What this rank keeps of each parameter. Collective."""
+        self._catch_up()
         return self._keeping().kept(self._apart)
 
     def take(self, kept: Sequence[Kept]) -> None:
@@ -303,13 +316,11 @@ class Shares:
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
         """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
-        refuse_unlike(places, problem or misfit(self._keeping(), states), self._peers.gather, self._peers.where)
+        refuse_unlike(places, problem, self._peers.gather, self._peers.where)
+        self._catch_up()
+        refuse_unlike(places, misfit(self._keeping(), states), self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
-
-    def refuse_fork(self) -> None:
-        """Raise in a forked child."""
-        self._peers.refuse_fork()
 
     def describe(self) -> str:
         """What is done with them, in plain words."""
@@ -324,13 +335,7 @@ class Shares:
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""
-        own = sum(map(state_bytes, self.inner.state.values()))
-        of_every_rank = sum(state_bytes(self.inner.state.get(one, {})) for one in self._apart)
-        apart = sum(one.nbytes for one in self._apart)
-        dense = sum(self.layout.plan.parameters[index].nbytes for index in self.layout.parameters)
-        home = next(ranks for ranks in self.layout.homes if self.rank in ranks)
-        held = Footprint(self.layout.nbytes // len(home) + apart, dense, own)
-        return held, Footprint(dense + apart, dense, of_every_rank)
+        return footprint_of(self.layout, self.inner.state, self._apart, self.rank)
 
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
@@ -339,5 +344,5 @@ class Shares:
             self._spread.finish()
         self.stretches.forget()
         if not self.meetings.is_spoiled:
-            self.layout.release()
+            self.layout.release(self._reducer.members.everything().values())
             self._withholding.drop(self._everything())

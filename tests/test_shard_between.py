@@ -1,0 +1,147 @@
+"""State that is saved or loaded between a change of groups, or of the plan, and the step that follows it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, backward, pair, train
+from test_shared_memory import shared
+
+import stretto
+
+
+@pytest.fixture(params=["threads", "shared memory", "hosts"])
+def carrier(request: pytest.FixtureRequest) -> Any:
+    return CARRIERS[request.param]
+
+
+def whole(transport: Any, sharded: Any) -> dict[str, Any]:
+    """Rank 0's state, on every rank."""
+    return copy.deepcopy(transport.all_gather_object(sharded.state_dict())[0])
+
+
+def with_more(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [*model.second.parameters(), *model.last.parameters()], "lr": 0.02})
+
+
+def test_who_goes_on_with_groups_that_are_added_has_all_of_the_state(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([*parameters][:2], lr=0.01)
+
+        model, sharded, _, plain, optimizer = pair(transport, make)
+        with_more(model, sharded)
+        with_more(plain, optimizer)
+        train(model, sharded, transport.rank, range(3))
+        train(plain, optimizer, transport.rank, range(3))
+        saved, wanted = whole(transport, sharded), copy.deepcopy(optimizer.state_dict())
+        assert_same_state(saved, wanted)
+
+        model, sharded, _, plain, optimizer = pair(transport, make)
+        with_more(model, sharded)
+        with_more(plain, optimizer)
+        sharded.load_state_dict(saved)
+        optimizer.load_state_dict(wanted)
+        assert_same_state(whole(transport, sharded), optimizer.state_dict())
+        train(model, sharded, transport.rank, range(3, 6))
+        train(plain, optimizer, transport.rank, range(3, 6))
+        assert_same(model, plain)
+
+    carrier(worker, 2)
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_state_is_loaded_behind_a_backward_that_has_changed_the_plan(carrier: Any, keep_grads: bool) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads, bucket_cap_mb=0.002)
+        train(model, sharded, transport.rank, range(2))
+        train(plain, optimizer, transport.rank, range(2))
+        saved, wanted = whole(transport, sharded), copy.deepcopy(optimizer.state_dict())
+        for net, one, state in ((model, sharded, saved), (plain, optimizer, wanted)):
+            train(net, one, transport.rank, range(2, 4))
+            net.second.requires_grad_(False)
+            one.zero_grad()
+            backward(net, transport.rank, 4)
+            one.load_state_dict(state)
+            one.step()
+            train(net, one, transport.rank, range(5, 8))
+        assert_same(model, plain)
+        assert_same_state(whole(transport, sharded), optimizer.state_dict())
+
+    carrier(worker, 2)
+
+
+CALLS = {
+    "saved": lambda optimizer, saved: optimizer.state_dict(),
+    "loaded": lambda optimizer, saved: optimizer.load_state_dict(saved),
+    "in a checkpoint": lambda optimizer, saved: hasattr(optimizer, "stateful") and optimizer.stateful().state_dict(),
+    "removed, loaded": lambda optimizer, saved: remove_and_load(optimizer, saved),
+}
+
+
+def remove_and_load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    optimizer.param_groups[0]["params"].pop(0)
+    saved["param_groups"][0]["params"].pop(0)
+    saved["state"].pop(0)
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_parameter_is_replaced_and_no_step_has_followed(carrier: Any, world: int, call: str) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(2))
+            saved = whole(transport, one)
+            old, net.first.weight = net.first.weight, torch.nn.Parameter(torch.ones_like(net.first.weight))
+            group = one.param_groups[0]["params"]
+            group[next(place for place, other in enumerate(group) if other is old)] = net.first.weight
+            one.state.pop(old, None)
+            CALLS[call](one, saved)
+            if call != "removed, loaded":  # else what is no more in a group would have no gradient taken
+                train(net, one, transport.rank, range(2, 4))
+        assert_same(model, plain)
+        assert_same_state(whole(transport, sharded), whole(transport, optimizer))
+        assert_same_state(sharded.unshard().state_dict(), optimizer.state_dict())
+
+    if world == 1:
+        stretto.testing.run_ranks(worker, 1)
+    else:
+        carrier(worker, 2)
+
+
+def test_who_has_taken_over_the_memory_of_a_parameter_has_its_own_in_the_end() -> None:
+    def worker(transport: Any) -> float:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(1))
+        old = model.first.weight
+        model.first.weight = torch.nn.Parameter(old.data, requires_grad=False)
+        sharded.param_groups[0]["params"][:] = [one for one in sharded.param_groups[0]["params"] if one is not old]
+        train(model, sharded, transport.rank, range(1, 3))
+        sharded.unshard()
+        sync.detach()
+        transport.all_gather_object(None)
+        with torch.no_grad():
+            model.first.weight.fill_(transport.rank)
+        transport.all_gather_object(None)
+        return model.first.weight[0, 0].item()
+
+    assert shared(worker, 2) == [0.0, 1.0]
+
+
+def test_two_parameters_in_one_memory_are_refused(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        model.back.bias.data = model.first.bias.data
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        assert str(caught.value) == (
+            f"rank {transport.rank}, shard: first.bias, back.bias are two parameters in one memory (b.data = a.data), "
+            "which would part.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
+        )
+
+    carrier(worker, 2)

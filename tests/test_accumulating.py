@@ -321,3 +321,35 @@ def test_of_a_sum_what_another_handle_begins_is_new_as_well() -> None:
         return two.weight.grad.item()
 
     assert run_ranks(worker, 2) == [2.0] * 2
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_of_a_sum_a_layer_that_gets_another_name_is_summed_once(sparse: bool, silent: bool) -> None:
+    """A layer is inserted before it, so the module has another under its old name."""
+
+    def worker(transport):
+        model = torch.nn.ModuleList([torch.nn.Embedding(2, 1, sparse=sparse), torch.nn.Linear(1, 1)])
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        first = torch.zeros(1, dtype=torch.long)
+        if silent:
+            with sync.no_sync():
+                model[0](first).sum().backward()
+        model.insert(0, torch.nn.Linear(1, 1))
+        (model[1](first).sum() + model[0].bias.sum() + model[2].bias.sum()).backward()
+        return [model[1].weight.grad.to_dense()[0].item(), model[0].bias.grad.item(), model[2].bias.grad.item()]
+
+    assert run_ranks(worker, 3) == [[6.0 if silent else 3.0, 3.0, 3.0]] * 3
+
+
+def test_of_a_sum_tied_weights_are_untied() -> None:
+    def worker(transport):
+        one, two = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+        two.weight = one.weight
+        model = torch.nn.ModuleList([one, two])
+        stretto.attach(model, transport=transport, reduce="sum")
+        one.weight = torch.nn.Parameter(torch.ones(1, 1))
+        (one.weight + two.weight).sum().backward()
+        return one.weight.grad.item(), two.weight.grad.item()
+
+    assert run_ranks(worker, 3) == [(3.0, 3.0)] * 3

@@ -346,6 +346,24 @@ def test_what_was_dropped_before_a_change_is_no_gradient() -> None:
     assert run_ranks(worker, 2) == [(None, 2.0)] * 2
 
 
+def test_a_rank_that_is_idle_as_the_plan_changes_knows_what_it_has_accumulated() -> None:
+    def worker(transport):
+        model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "abc"})
+        sync = stretto.attach(model, transport=transport)
+        with sync.no_sync():
+            model["b"].weight.sum().backward()
+        del model["a"]
+        if transport.rank:
+            sync.shadow_pass()
+        else:
+            model["c"].weight.sum().backward()
+        model["c"].weight.sum().backward()
+        return [model[name].weight.grad.item() for name in "bc"]
+
+    # Rank 0 has the half of its own 1 by now, and of c one more; rank 1 has its 1 of each.
+    assert run_ranks(worker, 2) == [[0.75, 1.25]] * 2
+
+
 def test_what_was_built_differently_on_each_rank_becomes_rank_0s() -> None:
     def worker(transport):
         model = Chain()

@@ -779,6 +779,32 @@ def test_collectives_of_the_program_in_backward_stand_between_the_same_buckets_o
             assert (second, expert) == (pytest.approx(20.0), of_expert)
 
 
+def idle_in_a_family(rank: int, inner: str) -> list[list[list[float]]]:
+    """Each rank drops another layer, so that maps of absences are exchanged; in one pass rank 1 has nothing to do."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.inner, model.rest = (nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]) for _ in range(2))
+    first = stretto.attach(model.inner, bucket_cap_mb=1e-5, transport=inner)
+    stretto.attach(model, bucket_cap_mb=1e-5, transport="process_group")
+    for number in range(6):
+        model.zero_grad()
+        if number == 4 and rank == 1:
+            first.shadow_pass()
+            continue
+        x = torch.ones(2, 4)
+        for place, layer in enumerate([*model.inner, *model.rest]):
+            x = x if place % 3 == rank else layer(x)
+        x.sum().backward()
+    return [model.inner[2].weight.grad.tolist(), model.rest[2].weight.grad.tolist()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("inner", ["process_group", "auto"])
+def test_a_rank_that_is_idle_tells_for_all_of_a_family_before_it_sends(inner: str) -> None:
+    first, second = spawn_ranks(idle_in_a_family, 2, inner, timeout=60)
+    assert first == second
+
+
 class SumsItsGradient(torch.autograd.Function):
     """As layers do that are spread over all ranks."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 
 from .errors import CommunicationError
@@ -22,6 +24,12 @@ def share_channel(one: LaunchQueue, other: LaunchQueue) -> bool:
     """Whether collectives of one can come between those of the other."""
     mine, theirs = channels_of(one), channels_of(other)
     return mine is None or theirs is None or not mine.isdisjoint(theirs)
+
+
+def goes_behind(one: LaunchQueue, others: Iterable[LaunchQueue]) -> bool:
+    """Whether its buckets could mix with those of one of the others that goes first."""
+    number = one.peers.seat.number
+    return any(share_channel(one, other) for other in others if other.peers.seat.number < number)
 
 
 def group_of(transport: Transport) -> object | None:

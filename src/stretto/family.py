@@ -36,7 +36,7 @@ from typing import Protocol
 
 import torch
 
-from .crossing import share_channel
+from .crossing import goes_behind, share_channel
 from .engine import ReentrantCheckpoints, current_task, will_arrive
 from .errors import SetupError, name_list
 from .failing import Failing
@@ -47,7 +47,7 @@ from .transport.base import Transport
 log = logging.getLogger("stretto")
 _number: Callable[[Member], int] = operator.attrgetter("queue.peers.seat.number")
 """Of a member: its place in the order of attaching."""
-_begin, _shadow = operator.methodcaller("begin"), operator.methodcaller("shadow")
+_begin, _begin_idle, _shadow = map(operator.methodcaller, ("begin", "begin_idle", "shadow"))
 
 
 class Member(Protocol):
@@ -89,8 +89,11 @@ class Member(Protocol):
     def give_up(self) -> None:
         """End it without waiting for anybody."""
 
+    def begin_idle(self) -> None:
+        """Begin a pass with nothing to give. Collective."""
+
     def shadow(self) -> None:
-        """Take part in a pass with nothing to give. Collective."""
+        """Take part in it to its end. Collective."""
 
 
 class Family:
@@ -168,11 +171,11 @@ class Family:
         """Be amid a pass, in the backward at that place; see which members are to send nothing before its end."""
         self._place = place
         amid().add(self)
-        others = [one for family in company if family is not self for one in family.members()]
+        others = [one.queue for family in company if family is not self for one in family.members()]
         for member in self.members():
             queue = member.queue
             member.waits = queue.waits_within and (queue.peers.seat.all_know or not queue.pass_number)
-            member.waits = member.waits or (bool(others) and _is_behind(member, others))
+            member.waits = member.waits or (bool(others) and goes_behind(queue, others))
 
     def _due(self) -> list[Member]:
         """Those that are to begin."""
@@ -199,7 +202,9 @@ class Family:
 
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""
-        all_of(self._present(), _shadow)
+        members = self._present()
+        all_of(members, _begin_idle)  # as in a pass, in which all have told who comes before the first sends
+        all_of(members, _shadow)
 
     def lose_with(self, member: Member, error: BaseException) -> bool:
         """One has failed. If this rank has lost its place there, it sends nothing for others on that channel either:
@@ -289,9 +294,9 @@ class Family:
 
     def _look_back(self, coming: Sequence[Family]) -> None:
         """It runs, and one that goes before it begins only now: nothing may have left."""
-        members = [member for member in self.members() if member.running and member.queue.launched]
-        new = [family.members() for family in coming if not family._is_running()]
-        late = [others for others in new if any(_is_behind(member, others) for member in members)]
+        sent = [member.queue for member in self.members() if member.running and member.queue.launched]
+        new = [[one.queue for one in family.members()] for family in coming if not family._is_running()]
+        late = [others for others in new if any(goes_behind(one, others) for one in sent)]
         if self._warned or not late:
             return
         self._warned = True
@@ -301,17 +306,11 @@ class Family:
             "to come. Unless both come in this order on every rank, their gradients of this pass are mixed.\n"
             "Attach the later one with stretto.attach(module, beside=[the earlier one's handle]), or wrap both in one "
             "DistributedDataParallel(torch.nn.ModuleList([...])).",
-            members[0].queue.transport.rank,
-            members[0].queue.pass_number,
-            name_list(members[0].queue.names),
-            name_list(late[0][0].queue.names),
+            sent[0].transport.rank,
+            sent[0].pass_number,
+            name_list(sent[0].names),
+            name_list(late[0][0].names),
         )
-
-
-def _is_behind(member: Member, others: Iterable[Member]) -> bool:
-    """Whether its buckets could mix with those of one of the others that goes first."""
-    before = [other for other in others if _number(other) < _number(member)]
-    return any(share_channel(member.queue, other.queue) for other in before)
 
 
 @functools.cache

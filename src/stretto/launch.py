@@ -215,8 +215,7 @@ class LaunchQueue:
 
     def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
         self._weight, self._says = 0.0, says
-        if self.presence.active and not self.presence.announced:
-            self.presence.announce([False] * len(self.buckets))
+        self.presence.announce_nothing(len(self.buckets))
         for bucket in self.buckets:
             bucket.drop_gradients()
         for bucket in self.buckets[self.launched :]:

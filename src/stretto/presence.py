@@ -59,10 +59,10 @@ class Presence:
         self._work = None if later else self._transport.all_reduce(asked)
         self._map = asked  # last: one that could not be sent was not announced
 
-    @property
-    def announced(self) -> bool:
-        """Whether this pass has a map."""
-        return self._map is not None
+    def announce_nothing(self, buckets: int, *, later: bool = False) -> None:
+        """The same of a rank that has nothing for any, where maps are exchanged and this pass has none yet."""
+        if self.active and self._map is None:
+            self.announce([False] * buckets, later=later)
 
     def under_way(self) -> bool:
         """Whether the map is not there yet. Buckets may leave later then, but only where nobody else uses the channel.

@@ -11,8 +11,7 @@ each arrival is looked at, which costs more and is right for every graph.
 is launched at once, marked as given up; the peers' backward raises ``PeerError``, and all ranks stay in step. Gradients
 that lie in buckets are dropped (``.grad = None``): they are being overwritten.
 
-Sparse gradients lie beside the buckets: after the last bucket their counts and rows follow, see sparse.py.
-See engine.py for [Note: end of a pass] and [Note: nested tasks], launch.py for [Note: launch order].
+Sparse gradients lie beside the buckets: sparse.py. [Note: end of a pass], [Note: nested tasks]: engine.py.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class Reducer:
         self.members, self.delay, self.always_delays, self.waits = members, delay, delay, False
         self._inspection = inspection
         self._beside = Beside(self.queue, places, sparse, events)
-        self._unsynchronized: set[int] = set()
         self._buffers_of_given_up: CoalescedMessages | None = None
         self.failing = Failing(self.queue, self._stop)
         hooked = list(parameters.values())
@@ -186,7 +184,7 @@ class Reducer:
             if self._enter():
                 self._arrivals.order.append(parameter)
             else:
-                self._unsynchronized.add(self._tracker.kept(parameter))
+                self._tracker.keep(parameter)
                 if self.queue.preset is not None:
                     self.queue.preset.accumulated(parameter)
                 if self._events.gradient_kept:
@@ -239,7 +237,7 @@ class Reducer:
         self._arrivals.open()
         if self.queue.presence.active:
             with self.failing:  # stopped there, nobody knows whether the map has left
-                self.queue.announce(self._tracker.foresee(self._unsynchronized), later=self.waits)
+                self.queue.announce(self._tracker.foresee(), later=self.waits)
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self.queue.pass_number)
 
@@ -258,8 +256,8 @@ class Reducer:
     def _settle(self) -> None:
         try:
             shares = self._beside.prepare()
-            contributed = self._tracker.contributed(self._unsynchronized)
-            changed = self._rejoin.noticed(self._unsynchronized)
+            contributed = self._tracker.contributed()
+            changed = self._rejoin.noticed()
             says = self._consensus.says() + [Control.CHANGED] * changed
             self.queue.launch_rest(contributed - self.queue.loose, says)
         except BaseException as error:
@@ -270,7 +268,8 @@ class Reducer:
             if self._never_used.looking:
                 self._never_used.look(self._tracker.gone)
         finally:
-            self._forget()
+            self._tracker.unsynchronized.clear()
+            self._beside.forget()
             self._reset()
         self._passes += 1
         if self._events.pass_settled:
@@ -289,20 +288,22 @@ class Reducer:
         self._beside.finish(buffers, release=release)
         return words
 
-    def _forget(self) -> None:
-        self._unsynchronized.clear()
-        self._beside.forget()
-
     def _reset(self) -> None:
         self.running = False
         self._tracker.end()
         self.queue.reset()
         self._beside.reset()
 
-    def shadow(self) -> None:
-        """Take part in a pass of the other ranks with nothing to give; not the rest of the family. Collective."""
+    def begin_idle(self) -> None:
+        """Begin a pass of the other ranks with nothing to give. Collective."""
         with self.queue.lock, torch.no_grad(), self.failing:
             self._next_pass()
+            later = self.queue.waits_within and self.queue.peers.seat.all_know
+            self.queue.presence.announce_nothing(len(self.queue.buckets), later=later)
+
+    def shadow(self) -> None:
+        """Take part in that pass to its end; not the rest of the family. Collective."""
+        with self.queue.lock, torch.no_grad(), self.failing:
             try:
                 self.queue.launch_idle(self._beside.says())
                 words = self._wait(self._beside.send(None), release=False)
@@ -329,7 +330,8 @@ class Reducer:
     def _stop(self) -> None:
         self.running = False
         self._tracker.stop()
-        self._forget()
+        self._tracker.unsynchronized.clear()
+        self._beside.forget()
 
     def _drain(self, buffers: CoalescedMessages) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""

@@ -82,12 +82,8 @@ class Rejoin:
 
     # Noticing, on one rank
 
-    def noticed(self, unsynchronized: set[int]) -> bool:
-        """At the end of a pass: does the plan no longer fit the module?
-
-        Args:
-            unsynchronized: indices of parameters that got gradients in passes without synchronisation before.
-        """
+    def noticed(self) -> bool:
+        """At the end of a pass: does the plan no longer fit the module?"""
         queue, members = self._queue, self._members
         self._arrived, self._before, self._waiting = set(), {}, set()
         members.look(queue.pass_number)
@@ -97,7 +93,7 @@ class Rejoin:
             members.expect_change()
         if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
             return False
-        self._arrived = {queue.names[i] for i in unsynchronized.union(self._tracker.arrival_order())}
+        self._arrived = {queue.names[i] for i in self._tracker.unsynchronized.union(self._tracker.arrival_order())}
         self._arrived |= self._rows.seen()
         self._waiting = self._frozen_with_gradient()
         if queue.preset is not None:
@@ -193,6 +189,8 @@ class Rejoin:
         loose = {name for one in everyone for name in one}
         mine, words, factor = everyone[queue.transport.rank], self._changes.in_words(), self._factor()
         gradients = {name: wanted[name].grad for name in loose & mine.keys() & wanted.keys()}
+        if queue.preset is not None:
+            self._before |= self._summed_already({name: {**wanted, **rows}[name] for name in loose & mine.keys()})
         contributions = {n: Contribution(g, self._before.get(n)) for n, g in gradients.items() if g is not None}
         carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
         used = self._rows.used_by
@@ -250,6 +248,14 @@ class Rejoin:
             found.setdefault(name, name in self._arrived and one is not None and one.grad is not None)
         found = {name: has for name, has in found.items() if name in wanted or name in rows}
         return found | dict.fromkeys(members.strangers(), False)
+
+    def _summed_already(self, loose: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Gradients of those that have another name now: the old buckets, or rows, have carried them all the same."""
+        planned = [one for i, one in self._tracker.alive(range(len(self._queue.names))) if i not in self._queue.loose]
+        carried = {id(one) for one in (*planned, *self._rows.named_parameters().values())}
+        misfits = self._rows.misfits()
+        same = {name: one.grad for name, one in loose.items() if id(one) in carried and name not in misfits}
+        return {name: gradient for name, gradient in same.items() if gradient is not None}
 
     def _factor(self) -> torch.Tensor | float | None:
         return self._queue.scaling.after(self._queue.buckets[-1].weight)

@@ -75,6 +75,8 @@ class ArrivalTracker:
         """Parameters of which it is foreseen that they do not come in this pass."""
         self._seen: set[int] = set()
         """What had a gradient in this pass before hooks of the program came to it."""
+        self.unsynchronized: set[int] = set()
+        """What has come in passes without synchronisation, since the last that was."""
         self.gone: set[int] = set()
         """What has come without a gradient, and has a hook of the program, which may have taken it away."""
         self._count: dict[int, int] = {}
@@ -83,9 +85,11 @@ class ArrivalTracker:
 
     def rebuild(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """The plan holds other parameters: hook those, and learn again, but for how often the old ones arrive."""
+        waiting = [key for key, index in self.index_of.items() if index in self.unsynchronized]
         counts = {key: self._expected[index] for key, index in self.index_of.items() if index in self._expected}
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._expected = {self.index_of[key]: n for key, n in counts.items() if key in self.index_of}
+        self.unsynchronized = {self.index_of[key] for key in waiting if key in self.index_of}
         self._schedule, self._hands_out, self._known, self.last_order = None, False, [], []
         self.gone.clear()
         self.arrivals.follow(parameters)
@@ -126,18 +130,15 @@ class ArrivalTracker:
             self._careful = self._checkpoints.alive()
         self._in_order = self._schedule is not None and not (self._careful and self._hands_out)
 
-    def foresee(self, unsynchronized: set[int]) -> set[int]:
-        """At the first gradient of a pass: indices of those that come, or came in ``unsynchronized`` passes before.
-
-        See presence.py, [Note: nested tasks and absence].
-        """
+    def foresee(self) -> set[int]:
+        """Which come, or came without synchronisation before; see presence.py, [Note: nested tasks and absence]."""
         everything = set(range(len(self._queue.parameters)))
         if self.nested:
             return everything
         alive = self.alive(everything)
         there = will_arrive([parameter for _, parameter in alive])
         coming = {index for (index, _), comes in zip(alive, there, strict=True) if comes}
-        coming |= {index for index, parameter in self.alive(unsynchronized) if parameter.grad is not None}
+        coming |= {index for index, parameter in self.alive(self.unsynchronized) if parameter.grad is not None}
         self._absent = frozenset(everything - coming)
         return coming
 
@@ -179,10 +180,10 @@ class ArrivalTracker:
         if parameter.grad is not None:
             self._seen.add(self.index_of[id(parameter)])
 
-    def kept(self, parameter: torch.Tensor) -> int:
-        """The index of one whose gradient stays here, so that it may be dropped before the next pass."""
+    def keep(self, parameter: torch.Tensor) -> None:
+        """The gradient stays here, and may be dropped before the next pass."""
         self._seen.discard(self.index_of[id(parameter)])
-        return self.index_of[id(parameter)]
+        self.unsynchronized.add(self.index_of[id(parameter)])
 
     def meet_nested(self) -> None:
         """A gradient has come from a nested task: what this pass has got already may come again."""
@@ -297,16 +298,13 @@ class ArrivalTracker:
         """Whether the pass was what the schedule foresaw, with nothing twice that was not to be."""
         return self._in_order and self._looked_at == len(self.arrivals.order)
 
-    def contributed(self, unsynchronized: set[int]) -> set[int]:
-        """Parameters for which this rank has a gradient that was not taken yet.
-
-        From this pass, or from ``unsynchronized`` ones before. Empty without a search where everything was taken.
-        """
+    def contributed(self) -> set[int]:
+        """Parameters with a gradient that was not taken, from this pass or without synchronisation before it."""
         if self.as_scheduled() and not any(map(_pending, self._queue.buckets)):
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
         self._refuse_gone(arrived, self._queue.buckets)
-        found = {index: one for index, one in self.alive(unsynchronized | arrived) if one.grad is not None}
+        found = {index: one for index, one in self.alive(self.unsynchronized | arrived) if one.grad is not None}
         self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])
         return set(found)
 

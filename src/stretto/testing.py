@@ -28,7 +28,8 @@ T = TypeVar("T")
 def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout: float = 60.0) -> list[T]:
     """Run ``worker(transport)`` on each rank, as threads of this process.
 
-    Raises the first exception of any rank; the others are told, so nobody waits.
+    Raises the first exception of any rank; the others are told, so nobody waits. Several handles over this transport
+    do not know of each other: where one backward reaches both, say ``attach(..., beside=[first])``.
 
     Example::
 

@@ -11,6 +11,7 @@ from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, 
 from test_shared_memory import shared
 
 import stretto
+from stretto.withheld import Withheld
 
 
 @pytest.fixture(params=["threads", "shared memory", "hosts"])
@@ -143,5 +144,48 @@ def test_two_parameters_in_one_memory_are_refused(carrier: Any) -> None:
             f"rank {transport.rank}, shard: first.bias, back.bias are two parameters in one memory (b.data = a.data), "
             "which would part.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
         )
+
+    carrier(worker, 2)
+
+
+# Gradients in shares
+
+
+def test_a_layer_is_replaced_between_backward_and_a_step_that_never_came(carrier: Any) -> None:
+    """The old one is still held, with a gradient of which this rank has its share."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=False)
+        kept = []
+        for net, one in ((model, sharded), (plain, optimizer)):
+            backward(net, transport.rank, 0)
+            kept.append(net.first.weight)
+            net.first.weight = torch.nn.Parameter(torch.full_like(net.first.weight, 0.1))
+            group = one.param_groups[0]["params"]
+            group[next(place for place, other in enumerate(group) if other is kept[-1])] = net.first.weight
+            train(net, one, transport.rank, range(1, 4))
+        assert_same(model, plain)
+
+    carrier(worker, 2)
+
+
+def test_whole_gradients_stay_whole_when_a_group_of_another_optimizer_is_added(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        one, two = (
+            stretto.shard(torch.optim.SGD(layer.parameters(), lr=0.1), sync, keep_grads=False)
+            for layer in (model.first, model.second)
+        )
+        backward(model, transport.rank, 0)  # a bucket holds others, too
+        mine = {id(parameter) for parameter in [*model.first.parameters(), *model.second.parameters()]}
+        two.add_param_group({"params": [other for other in model.parameters() if id(other) not in mine]})
+        wanted = {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}
+        one.step()
+        two.step()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is wanted[name] is None or torch.equal(parameter.grad, wanted[name])
+        model.zero_grad()
+        backward(model, transport.rank, 1)
+        assert isinstance(model.first.weight.grad, Withheld)
 
     carrier(worker, 2)

@@ -25,6 +25,7 @@ from .preset import Preset
 from .specs import MIB, describe_parameters
 from .transport.base import Transport
 from .watch import listen, stop_listening
+from .withheld import Withheld
 
 EVERY = 16
 FIRST = 4
@@ -223,6 +224,13 @@ class Membership:
         self._modules = weakref.WeakSet(modules)
         self._in_order = [weakref.ref(one) for one in modules]
         self._members = self._now()
+
+    def drop_withheld(self, planned: Iterable[torch.Tensor]) -> None:
+        """Of those that the module has no more: nobody steps them, and shares cannot be added up."""
+        here = {id(one) for one in self.everything().values()}
+        for one in planned:
+            if id(one) not in here and isinstance(one.grad, Withheld):
+                one.grad = None
 
     def _follow_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         if self._preset is not None:

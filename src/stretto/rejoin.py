@@ -93,6 +93,7 @@ class Rejoin:
             members.expect_change()
         if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
             return False
+        members.drop_withheld(one for _, one in self._tracker.alive(range(len(queue.names))))
         self._arrived = {queue.names[i] for i in self._tracker.unsynchronized.union(self._tracker.arrival_order())}
         self._arrived |= self._rows.seen()
         self._waiting = self._frozen_with_gradient()

@@ -103,7 +103,7 @@ class ShardedState:
         self._kept: dict[str, Kept] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank writes, or reads into. Not collective."""
+        """What this rank writes, or reads into. Collective if groups or the plan have changed since the last step."""
         self._kept = {self._names[id(one.parameter)]: one for one in self._keeper().kept()}
         return {
             "state": {name: _shares_of(one) for name, one in self._kept.items()},

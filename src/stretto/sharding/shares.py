@@ -194,10 +194,11 @@ class Shares:
         stay = {index for index, one in before.parameters.items() if id(one) in now}
         before.release(self._reducer.members.everything().values(), stay)
 
-    def _catch_up(self) -> None:
-        """Follow the plan and the groups as they are now, as the next step would. Collective."""
+    def _catch_up(self, *, ask: bool) -> None:
+        """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
         has_moved = self._groups.have_moved()
-        if any(self._peers.gather(has_moved or self._reducer.plan is not self.layout.plan)):
+        lags = has_moved or self._reducer.plan is not self.layout.plan
+        if any(self._peers.gather(lags)) if ask else lags:
             self._groups.refuse_others(self._peers)
             self._spread.finish()
             self.layout.refuse_other_sizes(self.layout.parameters, self._peers.where, self._reducer.plan)
@@ -298,8 +299,8 @@ class Shares:
                 yield parameter, dict(kept)
 
     def kept(self) -> list[Kept]:
-        """What this rank keeps of each parameter. Collective."""
-        self._catch_up()
+        """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
+        self._catch_up(ask=False)
         return self._keeping().kept(self._apart)
 
     def take(self, kept: Sequence[Kept]) -> None:
@@ -317,7 +318,7 @@ class Shares:
         """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
         refuse_unlike(places, problem, self._peers.gather, self._peers.where)
-        self._catch_up()
+        self._catch_up(ask=True)
         refuse_unlike(places, misfit(self._keeping(), states), self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)

@@ -353,3 +353,30 @@ def test_of_a_sum_tied_weights_are_untied() -> None:
         return one.weight.grad.item(), two.weight.grad.item()
 
     assert run_ranks(worker, 3) == [(3.0, 3.0)] * 3
+
+
+def test_of_a_sum_a_frozen_layer_is_added_beside_one_that_gets_another_name() -> None:
+    def worker(transport):
+        model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False)])
+        stretto.attach(model, transport=transport, reduce="sum")
+        model.append(torch.nn.Linear(1, 1).requires_grad_(False))
+        model[0].weight.sum().backward()
+        return model[0].weight.grad.item(), model[1].weight.grad
+
+    assert run_ranks(worker, 2) == [(2.0, None)] * 2
+
+
+def test_of_a_sum_a_layer_gets_another_name_while_a_rank_is_idle() -> None:
+    def worker(transport):
+        model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        first = model[0].weight
+        first.grad = torch.full_like(first, 100.0) if transport.rank else None
+        model.insert(0, torch.nn.Linear(1, 1, bias=False))
+        if transport.rank:
+            sync.shadow_pass()
+        else:
+            (first * 8).sum().backward()
+        return first.grad.item()
+
+    assert run_ranks(worker, 2) == [8.0, 100.0]

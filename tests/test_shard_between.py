@@ -11,7 +11,6 @@ from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, 
 from test_shared_memory import shared
 
 import stretto
-from stretto.withheld import Withheld
 
 
 @pytest.fixture(params=["threads", "shared memory", "hosts"])
@@ -159,33 +158,49 @@ def test_a_layer_is_replaced_between_backward_and_a_step_that_never_came(carrier
         kept = []
         for net, one in ((model, sharded), (plain, optimizer)):
             backward(net, transport.rank, 0)
-            kept.append(net.first.weight)
-            net.first.weight = torch.nn.Parameter(torch.full_like(net.first.weight, 0.1))
+            kept.append(net.second.weight)
+            net.second.weight = torch.nn.Parameter(torch.full_like(net.second.weight, 0.1))
             group = one.param_groups[0]["params"]
-            group[next(place for place, other in enumerate(group) if other is kept[-1])] = net.first.weight
+            group[next(place for place, other in enumerate(group) if other is kept[-1])] = net.second.weight
             train(net, one, transport.rank, range(1, 4))
         assert_same(model, plain)
 
     carrier(worker, 2)
 
 
-def test_whole_gradients_stay_whole_when_a_group_of_another_optimizer_is_added(carrier: Any) -> None:
-    def worker(transport: Any) -> None:
-        model, sync = attached(transport)
-        one, two = (
-            stretto.shard(torch.optim.SGD(layer.parameters(), lr=0.1), sync, keep_grads=False)
-            for layer in (model.first, model.second)
-        )
-        backward(model, transport.rank, 0)  # a bucket holds others, too
-        mine = {id(parameter) for parameter in [*model.first.parameters(), *model.second.parameters()]}
-        two.add_param_group({"params": [other for other in model.parameters() if id(other) not in mine]})
-        wanted = {name: copy.deepcopy(p.grad) for name, p in model.named_parameters()}
-        one.step()
-        two.step()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is wanted[name] is None or torch.equal(parameter.grad, wanted[name])
-        model.zero_grad()
-        backward(model, transport.rank, 1)
-        assert isinstance(model.first.weight.grad, Withheld)
+@pytest.mark.parametrize("call", ["stateful", "load"])
+def test_what_a_step_would_refuse_is_refused_where_state_is_asked_for(carrier: Any, call: str) -> None:
+    """A parameter is put into a group by hand; another one has been resized on one rank."""
 
-    carrier(worker, 2)
+    def worker(transport: Any) -> str:
+        model, sync = attached(transport)
+        sharded = stretto.shard(torch.optim.AdamW(model.first.parameters()), sync)
+        train(model, sharded, transport.rank, range(1))
+        model.zero_grad()
+        saved = whole(transport, sharded)
+        saved["param_groups"][0]["params"].append(2)
+        sharded.param_groups[0]["params"].append(model.second.bias)
+        if transport.rank == 1:
+            model.first.bias.data = torch.zeros(3)
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.stateful().state_dict() if call == "stateful" else sharded.load_state_dict(saved)
+        return str(caught.value)
+
+    first, second, *_ = carrier(worker, 2)
+    assert second == (
+        "rank 1, pass 1: first.bias was (40,) torch.float32 when its optimizer was sharded, and is (3,) torch.float32 "
+        "now.\nRun a backward before the step where the dtype has changed; where the size has, build another "
+        "parameter, and another optimizer for it."
+    )
+    assert first == f"rank 0, pass 1: rank 1 cannot follow what its optimizer has now.\n  {second}"
+
+
+def test_a_lazy_layer_that_is_added_keeps_nothing_from_its_end() -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(1))
+        model.late = torch.nn.LazyLinear(2)
+        sharded.unshard()
+        sync.detach()
+
+    shared(worker, 2)

@@ -89,11 +89,8 @@ class Member(Protocol):
     def give_up(self) -> None:
         """End it without waiting for anybody."""
 
-    def begin_idle(self) -> None:
-        """Begin a pass with nothing to give. Collective."""
-
     def shadow(self) -> None:
-        """Take part in it to its end. Collective."""
+        """Take part in a pass with nothing to give. Collective."""
 
 
 class Family:
@@ -203,8 +200,11 @@ class Family:
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""
         members = self._present()
-        all_of(members, _begin_idle)  # as in a pass, in which all have told who comes before the first sends
-        all_of(members, _shadow)
+        try:
+            if len(self._company()) == 1:  # what strangers have sent by then an idle rank cannot know
+                all_of(members, _begin_idle)  # as in a pass: all have told who comes before the first sends
+        finally:
+            all_of(members, _shadow)
 
     def lose_with(self, member: Member, error: BaseException) -> bool:
         """One has failed. If this rank has lost its place there, it sends nothing for others on that channel either:

@@ -117,9 +117,11 @@ class LaunchQueue:
         self.withhold(self.in_shares)
 
     def withhold(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Of the gradients of these each rank needs its share alone, from the next pass on."""
+        """Of the gradients of these each rank needs its share alone."""
         self.in_shares = Alive(parameters if self.scaling.is_plain_mean and self.comm_hook is None else ())
         leave_in_shares(self.buckets, self.names, self.in_shares, self.transport.rank)
+        for bucket in self.buckets:
+            bucket.withhold()
 
     # Do parameters still fit?
 

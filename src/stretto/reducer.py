@@ -85,7 +85,8 @@ class Reducer:
         """The buckets of the plan in use."""
         self._events = events
         self.stop_watching = events.remove
-        self.members, self.delay, self.always_delays, self.waits = members, delay, delay, False
+        self.members, self.delay, self.always_delays = members, delay, delay
+        self.waits, self._is_idle, self.transport = False, False, transport
         self._inspection = inspection
         self._beside = Beside(self.queue, places, sparse, events)
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -109,11 +110,6 @@ class Reducer:
     def plan(self) -> BucketPlan:
         """The plan in use."""
         return self.queue.plan
-
-    @property
-    def transport(self) -> Transport:
-        """What carries the buckets."""
-        return self.queue.transport
 
     @property
     def statistics(self) -> Statistics:
@@ -300,9 +296,13 @@ class Reducer:
             self._next_pass()
             later = self.queue.waits_within and self.queue.peers.seat.all_know
             self.queue.presence.announce_nothing(len(self.queue.buckets), later=later)
+        self._is_idle = True
 
     def shadow(self) -> None:
-        """Take part in that pass to its end; not the rest of the family. Collective."""
+        """Take part in one to its end, begun or not; not the rest of the family. Collective."""
+        if not self._is_idle:
+            self.begin_idle()
+        self._is_idle = False
         with self.queue.lock, torch.no_grad(), self.failing:
             try:
                 self.queue.launch_idle(self._beside.says())

@@ -191,7 +191,9 @@ class Rejoin:
         mine, words, factor = everyone[queue.transport.rank], self._changes.in_words(), self._factor()
         gradients = {name: wanted[name].grad for name in loose & mine.keys() & wanted.keys()}
         if queue.preset is not None:
-            self._before |= self._summed_already({name: {**wanted, **rows}[name] for name in loose & mine.keys()})
+            done = self._summed_already({n: one for n, one in {**wanted, **rows}.items() if n in mine})
+            self._before |= done
+            gradients |= {name: done[name] for name in done.keys() & wanted.keys()}
         contributions = {n: Contribution(g, self._before.get(n)) for n, g in gradients.items() if g is not None}
         carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
         used = self._rows.used_by
@@ -252,11 +254,16 @@ class Rejoin:
 
     def _summed_already(self, loose: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """Gradients of those that have another name now: the old buckets, or rows, have carried them all the same."""
-        planned = [one for i, one in self._tracker.alive(range(len(self._queue.names))) if i not in self._queue.loose]
-        carried = {id(one) for one in (*planned, *self._rows.named_parameters().values())}
-        misfits = self._rows.misfits()
-        same = {name: one.grad for name, one in loose.items() if id(one) in carried and name not in misfits}
-        return {name: gradient for name, gradient in same.items() if gradient is not None}
+        name_of, misfits = {id(one): name for name, one in loose.items()}, self._rows.misfits()
+        found = {}
+        for bucket in self._queue.buckets:
+            for place, reference in enumerate(bucket.references):
+                one = reference()
+                if one is not None and (name := name_of.get(id(one))) is not None and place not in bucket.loose:
+                    found[name] = bucket.views[place].clone() if bucket.footer[place] else one.grad
+        rows = {id(one) for one in self._rows.named_parameters().values()}
+        found |= {name: one.grad for name, one in loose.items() if id(one) in rows and name not in misfits}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _factor(self) -> torch.Tensor | float | None:
         return self._queue.scaling.after(self._queue.buckets[-1].weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,8 @@ class Chunk:
     """Slots that lie one behind the other."""
     alone: list[int]
     """Places of the other arrivals."""
-    formats: list[tuple[int, tuple[int, ...]]]
-    """Places of images' kernels and their strides: ``.to(memory_format=...)`` gives such parameters others."""
+    formats: list[tuple[weakref.ref[torch.nn.Parameter], tuple[int, ...]]]
+    """Images' kernels and their strides: ``.to(memory_format=...)`` gives such parameters others."""
 
     def take(self, parameters: Sequence[torch.Tensor], *, with_graph: bool = False) -> None:
         """Take the gradients of these arrivals, which are those that were foreseen.
@@ -70,6 +71,9 @@ class Chunk:
         Raises:
             MisfitError: they do not fit; nothing was taken.
         """
+        for reference, strides in self.formats:
+            if (one := reference()) is not None and one.stride() != strides:
+                raise MisfitError
         if self.views is None:
             for part in self.parts:
                 part.check()
@@ -77,9 +81,6 @@ class Chunk:
                 part.take()
             return
         gradients: list[Any] = [parameter.grad for parameter in parameters]
-        for place, strides in self.formats:
-            if parameters[place].stride() != strides:
-                raise MisfitError
         in_place = False
         for part in self.parts:
             in_place = in_place or part.bucket.in_place
@@ -154,7 +155,7 @@ def schedule(
             runs = [run for part in parts for run in _runs(part, complete)] if once else []
             in_runs = {place for run in runs for place in run.places}
             alone = [place for place in range(len(complete)) if place not in in_runs]
-            formats = _formats(complete, bucket_of, place_of) if once and follows_formats else []
+            formats = _formats(complete, bucket_of, place_of) if follows_formats else []
             kinds, arrivals = Kinds(views or ()), list(ids[start : place + 1])
             chunks.append(Chunk(arrivals, parts, index, full, views, kinds, runs, alone, formats))
             start, nbytes, complete, full = place + 1, 0, [], []
@@ -163,13 +164,13 @@ def schedule(
 
 def _formats(
     indices: Sequence[int], bucket_of: Sequence[Bucket], place_of: Mapping[int, int]
-) -> list[tuple[int, tuple[int, ...]]]:
+) -> list[tuple[weakref.ref[torch.nn.Parameter], tuple[int, ...]]]:
     """Of four dimensions and more, where the slot has the strides of the parameter."""
     found = []
-    for place, index in enumerate(indices):
-        slot, parameter = bucket_of[index].views[place_of[index]], bucket_of[index].references[place_of[index]]()
-        if parameter is not None and slot.dim() > 3 and parameter.stride() == slot.stride():
-            found.append((place, slot.stride()))
+    for index in indices:
+        slot, reference = bucket_of[index].views[place_of[index]], bucket_of[index].references[place_of[index]]
+        if slot.dim() > 3 and (one := reference()) is not None and one.stride() == slot.stride():
+            found.append((reference, slot.stride()))
     return found
 
 

@@ -28,7 +28,7 @@ class Keeper(Protocol):
     """Who has the state."""
 
     def kept(self) -> list[Kept]:
-        """What this rank keeps."""
+        """What this rank keeps. Collective if groups or the plan have changed since the last step."""
 
     def take(self, kept: Sequence[Kept]) -> None:
         """Keep this instead."""

@@ -19,6 +19,7 @@ from itertools import chain, groupby
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import SetupError, name_list
 from ..plan import BucketPlan
@@ -193,7 +194,7 @@ class Layout:
         addresses = {view.data_ptr() for view in self.views.values()}
         own = [one for index, one in self.parameters.items() if index not in keep]
         for parameter in (*own, *others):
-            if parameter.data_ptr() in addresses:
+            if not is_lazy(parameter) and parameter.data_ptr() in addresses:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 

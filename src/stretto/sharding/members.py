@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from ..errors import SetupError, name_list
+from ..errors import SetupError, StrettoError, name_list
 from ..membership import Membership
+from ..peers import Peers
 
 
 def refuse_others(
@@ -30,7 +32,7 @@ def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, wher
     """Raise if two parameters begin in one memory: each would get its own."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[int, torch.Tensor] = {}
-    for one in (one for group in optimizer.param_groups for one in group["params"] if one.numel()):
+    for one in (one for group in optimizer.param_groups for one in group["params"] if one.data_ptr()):
         if (twin := found.setdefault(one.data_ptr(), one)) is not one:
             both = names.get(id(twin), "?"), names.get(id(one), "?")
             raise SetupError(
@@ -50,6 +52,17 @@ def refuse_taken(
         raise SetupError(
             f"{where}: {name_list(both)} belong to another sharded optimizer.\nGive each parameter to one optimizer."
         )
+
+
+def refuse_where_one_cannot(problem: StrettoError | None, asked: Any, peers: Peers) -> list[Any]:
+    """What all ranks ask, unless one says what speaks against it: then all raise. Collective."""
+    told = peers.gather((asked, problem and str(problem)))
+    if problem is not None:
+        raise problem
+    for rank, (_, theirs) in enumerate(told):
+        if theirs is not None:
+            raise SetupError(f"{peers.where}: rank {rank} cannot follow what its optimizer has now.\n  {theirs}")
+    return [one for one, _ in told]
 
 
 def refuse_unreduced(

@@ -13,7 +13,7 @@ from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
 from .kinds import bare_step
-from .members import refuse_others, refuse_taken
+from .members import refuse_others, refuse_taken, refuse_twins
 from .shares import Shares
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_taken(self.original, self._module, self.beside - {self}, self._where)
             if self._shares is not None:
                 refuse_others(self.original, self._module, self._shares.reduced, self._where)
+                refuse_twins(self.original, self._module, self._where)
         except SetupError:
             self.original.param_groups.pop()
             raise

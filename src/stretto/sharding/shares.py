@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..errors import CommunicationError, PeerError
+from ..errors import CommunicationError, PeerError, StrettoError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
@@ -24,7 +24,7 @@ from .keeping import Keeping
 from .kinds import Kind, KindWatch, groups_of, keys_by_element
 from .layout import Layout
 from .meetings import Meetings
-from .members import refuse_unreduced
+from .members import refuse_unreduced, refuse_where_one_cannot
 from .memory import describe_shares, footprint_of
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
@@ -62,6 +62,7 @@ class Shares:
         self._overlap = overlap
         self._compiler = CompilerWatch()
         self._reducer = reducer
+        self.rank = reducer.transport.rank
         self._peers = peers
         self.meetings = Meetings(reducer.transport, peers)
         self._groups = Groups(optimizer, reducer.queue)
@@ -83,11 +84,6 @@ class Shares:
             self.release()
             raise
         self._optimizer.state.clear()  # Adagrad has one before its first step
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self._reducer.transport.rank
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
@@ -198,10 +194,15 @@ class Shares:
         """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
         has_moved = self._groups.have_moved()
         lags = has_moved or self._reducer.plan is not self.layout.plan
-        if any(self._peers.gather(lags)) if ask else lags:
+        problem = None
+        try:
+            if lags:
+                self._refuse(self.layout.strayed(), has_moved=has_moved)
+        except StrettoError as error:
+            problem = error
+        if (lags or ask) and any(refuse_where_one_cannot(problem, lags, self._peers)):
             self._groups.refuse_others(self._peers)
             self._spread.finish()
-            self.layout.refuse_other_sizes(self.layout.parameters, self._peers.where, self._reducer.plan)
             self._follow()
             self._has_moved |= has_moved
 

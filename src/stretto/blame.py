@@ -12,8 +12,12 @@ from .specs import counted
 from .whereabouts import count
 
 NORM = "the norm of gradients"
-EXPECTED = {"pass": "backward for this pass", "attach": "stretto.attach", "reduce": "stretto.reduce"}
-EXPECTED[NORM] = "sync.clip_grad_norm_"
+EXPECTED = {
+    "pass": "backward for this pass",
+    "attach": "stretto.attach",
+    "reduce": "stretto.reduce",
+    NORM: "sync.clip_grad_norm_",
+}
 """What every rank is to call on these occasions, or for this."""
 SAME_CALLS = (
     "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "

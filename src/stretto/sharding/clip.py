@@ -46,23 +46,26 @@ def clip(
         norm_type: as torch's.
         error_if_nonfinite: raise ``RuntimeError`` in place of scaling by such a norm.
     """
-    total = _total_norm(parameters, queue, norm_type)
+    shares = shares_of(queue)
+    total = _total_norm(parameters, shares, queue, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of all gradients is {total.item()}, so they cannot be clipped.\n"
             "To scale them anyway, leave out error_if_nonfinite."
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in (*shares_of(queue), *_visible(parameters)):
+    for gradient in (*shares, *_visible(parameters)):
         gradient.detach().mul_(factor.to(gradient.device))
     return total
 
 
-def _total_norm(parameters: Sequence[torch.Tensor], queue: LaunchQueue, norm_type: float) -> torch.Tensor:
+def _total_norm(
+    parameters: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], queue: LaunchQueue, norm_type: float
+) -> torch.Tensor:
     """Of all gradients together, 0-dim. In float64 if any of them is."""
     transport, in_shares = queue.transport, any(bucket.withheld for bucket in queue.buckets)
     whole = _visible(parameters) if transport.rank == 0 or not in_shares else ()
-    mine = [one for one in (*shares_of(queue), *whole) if one.numel()]
+    mine = [one for one in (*shares, *whole) if one.numel()]
     device = mine[0].device if mine else next((one.device for one in parameters), torch.device("cpu"))
     norms = torch.zeros(transport.world_size, dtype=torch.float64, device=device)
     if mine:

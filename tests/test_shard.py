@@ -776,7 +776,7 @@ def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
     shared(worker, 2)
 
 
-@pytest.mark.parametrize("norm", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("norm", [2.0, 1.0, math.inf, -math.inf])
 def test_clipping_is_that_of_torch(carrier: Any, keep_grads: bool, norm: float) -> None:
     def worker(transport: Any) -> None:
         model, sharded, sync, plain, optimizer = pair(transport, OPTIMIZERS["momentum"], keep_grads=keep_grads)

@@ -71,10 +71,13 @@ def _total_norm(
     if mine:
         own = torch.stack([_norm(one, norm_type) for one in mine])
         norms[transport.rank] = torch.linalg.vector_norm(own, norm_type)
+    elif norm_type < 0:  # the smallest counts: nothing at all must not
+        norms[transport.rank] = torch.inf
     if in_shares:
         queue.peers.seat.calls += 1  # for those who wait for this rank in another call
         queue.wait_for(transport.all_reduce(norms), NORM)
-    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    of_ranks = norms if in_shares else norms[transport.rank]
+    total: torch.Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
     is_double = any(one.grad is not None and one.dtype in _DOUBLE for one in parameters)
     return total if is_double else total.float()
 

@@ -381,7 +381,7 @@ def test_only_who_sleeps_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reduce() == 2, "rank 0 wakes it when it has published and when it has finished; rank 1 has nobody"
     assert reduce() == 0
     for transport in group:  # where a lock is no barrier
-        monkeypatch.setattr(transport.host._futex, "_fenced", True)
+        monkeypatch.setattr(transport.host._futex, "fenced", True)
     assert reduce() == 4
 
 

@@ -58,12 +58,15 @@ class Consensus:
         self._late_words: ControlWords | None = None
         self._failure_of_peer: PeerError | None = None
 
-    def says(self) -> list[Control]:
-        """What the last bucket is to tell the other ranks."""
+    def says(self, *, scheduled: bool) -> list[Control]:
+        """What the last bucket is to tell the other ranks.
+
+        Args:
+            scheduled: whether the pass was what the schedule foresaw.
+        """
         said, seat = self._forward.says(self._queue.pass_number) + self._beside.says(), self._queue.peers.seat
         if seat.with_others and not seat.all_know:
             said.append(Control.WITH_OTHERS)
-        scheduled = self._tracker.as_scheduled()
         if scheduled and not self._replan_policy.deferred:
             return said
         if not scheduled:
@@ -130,6 +133,10 @@ class Consensus:
         """
         if words is NOTHING_SAID and self._queue.pass_number > 1:
             return
+        presence = self._queue.presence
+        if words is ALL_WELL and self._queue.pass_number > 1 and not presence.active:  # as most passes end
+            self._beside.hear(some_have_moved=False)
+            return
         said = words.read()
         if words is not ALL_WELL and self._ends_with(said, words.own_failure, release):
             return
@@ -137,7 +144,6 @@ class Consensus:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
-        presence = self._queue.presence
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
             self._replan()

@@ -108,7 +108,7 @@ class Membership:
     ) -> None:
         self.options = options
         self._apart = apart
-        self._suspect = False
+        self.suspect = False
         self._arrived: set[int] = set()
         self._module = weakref.ref(module)
         self._came: Callable[[], None] | None = None
@@ -210,7 +210,7 @@ class Membership:
 
     def remember(self) -> None:
         """What the module has now is known: put hooks on outsiders, and take them off others."""
-        self._suspect = False
+        self.suspect = False
         module = self._module()
         everything = self.everything()
         self._outsiders = everything.keys() - self._planned.keys()
@@ -238,12 +238,7 @@ class Membership:
 
     def expect_change(self) -> None:
         """The module may have changed since ``follow``."""
-        self._suspect = True
-
-    @property
-    def suspect(self) -> bool:
-        """Whether it may have."""
-        return self._suspect
+        self.suspect = True
 
     def _now(self) -> list[int]:
         alive = [one for reference in self._in_order if (one := reference()) is not None]
@@ -253,7 +248,7 @@ class Membership:
     def look(self, number: int) -> None:
         """The net for what no hook tells, such as writing into a module's tables: in every ``EVERY``-th pass only."""
         if (number <= FIRST or not number % EVERY) and self._now() != self._members:
-            self._suspect = True
+            self.suspect = True
 
     # How it is told of changes
 
@@ -261,7 +256,7 @@ class Membership:
         """Something is about to be registered, in some module of the process."""
         if owner not in self._modules:
             return
-        self._suspect = True
+        self.suspect = True
         if isinstance(item, torch.nn.Module):
             self._modules.update(item.modules())
             new = list(item.parameters())
@@ -283,7 +278,7 @@ class Membership:
             return
         if not any(one is parameter for one in self.everything().values()):
             return  # taken out again, or to be ignored; ``remember`` will see to it
-        self._suspect = True
+        self.suspect = True
         self._arrived.add(id(parameter))
         self._came()
         if self._preset is not None:

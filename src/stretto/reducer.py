@@ -251,16 +251,16 @@ class Reducer:
 
     def _settle(self) -> None:
         try:
-            shares = self._beside.prepare()
-            contributed = self._tracker.contributed()
+            shares, scheduled = self._beside.prepare(), self._tracker.as_scheduled()
+            contributed = self._tracker.contributed(scheduled=scheduled)
             changed = self._rejoin.noticed()
-            says = self._consensus.says() + [Control.CHANGED] * changed
+            says = self._consensus.says(scheduled=scheduled) + [Control.CHANGED] * changed
             self.queue.launch_rest(contributed - self.queue.loose, says)
         except BaseException as error:
             self.failing.at_the_end(error, self.give_up)
             raise
         try:
-            words = self._wait(self._beside.send(shares), release=True)
+            words = self._wait(self._beside.send(shares), scheduled and self._tracker.hands_out, release=True)
             if self._never_used.looking:
                 self._never_used.look(self._tracker.gone)
         finally:
@@ -279,9 +279,9 @@ class Reducer:
         if inspected:
             self._inspection.run(self.queue.pass_number)
 
-    def _wait(self, buffers: CoalescedMessages, *, release: bool) -> ControlWords:
-        words = self.queue.wait(release=release, handed_out=release and self._tracker.handed_out())
-        self._beside.finish(buffers, release=release)
+    def _wait(self, beside: CoalescedMessages, handed_out: bool = False, *, release: bool) -> ControlWords:
+        words = self.queue.wait(release=release, handed_out=handed_out)
+        self._beside.finish(beside, release=release)
         return words
 
     def _reset(self) -> None:

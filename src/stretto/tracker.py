@@ -54,7 +54,7 @@ class ArrivalTracker:
         self._progressed = progressed
         self._running = False
         self._schedule: list[Chunk] | None = None
-        self._hands_out = False
+        self.hands_out = False
         """Whether all chunks of the schedule make the slots ``.grad`` when they are taken."""
         self._known: list[int] = []
         """``id()`` of the last pass's arrivals."""
@@ -90,7 +90,7 @@ class ArrivalTracker:
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._expected = {self.index_of[key]: n for key, n in counts.items() if key in self.index_of}
         self.unsynchronized = {self.index_of[key] for key in waiting if key in self.index_of}
-        self._schedule, self._hands_out, self._known, self.last_order = None, False, [], []
+        self._schedule, self.hands_out, self._known, self.last_order = None, False, [], []
         self.gone.clear()
         self.arrivals.follow(parameters)
         self.watch_all()
@@ -113,7 +113,7 @@ class ArrivalTracker:
         once = not (self._careful or self.graph_changed)
         follows = self._queue.comm_hook is None
         self._schedule = schedule(order, self._known, self._queue.bucket_of, hands_out=once, follows_formats=follows)
-        self._hands_out = all(chunk.views is not None for chunk in self._schedule)
+        self.hands_out = all(chunk.views is not None for chunk in self._schedule)
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
 
     def alive(self, indices: Iterable[int]) -> list[tuple[int, torch.nn.Parameter]]:
@@ -128,7 +128,7 @@ class ArrivalTracker:
         self._task = current_task()
         if not self._careful:
             self._careful = self._checkpoints.alive()
-        self._in_order = self._schedule is not None and not (self._careful and self._hands_out)
+        self._in_order = self._schedule is not None and not (self._careful and self.hands_out)
 
     def foresee(self) -> set[int]:
         """Which come, or came without synchronisation before; see presence.py, [Note: nested tasks and absence]."""
@@ -144,11 +144,11 @@ class ArrivalTracker:
 
     def _came_unforeseen(self, arrived: Iterable[int]) -> bool:
         """Whether one of these, by ``id``, was not to come: what is in its slot waits for the sum with it."""
-        return bool(self._absent) and not self._absent.isdisjoint([self.index_of[i] for i in arrived])
+        return not self._absent.isdisjoint([self.index_of[i] for i in arrived])
 
     def unforeseen(self) -> bool:
         """Whether parameters came in this pass although they were not to."""
-        if came := self._came_unforeseen(map(id, self.arrivals.order)):
+        if came := bool(self._absent) and self._came_unforeseen(map(id, self.arrivals.order)):
             self.nested = self._careful = True
         return came
 
@@ -171,7 +171,10 @@ class ArrivalTracker:
             self.meet_nested()
         if self.arrivals.is_last(parameter):
             with self._queue.lock:
-                without_graph(self._take, torch.is_grad_enabled())
+                if torch.is_grad_enabled():
+                    without_graph(self._take, True)
+                else:
+                    self._take(False)
             return
         self.arrivals.put_last(self.index_of[id(parameter)], parameter)
         self._see(parameter)
@@ -188,7 +191,7 @@ class ArrivalTracker:
     def meet_nested(self) -> None:
         """A gradient has come from a nested task: what this pass has got already may come again."""
         self.nested = self._careful = True
-        if self._hands_out and self._in_order:
+        if self.hands_out and self._in_order:
             self._leave_schedule()
 
     def _take(self, with_graph: bool) -> None:
@@ -206,7 +209,7 @@ class ArrivalTracker:
         stop = self._looked_at + len(expected)
         parameters = self.arrivals.order[self._looked_at : stop]
         arrived = [*map(id, parameters)]
-        if done or arrived != expected[: len(arrived)] or self._came_unforeseen(arrived):
+        if done or arrived != expected[: len(arrived)] or (self._absent and self._came_unforeseen(arrived)):
             return self._leave_schedule()
         if len(arrived) < len(expected):
             return False
@@ -298,19 +301,15 @@ class ArrivalTracker:
         """Whether the pass was what the schedule foresaw, with nothing twice that was not to be."""
         return self._in_order and self._looked_at == len(self.arrivals.order)
 
-    def contributed(self) -> set[int]:
+    def contributed(self, *, scheduled: bool) -> set[int]:
         """Parameters with a gradient that was not taken, from this pass or without synchronisation before it."""
-        if self.as_scheduled() and not any(map(_pending, self._queue.buckets)):
+        if scheduled and not any(map(_pending, self._queue.buckets)):
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
         self._refuse_gone(arrived, self._queue.buckets)
         found = {index: one for index, one in self.alive(self.unsynchronized | arrived) if one.grad is not None}
         self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])
         return set(found)
-
-    def handed_out(self) -> bool:
-        """Whether the slots of everything that has arrived are ``.grad`` already."""
-        return self._hands_out and self.as_scheduled()
 
     def overtaken(self) -> list[str]:
         """Names of parameters that came again, unforeseen, after their slot had become ``.grad`` and had left.

@@ -49,7 +49,8 @@ class Futex:
         self._sleep = _bind(ctypes.CDLL(None, use_errno=True))
         self._number = _NUMBERS[platform.machine()]
         self._nobody = ctypes.c_uint32()
-        self._fenced = platform.machine() not in ("x86_64", "AMD64")
+        self.fenced = platform.machine() not in ("x86_64", "AMD64")
+        """Whether ``fence`` has anything to do: it is asked first where a call would cost too much."""
         self._lock = threading.Lock()
 
     def wake(self, address: int) -> None:
@@ -64,12 +65,12 @@ class Futex:
 
     def fence(self) -> None:
         """What was read and written before is so for all processors, before anything that follows."""
-        if self._fenced:
+        if self.fenced:
             self._wake(self._number, ctypes.addressof(self._nobody), _WAKE, 1, None, None, 0)
 
     def may_look(self) -> bool:
         """Whether what is read from here on is read after what was written before is seen by all processors."""
-        if self._fenced:
+        if self.fenced:
             return False
         with self._lock:
             return True

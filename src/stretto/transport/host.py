@@ -92,9 +92,10 @@ class Host:
 
     def post(self, message: Message, place: Location | None = None) -> Posted:
         """Publish, and do what can be done now for this and earlier messages. ``place``: of its tensor, if known."""
-        self._make_room()
+        if len(self._held) + len(self._waiting) + len(self._outside) >= ENTRIES:
+            self._make_room()
         number = self._number + 1
-        posted = Posted(self, message, number)
+        posted = Posted(self, message, number, self._others if message.root is None else (self.peers[message.root],))
         if self.broken is not None:
             return posted  # its wait says why
         place = place or self._place_of(message.tensor)
@@ -115,7 +116,8 @@ class Host:
         return place
 
     def _say(self, word: int, number: int) -> None:
-        self._futex.fence()
+        if self._futex.fenced:
+            self._futex.fence()
         self.page.set(word, number)
         if not self._futex.may_look() or any([peer.words[ASLEEP // 4] for peer in self._others]):
             self._futex.wake(self._me.base + word)
@@ -135,15 +137,16 @@ class Host:
         if self.broken is not None:
             return
         try:
-            while self._waiting and self._unpublished(self._waiting[0]) is None:
+            while self._waiting and behind(self._waiting[0].needs, PUBLISHED, self._waiting[0].number) is None:
                 posted = self._waiting.popleft()
                 posted.outside = posted.message.begin(self._entries(posted))
                 self._outside.append(posted)
                 self._end_what_is_ready()
             if self._outside:
                 self._end_what_is_ready()
-            while self._held and self._unfinished(self._held[0]) is None:
-                self._futex.fence()
+            while self._held and behind(self._others, FINISHED, self._held[0].number) is None:
+                if self._futex.fenced:
+                    self._futex.fence()
                 posted = self._held.popleft()
                 posted.message.release()
                 posted.is_over = True
@@ -190,7 +193,8 @@ class Host:
         number, missing = posted.number, set()
         if posted.message.root is not None:
             missing = {peer.rank for peer in self._others if behind((peer,), PUBLISHED, number)}
-        self._futex.fence()
+        if self._futex.fenced:
+            self._futex.fence()
         own = self._me.packed_entry(number)
         entries = []
         for peer in self.peers:
@@ -202,11 +206,7 @@ class Host:
         return entries
 
     def _unpublished(self, posted: Posted) -> Missing | None:
-        root = posted.message.root
-        return behind(self._others if root is None else (self.peers[root],), PUBLISHED, posted.number)
-
-    def _unfinished(self, posted: Posted) -> Missing | None:
-        return behind(self._others, FINISHED, posted.number)
+        return behind(posted.needs, PUBLISHED, posted.number)
 
     def will_never_begin(self, posted: Posted) -> bool:
         """See :class:`Posted`."""
@@ -273,7 +273,7 @@ class Host:
         if self._waiting and self._waiting[0].number <= posted.number:
             missing = self._unpublished(self._waiting[0])
         else:
-            missing = self._unfinished(posted)
+            missing = behind(self._others, FINISHED, posted.number)
         if missing is None:
             return True
         peer, word, seen = missing

@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from .host import Host
+    from .page import Peer
 
 
 class Message(Protocol):
@@ -51,12 +52,14 @@ class Message(Protocol):
 class Posted:
     """A message under way: the :class:`~stretto.transport.Work` of this transport."""
 
-    __slots__ = ("_host", "is_over", "message", "number", "outside")
+    __slots__ = ("_host", "is_over", "message", "needs", "number", "outside")
 
-    def __init__(self, host: Host, message: Message, number: int) -> None:
+    def __init__(self, host: Host, message: Message, number: int, needs: Sequence[Peer]) -> None:
         self._host = host
         self.message = message
         self.number = number
+        self.needs = needs
+        """Those that have to publish before this rank's part."""
         self.outside: Any = None
         self.is_over = False
 

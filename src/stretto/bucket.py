@@ -220,7 +220,8 @@ class Bucket:
 
     def remember(self, before: Mapping[int, torch.Tensor | None]) -> None:
         """What ``.grad`` of these places held before, where a sum must not count it more than once."""
-        self._before = {place: value for place, value in before.items() if value is not None} | self._standing
+        new = {place: value for place, value in before.items() if value is not None and place not in self.missing}
+        self._before = new | self._standing
 
     def send(self, transport: Transport, weight: float) -> None:
         """Hand it to the transport: cast, weighted, and divided before the sum unless the transport does that."""
@@ -326,7 +327,7 @@ class Bucket:
 
     def clear(self, value: float) -> None:
         """Send ``value`` in place of gradients, and say that there are none."""
-        self.missing = list(range(len(self.indices)))
+        self.missing, self._standing = list(range(len(self.indices))), {}
         self.slots.fill_(value)
 
     def reset(self) -> None:

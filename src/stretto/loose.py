@@ -118,7 +118,8 @@ class LooseRows:
         """
         rank, scaling = self._queue.transport.rank, self._queue.scaling
         mine = {name for name, has in loose[rank].items() if has}
-        found = self._exchange(scaling, mine, self._queue.weight, self._factor)
+        stands = [*loose[rank]] if release else []  # in .grad with nothing new: it travels as in any pass
+        found = self._exchange(scaling, mine, self._queue.weight, self._factor, beside=stands)
         partly = [name for name in self._parameters if not all(name in one for one in loose) and used.get(name)]
         first = {name: next(r for r, one in enumerate(loose) if name not in one) for name in partly}
         plain = Scaling(scaling.world_size, "sum")
@@ -132,13 +133,19 @@ class LooseRows:
                 parameter.grad = total.coalesce() if total.is_sparse else total
 
     def _exchange(
-        self, scaling: Scaling, names: set[str], weight: float, factor: torch.Tensor | float | None
+        self,
+        scaling: Scaling,
+        names: set[str],
+        weight: float,
+        factor: torch.Tensor | float | None,
+        beside: Sequence[str] = (),
     ) -> dict[str, torch.Tensor]:
         wait: Callable[[Work, str], object] = self._queue.wait_for
         rows = SparseGradients(self._parameters, self._queue.transport, scaling, self._dtypes)
         rows.claim(names)
-        rows.before = lambda parameter: self._before.get(id(parameter))
-        rows.exchange(rows.prepare(weight, only=names), wait)
+        if self._queue.preset is not None:
+            rows.before = lambda parameter: self._before.get(id(parameter))
+        rows.exchange(rows.prepare(weight, only={*names, *beside}), wait)
         found = rows.results(factor, wait)
         rows.remove()
         return found

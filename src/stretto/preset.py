@@ -22,9 +22,8 @@ from .engine import current_task
 class _Before:
     value: torch.Tensor | None
     """None where there was no gradient."""
-    address: int
-    version: int
-    """Where and which version ``.grad`` is, if nobody but autograd writes to it."""
+    state: tuple[int, int]
+    """Which tensor ``.grad`` is, and which version of it, if nobody but autograd writes to it."""
 
 
 class _Known(dict[int, _Before]):
@@ -79,7 +78,7 @@ class Preset:
         """
         gradient, before = parameter.grad, self._known.get(id(parameter))
         if before is not None and gradient is not None:
-            before.address, before.version = _state(gradient)
+            before.state = _state(gradient)
 
     def begin(self) -> None:
         """A synchronised pass begins, in a hook: if with a gradient of ours, with the one that was looked at last."""
@@ -112,17 +111,16 @@ def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Te
     known.last = id(parameter), current_task()
     gradient, before = parameter.grad, known.get(id(parameter))
     if gradient is None:
-        known[id(parameter)] = _Before(None, 0, 0)
-        return
-    address, version = _state(gradient)
-    if before is None or not _goes_on(before, gradient):
-        known[id(parameter)] = _Before(gradient.detach().clone(), address, version)
+        known[id(parameter)] = _Before(None, (0, 0))
+    elif before is None or not _goes_on(before, gradient):
+        known[id(parameter)] = _Before(gradient.detach().clone(), _state(gradient))
 
 
 def _state(gradient: torch.Tensor) -> tuple[int, int]:
-    return (gradient.data_ptr() if gradient.layout is torch.strided else 0), gradient._version
+    """It stays the same where a parameter is converted, and its gradient with it: the tensor gets other memory."""
+    return id(gradient), gradient._version
 
 
 def _goes_on(before: _Before, gradient: torch.Tensor) -> bool:
     """Whether nobody but autograd has written to the gradient since."""
-    return before.value is None or (before.address, before.version) == _state(gradient)
+    return before.value is None or before.state == _state(gradient)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -43,6 +44,18 @@ from .withheld import Alive, complete
 log = logging.getLogger("stretto")
 
 ADVICE = "Change the model alike on all ranks, between the same two passes."
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one rank tells the others of its parameters."""
+
+    loose: dict[str, bool]
+    """Names, and whether there is a gradient of this pass."""
+    in_shares: set[str]
+    """Names of those whose gradients can stay in shares."""
+    renamed: dict[str, str]
+    """Names of those that the old buckets or rows have carried by another name, and that one."""
 
 
 class Rejoin:
@@ -106,7 +119,7 @@ class Rejoin:
         loose = {self._queue.names[i]: one for i, one in self._tracker.alive(self._queue.loose)} | self._rows.misfits()
         came = {name: name in self._arrived for name in loose}
         outside = self._changes.outside()
-        came |= {name: self._members.got_gradient(one) for name, one in outside.items()}
+        came |= self._came(outside)
         before = {name: preset.before(one) if came[name] else one.grad for name, one in {**loose, **outside}.items()}
         return {name: value for name, value in before.items() if value is not None}
 
@@ -184,14 +197,16 @@ class Rejoin:
         module = self._agree(wanted, rows, plan)
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
         in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
-        told = queue.peers.gather((self._loose(wanted, rows), in_shares))
-        everyone: list[dict[str, bool]] = [loose for loose, _ in told]
-        in_shares.intersection_update(*(theirs for _, theirs in told))
+        renamed = self._renamed({**wanted, **rows})
+        told: list[_Told] = queue.peers.gather(_Told(self._loose(wanted, rows, release=release), in_shares, renamed))
+        settled = {name for name, old in renamed.items() if all(one.renamed.get(name) == old for one in told)}
+        everyone = [{name: has for name, has in one.loose.items() if name not in settled} for one in told]
+        in_shares.intersection_update(*(one.in_shares for one in told))
         loose = {name for one in everyone for name in one}
         mine, words, factor = everyone[queue.transport.rank], self._changes.in_words(), self._factor()
-        gradients = {name: wanted[name].grad for name in loose & mine.keys() & wanted.keys()}
+        gradients = {name: wanted[name].grad for name in mine.keys() & wanted.keys()} if release else {}
         if queue.preset is not None:
-            done = self._summed_already({n: one for n, one in {**wanted, **rows}.items() if n in mine})
+            done = self._summed_already([name for name in mine if release or name in renamed], {**wanted, **rows})
             self._before |= done
             gradients |= {name: done[name] for name in done.keys() & wanted.keys()}
         contributions = {n: Contribution(g, self._before.get(n)) for n, g in gradients.items() if g is not None}
@@ -238,31 +253,51 @@ class Rejoin:
         return state_model(everything, named(module, self._members.options, "buffers"), facts)
 
     def _loose(
-        self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter]
+        self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], *, release: bool
     ) -> dict[str, bool]:
         """Names of what is loose on this rank, and whether there is a gradient of this pass for it."""
         queue, members = self._queue, self._members
-        found = {
-            name: members.got_gradient(one) and one.grad is not None for name, one in self._changes.outside().items()
-        }
+        outside = self._changes.outside()
+        found = {name: came and outside[name].grad is not None for name, came in self._came(outside).items()}
         misfits = [queue.names[i] for i, one in self._tracker.alive(range(len(queue.names))) if not queue.fits(i, one)]
         for name in (*(queue.names[index] for index in queue.loose), *misfits, *self._rows.misfits()):
             one = wanted.get(name, rows.get(name))
             found.setdefault(name, name in self._arrived and one is not None and one.grad is not None)
-        found = {name: has for name, has in found.items() if name in wanted or name in rows}
+        found = {name: has and release for name, has in found.items() if name in wanted or name in rows}
         return found | dict.fromkeys(members.strangers(), False)
 
-    def _summed_already(self, loose: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    def _came(self, outside: Mapping[str, torch.nn.Parameter]) -> dict[str, bool]:
+        """Which of those that nothing carries by their names have got a gradient: some are carried by others."""
+        old_names, members = self._old_names(), self._members
+        olds = {name: old_names.get(id(one)) for name, one in outside.items()}
+        return {n: members.got_gradient(outside[n]) if old is None else old in self._arrived for n, old in olds.items()}
+
+    def _old_names(self) -> dict[int, str]:
+        """By ``id()``, what the plan and the rows call the parameters."""
+        planned = {id(one): self._queue.names[i] for i, one in self._tracker.alive(range(len(self._queue.names)))}
+        return planned | {id(one): name for name, one in self._rows.named_parameters().items()}
+
+    def _renamed(self, now: Mapping[str, torch.nn.Parameter]) -> dict[str, str]:
+        """Names of what was carried by another name, and that one."""
+        queue, old_names = self._queue, self._old_names()
+        misfits = {id(one) for one in self._rows.misfits().values()}
+        misfits |= {id(one) for i, one in self._tracker.alive(range(len(queue.names))) if not queue.fits(i, one)}
+        misfits |= {id(one) for _, one in self._tracker.alive(queue.loose)}
+        carried = {name: old_names.get(id(one), name) for name, one in now.items() if id(one) not in misfits}
+        return {name: old for name, old in carried.items() if name != old}
+
+    def _summed_already(self, names: Iterable[str], now: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """Gradients of those that have another name now: the old buckets, or rows, have carried them all the same."""
-        name_of, misfits = {id(one): name for name, one in loose.items()}, self._rows.misfits()
+        name_of = {id(now[name]): name for name in names if name in now}
         found = {}
         for bucket in self._queue.buckets:
             for place, reference in enumerate(bucket.references):
                 one = reference()
                 if one is not None and (name := name_of.get(id(one))) is not None and place not in bucket.loose:
                     found[name] = bucket.views[place].clone() if bucket.footer[place] else one.grad
-        rows = {id(one) for one in self._rows.named_parameters().values()}
-        found |= {name: one.grad for name, one in loose.items() if id(one) in rows and name not in misfits}
+        misfits = self._rows.misfits()
+        rows = {id(one): one.grad for name, one in self._rows.named_parameters().items() if name not in misfits}
+        found |= {name: rows[key] for key, name in name_of.items() if key in rows}
         return {name: value for name, value in found.items() if value is not None}
 
     def _factor(self) -> torch.Tensor | float | None:

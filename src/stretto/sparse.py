@@ -92,6 +92,7 @@ class SparseGradients:
         self._seen: set[str] = set()
         self._lock = threading.Lock()  # each device has its own autograd thread
         self._hook: Callable[[torch.nn.Parameter, str], Any] | None = None
+        self._members: list[_Member] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.before: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         """What ``.grad`` held before what is new, where a sum must count it once: see preset.py."""
@@ -102,7 +103,9 @@ class SparseGradients:
         self._dense: list[tuple[_Member, torch.Tensor, Work]] = []
 
     def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], reduce_dtypes: Mapping[str, torch.dtype]) -> None:
-        """Look after these parameters from here on."""
+        """Look after these parameters from here on. What has a gradient keeps it, by whatever name."""
+        seen = {id(one) for name, one in self.named_parameters().items() if name in self._seen}
+        self._seen = {name for name, one in parameters.items() if id(one) in seen}
         self._members = [
             _Member(name, weakref.ref(p), p.shape, p.dtype, reduce_dtypes.get(name, p.dtype), p.device)
             for name, p in parameters.items()

@@ -899,3 +899,26 @@ def test_ctrl_c_where_a_pass_is_counted_and_nobody_is_in_it_is_told_and_the_next
     told = str(waited).splitlines()
     assert told[0] == "rank 0, pass 3: backward failed on rank 1, so the mean of this pass lacks gradients."
     assert told[1].startswith("  rank 1, pass 3, backward: KeyboardInterrupt"), told
+
+
+def test_ctrl_c_of_an_idle_rank_as_it_begins_comes_out_as_it_is() -> None:
+    def worker(transport):
+        model = Branches()
+        sync = stretto.attach(model, transport=transport)
+        model(inputs_of(transport.rank, 0), "abc").backward()
+        if not transport.rank:
+            with pytest.raises(stretto.PeerError) as caught:
+                model(inputs_of(0, 1), "abc").backward()
+            return str(caught.value).splitlines()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sync._reducer.queue.presence, "announce_nothing", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sync.shadow_pass()
+        return []
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    told, _ = run_ranks(worker, 2, timeout=20)
+    assert told[0] == "rank 0, pass 2: rank 1 failed and left, so nobody can complete this pass."
+    assert told[1].startswith("  rank 1, pass 2, backward: KeyboardInterrupt"), told

@@ -11,6 +11,7 @@ from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, 
 from test_shared_memory import shared
 
 import stretto
+from stretto.testing import run_ranks
 
 
 @pytest.fixture(params=["threads", "shared memory", "hosts"])
@@ -140,11 +141,55 @@ def test_two_parameters_in_one_memory_are_refused(carrier: Any) -> None:
         with pytest.raises(stretto.SetupError) as caught:
             stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
         assert str(caught.value) == (
-            f"rank {transport.rank}, shard: first.bias, back.bias are two parameters in one memory (b.data = a.data), "
+            f"rank {transport.rank}, shard: first.bias, back.bias are two tensors in one memory (b.data = a.data), "
             "which would part.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
         )
 
     carrier(worker, 2)
+
+
+@pytest.mark.parametrize("other", ["of another optimizer", "of none", "a buffer"])
+def test_memory_of_another_tensor_of_the_module_is_refused(other: str) -> None:
+    def worker(transport: Any) -> str:
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)])
+        first, second = (layer.weight for layer in model)
+        if other == "a buffer":
+            model[1].register_buffer("copy", first.data)
+        else:
+            second.data = first.data
+        sync = stretto.attach(model, transport=transport)
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.shard(torch.optim.SGD([first], lr=0.1), sync)
+        if other == "of another optimizer":
+            second.data = second.data.clone()
+            stretto.shard(torch.optim.SGD([first], lr=0.1), sync)
+            stretto.shard(torch.optim.SGD([second], lr=0.1), sync)
+        return str(caught.value)
+
+    names = "0.weight, 1.copy" if other == "a buffer" else "0.weight, 1.weight"
+    assert run_ranks(worker, 2) == [
+        f"rank {rank}, shard: {names} are two tensors in one memory (b.data = a.data), which would part.\n"
+        "Tie them as one: module_b.weight = module_a.weight, before stretto.attach()."
+        for rank in range(2)
+    ]
+
+
+def test_a_lazy_layer_is_added() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        model.append(torch.nn.LazyLinear(2))
+        sharded.add_param_group({"params": [*model[1].parameters()]})
+        x = model[0](torch.ones(1, 2))
+        model[1](x)  # gets its shapes
+        before = model[1].bias.clone()
+        model[1](x).sum().backward()
+        sharded.step()
+        assert transport.rank or torch.allclose(model[1].bias, before - 0.1)  # the others have taken rank 0's
+        sync.check()
+
+    run_ranks(worker, 2)
 
 
 # Gradients in shares

@@ -203,8 +203,10 @@ class Family:
         try:
             if len(self._company()) == 1:  # what strangers have sent by then an idle rank cannot know
                 all_of(members, _begin_idle)  # as in a pass: all have told who comes before the first sends
-        finally:
-            all_of(members, _shadow)
+        except BaseException:
+            all_of([one for one in members if not one.failing.is_lost], _shadow)
+            raise
+        all_of(members, _shadow)
 
     def lose_with(self, member: Member, error: BaseException) -> bool:
         """One has failed. If this rank has lost its place there, it sends nothing for others on that channel either:
@@ -342,8 +344,6 @@ def unite(inside: Sequence[Member], beside: Sequence[Member], newcomer: Member) 
         newcomer: comes last.
     """
     newcomer.inside = [weakref.ref(member) for member in inside]
-    united: dict[Member, None] = {}
-    for member in (*inside, *beside):
-        united.update(dict.fromkeys(member.family.members()))
+    united = dict.fromkeys(one for member in (*inside, *beside) for one in member.family.members())
     if united:
         Family([*united, newcomer])

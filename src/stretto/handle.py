@@ -18,7 +18,7 @@ from .describe import describe, describe_shortly
 from .errors import SetupError
 from .events import Events
 from .family import unite
-from .membership import Membership, parameters_of, trained
+from .membership import Membership, named, parameters_of, trained
 from .options import Buffers, Options, refuse_unknown, weight_of
 from .peers import Peers
 from .plan import BucketPlan
@@ -321,12 +321,12 @@ class Synchronizer:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` of all attached parameters, wherever their gradients are.
+        """``torch.nn.utils.clip_grad_norm_`` of all parameters, wherever their gradients are. Returns the norm, 0-dim.
 
-        Needed with ``stretto.shard(..., keep_grads=False)``, between backward and step, and collective there.
-        Returns the norm before, 0-dim, the same on all ranks. Raises ``RuntimeError`` if it must be finite and is not.
+        Needed between backward and step with ``stretto.shard(..., keep_grads=False)``, and collective from then on:
+        there ``norm_type=0`` raises ``UnsupportedError``, and shares of an inner model on another group ``SetupError``.
         """
-        parameters = [*trained(self.module, self._options).values()]
+        parameters = [*named(self.module, self._options, "parameters").values()]
         if self._reducer is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return clip(parameters, self._reducer.queue, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

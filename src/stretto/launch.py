@@ -65,7 +65,7 @@ class LaunchQueue:
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling, self._scales_after = scaling, not scaling.is_plain_mean
-        self.weight = 1.0
+        self.weight, self._weight = 1.0, 1.0  # for the next pass; in the one that is under way
         self.comm_hook: CommHook | None = None
         self.tells = True
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
@@ -74,10 +74,10 @@ class LaunchQueue:
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.in_shares = Alive()  # parameters of whose gradients each rank needs its share alone
+        self.has_left_shares = False
+        """Whether there ever were such: then what one rank has in ``.grad`` does not tell what others have."""
         self.presence = Presence(transport)
         self._footers: Footers | None = None
-        self._weight = 1.0
-        """This rank's in the pass that is under way."""
         self._says: Collection[Control] = ()
         """What its last bucket tells."""
         self.preset = Preset() if scaling.reduce == "sum" else None
@@ -122,6 +122,7 @@ class LaunchQueue:
         leave_in_shares(self.buckets, self.names, self.in_shares, self.transport.rank)
         for bucket in self.buckets:
             bucket.withhold()
+            self.has_left_shares |= bool(bucket.withheld)
 
     # Do parameters still fit?
 

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..blame import NORM
+from ..crossing import group_of
+from ..errors import SetupError, UnsupportedError, name_list
 from ..launch import LaunchQueue
+from ..reducer import reducer_of
 from ..withheld import Withheld
 from .ownership import pieces_of
 
@@ -28,7 +31,7 @@ def shares_of(queue: LaunchQueue) -> list[torch.Tensor]:
 
 
 def clip(
-    parameters: Sequence[torch.Tensor],
+    parameters: Sequence[torch.nn.Parameter],
     queue: LaunchQueue,
     max_norm: float,
     norm_type: float,
@@ -37,17 +40,18 @@ def clip(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``. Returns what it was, on all ranks the same.
 
-    Collective where gradients are in shares; elsewhere each rank has all of them, and nothing is sent.
+    Collective where gradients are, or were, in shares; elsewhere each rank has all of them, and nothing is sent.
 
     Args:
         parameters: with gradients that are the same on all ranks, unless they are withheld.
-        queue: has the shares of those.
+        queue: has the shares of those; of models attached inside this one, theirs have.
         max_norm: as torch's.
-        norm_type: as torch's.
+        norm_type: as torch's; 0 only where each rank has all gradients.
         error_if_nonfinite: raise ``RuntimeError`` in place of scaling by such a norm.
     """
-    shares = shares_of(queue)
-    total = _total_norm(parameters, shares, queue, norm_type)
+    in_shares = [one for one in _queues_of(parameters, queue) if one.has_left_shares]
+    shares = [share for one in in_shares for share in shares_of(one)]
+    total = _total_norm(parameters, shares, queue if in_shares else None, float(norm_type))  # torch takes "inf" too
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of all gradients is {total.item()}, so they cannot be clipped.\n"
@@ -59,34 +63,58 @@ def clip(
     return total
 
 
+def _queues_of(parameters: Iterable[torch.nn.Parameter], queue: LaunchQueue) -> list[LaunchQueue]:
+    """Of all handles that reduce some of the parameters. Raises ``SetupError`` if shares are of other ranks."""
+    reducers = dict.fromkeys(reducer for one in parameters if (reducer := reducer_of(one)) is not None)
+    queues = [*dict.fromkeys((queue, *(reducer.queue for reducer in reducers)))]
+    for other in queues:
+        if other.has_left_shares and group_of(other.transport) is not group_of(queue.transport):
+            raise SetupError(
+                f"{queue.where}: {name_list(other.names)} are reduced over another process group, and with "
+                "keep_grads=False each of its ranks has its share alone.\n"
+                "Clip with their own handle; or stretto.shard(..., keep_grads=True)."
+            )
+    return queues
+
+
 def _total_norm(
-    parameters: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], queue: LaunchQueue, norm_type: float
+    parameters: Sequence[torch.nn.Parameter],
+    shares: Sequence[torch.Tensor],
+    queue: LaunchQueue | None,
+    norm_type: float,
 ) -> torch.Tensor:
-    """Of all gradients together, 0-dim. In float64 if any of them is."""
-    transport, in_shares = queue.transport, any(bucket.withheld for bucket in queue.buckets)
-    whole = _visible(parameters) if transport.rank == 0 or not in_shares else ()
-    mine = [one for one in (*shares, *whole) if one.numel()]
-    device = mine[0].device if mine else next((one.device for one in parameters), torch.device("cpu"))
-    norms = torch.zeros(transport.world_size, dtype=torch.float64, device=device)
-    if mine:
-        own = torch.stack([_norm(one, norm_type) for one in mine])
-        norms[transport.rank] = torch.linalg.vector_norm(own, norm_type)
-    elif norm_type < 0:  # the smallest counts: nothing at all must not
-        norms[transport.rank] = torch.inf
-    if in_shares:
-        queue.peers.seat.calls += 1  # for those who wait for this rank in another call
-        queue.wait_for(transport.all_reduce(norms), NORM)
-    of_ranks = norms if in_shares else norms[transport.rank]
-    total: torch.Tensor = torch.linalg.vector_norm(of_ranks, norm_type)
+    """Of all gradients together, 0-dim. In float64 if any of them is. ``queue``: if the ranks are to be asked."""
+    device = next((one.device for one in parameters), torch.device("cpu"))
+    whole = _visible(parameters) if queue is None or queue.transport.rank == 0 else ()
+    values = [one for gradient in (*shares, *whole) if (one := _values(gradient)).numel()]
+    own = [torch.linalg.vector_norm(one, norm_type).to(device, torch.float64) for one in values]
+    norms = torch.stack(own) if own else torch.zeros(0, dtype=torch.float64, device=device)
+    if queue is not None:
+        norms = _of_all_ranks(norms, queue, norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type) if len(norms) else norms.sum()
     is_double = any(one.grad is not None and one.dtype in _DOUBLE for one in parameters)
     return total if is_double else total.float()
+
+
+def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> torch.Tensor:
+    """Of each rank that has any: who has none does not count, whatever the norm. Collective."""
+    transport = queue.transport
+    if not norm_type:
+        raise UnsupportedError(
+            f"{queue.where}: norm_type=0 counts gradients that are not zero, and with keep_grads=False no rank has "
+            "whole ones.\nUse another norm, or stretto.shard(..., keep_grads=True)."
+        )
+    told = norms.new_zeros(2, transport.world_size)
+    if len(norms):
+        told[0, transport.rank], told[1, transport.rank] = torch.linalg.vector_norm(norms, norm_type), 1
+    queue.peers.seat.calls += 1  # for those who wait for this rank in another call
+    queue.wait_for(transport.all_reduce(told.view(-1)), NORM)
+    return told[0][told[1] > 0]
 
 
 def _visible(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [one.grad for one in parameters if one.grad is not None and not isinstance(one.grad, Withheld)]
 
 
-def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
-    norm: torch.Tensor = torch.linalg.vector_norm(values, norm_type)
-    return norm.cpu().double()
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()

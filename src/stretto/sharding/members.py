@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import SetupError, StrettoError, name_list
 from ..membership import Membership
@@ -29,15 +30,17 @@ def refuse_others(
 
 
 def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, where: str) -> None:
-    """Raise if two parameters begin in one memory: each would get its own."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[int, torch.Tensor] = {}
-    for one in (one for group in optimizer.param_groups for one in group["params"] if one.data_ptr()):
-        if (twin := found.setdefault(one.data_ptr(), one)) is not one:
-            both = names.get(id(twin), "?"), names.get(id(one), "?")
+    """Raise if a parameter that it steps begins in the memory of another tensor of the module: it would get its own."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, one in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(one) or not one.data_ptr():
+            continue
+        twin_name, twin = found.setdefault(one.data_ptr(), (name, one))
+        if twin is not one and not stepped.isdisjoint((id(one), id(twin))):
             raise SetupError(
-                f"{where}: {name_list(both)} are two parameters in one memory (b.data = a.data), which would part.\n"
-                "Tie them as one: module_b.weight = module_a.weight, before stretto.attach()."
+                f"{where}: {name_list([twin_name, name])} are two tensors in one memory (b.data = a.data), which would "
+                "part.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
             )
 
 

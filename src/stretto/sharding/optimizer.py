@@ -150,7 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._shares is not None:
                 refuse_others(self.original, self._module, self._shares.reduced, self._where)
                 refuse_twins(self.original, self._module, self._where)
-        except SetupError:
+        except BaseException:
             self.original.param_groups.pop()
             raise
 

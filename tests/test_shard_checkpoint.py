@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import stretto
 from stretto.sharding.checkpoint import boxes_in_memory
-from stretto.testing import spawn_ranks
+from stretto.testing import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
 
@@ -309,6 +309,38 @@ def test_a_share_is_for_checkpoints_alone() -> None:
         )
 
     shared(worker, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_names_are_those_of_the_module_when_the_checkpoint_is_made(world: int) -> None:
+    """``stateful()`` is asked for once, before training; layers come and go after that."""
+
+    def worker(transport: Any = None) -> str:
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
+        sync = stretto.attach(model, transport=transport)
+        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        stateful = optimizer.stateful()
+        assert stateful.state_dict()["param_groups"][0]["params"] == ["0.weight"]
+        model.insert(0, torch.nn.Linear(2, 2, bias=False))
+        optimizer.add_param_group({"params": [model[0].weight]})
+        model[1](model[0](torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+        shares = stateful.state_dict()
+        assert [group["params"] for group in shares["param_groups"]] == [["1.weight"], ["0.weight"]]
+        assert shares["state"].keys() <= {"0.weight", "1.weight"}
+        stateful.load_state_dict(shares)
+        del model[0]
+        with pytest.raises(stretto.SetupError) as caught:
+            stateful.state_dict()
+        return str(caught.value)
+
+    said = run_ranks(worker, 2) if world > 1 else [worker()]
+    assert said == [
+        f"{f'rank {rank}, shard' if world > 1 else 'shard'}: parameter 0 of group 1, (2, 2), is none of the module's "
+        "any more, so a checkpoint has no name for it.\nPut what has replaced it into optimizer.param_groups, or take "
+        'it out: group["params"].'
+        for rank in range(world)
+    ]
 
 
 def test_a_loaded_share_keeps_no_more_than_itself_in_memory() -> None:

@@ -89,28 +89,33 @@ class ShardedState:
     Args:
         optimizer: the one that was sharded: has the groups.
         keeper: returns who has the state now.
-        names: of parameters in the checkpoint, by ``id``.
+        module: names the parameters, as it does when a checkpoint is made.
         where: how messages begin.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, keeper: Callable[[], Keeper], names: Mapping[int, str], where: str
+        self, optimizer: torch.optim.Optimizer, keeper: Callable[[], Keeper], module: torch.nn.Module, where: str
     ) -> None:
         self._optimizer = optimizer
         self._keeper = keeper
-        self._names = names
+        self._module = module
         self._where = where
         self._kept: dict[str, Kept] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank writes, or reads into. Collective if groups or the plan have changed since the last step."""
-        self._kept = {self._names[id(one.parameter)]: one for one in self._keeper().kept()}
+        """What this rank writes, or reads into. Collective if groups or the plan have changed since the last step.
+
+        Raises:
+            SetupError: the optimizer steps a parameter that the module has no more.
+        """
+        keeper, names = self._keeper(), self._names()
+        self._kept = {names[id(one.parameter)]: one for one in keeper.kept()}
         return {
             "state": {name: _shares_of(one) for name, one in self._kept.items()},
             "param_groups": [
                 {
                     **{key: value for key, value in group.items() if key != "params"},
-                    "params": [self._names[id(one)] for one in group["params"]],
+                    "params": [names[id(one)] for one in group["params"]],
                 }
                 for group in self._optimizer.param_groups
             ],
@@ -148,10 +153,23 @@ class ShardedState:
             raise
         self._kept = None
 
+    def _names(self) -> dict[int, str]:
+        """Of all that the optimizer steps, by ``id``."""
+        names = {id(one): name.replace("_orig_mod.", "") for name, one in self._module.named_parameters()}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for place, one in enumerate(group["params"]):
+                if id(one) not in names:
+                    raise SetupError(
+                        f"{self._where}: parameter {place} of group {number}, {tuple(one.shape)}, is none of the "
+                        "module's any more, so a checkpoint has no name for it.\n"
+                        'Put what has replaced it into optimizer.param_groups, or take it out: group["params"].'
+                    )
+        return names
+
     def _refuse_other_groups(self, loaded: Sequence[dict[str, Any]]) -> None:
+        names = self._names()
         for number, (group, theirs) in enumerate(zip(self._optimizer.param_groups, loaded, strict=True)):
-            names = [self._names[id(one)] for one in group["params"]]
-            if different := sorted({*names} ^ {*theirs["params"]}):
+            if different := sorted({names[id(one)] for one in group["params"]} ^ {*theirs["params"]}):
                 raise SetupError(
                     f"{self._where}: parameter group {number} of the checkpoint has other parameters than the "
                     f"optimizer's: {name_list(different)} are in one of them alone.\n"

@@ -219,13 +219,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         from .checkpoint import Alone, ShardedState  # brings 700 modules of torch: import stretto would take seconds
 
-        names = {id(one): name.replace("_orig_mod.", "") for name, one in self._module.named_parameters()}
-
         def keeper() -> Shares | Alone:
             return Alone(self.original) if self._has_it_whole() else self._usable()
 
         keeper()  # has it ended?
-        return ShardedState(self.original, keeper, names, self._where)
+        return ShardedState(self.original, keeper, self._module, self._where)
 
     def footprint(self) -> tuple[Footprint, Footprint] | None:
         """What this rank holds, and would without shares but for the state of others; None if it has no share."""

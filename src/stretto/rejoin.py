@@ -10,15 +10,16 @@ like it) has part of its sum in the old bucket: that part is added.
 [Note: order of messages]  Each step of ``all_together`` sends what follows from the steps before it alone, so that all
 ranks send the same: 1. they tell which frozen ones have a gradient all the same; 2. they compare what they have, and
 raise here or not at all; 3. what is in shares is put together, so that nothing is half moved should one fail; 4. they
-tell what is loose, and what can stay in shares, which is what no rank has replaced; 5. rank 0's values of what is loose
-or a stranger on any rank, and its buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket
-that has some; 8. what is loose and sparse, if any is.
+tell what is loose, what can stay in shares, which is what no rank has replaced, and what was carried by another name:
+if by the same on all ranks, nothing is to be done for it; 5. rank 0's values of what is loose or a stranger on any
+rank, and its buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket that has some; 8.
+what is loose and sparse, if any is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -204,12 +205,7 @@ class Rejoin:
         in_shares.intersection_update(*(one.in_shares for one in told))
         loose = {name for one in everyone for name in one}
         mine, words, factor = everyone[queue.transport.rank], self._changes.in_words(), self._factor()
-        gradients = {name: wanted[name].grad for name in mine.keys() & wanted.keys()} if release else {}
-        if queue.preset is not None:
-            done = self._summed_already([name for name in mine if release or name in renamed], {**wanted, **rows})
-            self._before |= done
-            gradients |= {name: done[name] for name in done.keys() & wanted.keys()}
-        contributions = {n: Contribution(g, self._before.get(n)) for n, g in gradients.items() if g is not None}
+        contributions = self._contributions(mine, renamed, {**wanted, **rows}, release=release)
         carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
         used = self._rows.used_by
         self._send_values(module, loose)
@@ -285,6 +281,22 @@ class Rejoin:
         misfits |= {id(one) for _, one in self._tracker.alive(queue.loose)}
         carried = {name: old_names.get(id(one), name) for name, one in now.items() if id(one) not in misfits}
         return {name: old for name, old in carried.items() if name != old}
+
+    def _contributions(
+        self,
+        loose: Iterable[str],
+        renamed: Collection[str],
+        now: Mapping[str, torch.nn.Parameter],
+        *,
+        release: bool,
+    ) -> dict[str, Contribution]:
+        """What this rank has of what is loose here. An idle one has no more than what was summed already."""
+        gradients = {name: now[name].grad for name in loose if name in now} if release else {}
+        if self._queue.preset is not None:
+            done = self._summed_already([name for name in loose if release or name in renamed], now)
+            self._before |= done
+            gradients |= done
+        return {n: Contribution(g, self._before.get(n)) for n, g in gradients.items() if g is not None}
 
     def _summed_already(self, names: Iterable[str], now: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """Gradients of those that have another name now: the old buckets, or rows, have carried them all the same."""

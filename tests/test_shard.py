@@ -868,7 +868,7 @@ def _receive_over_gloo(rank: int) -> list[int]:
     transport = ProcessGroupTransport()
     for dtype in SHARED_DTYPES:
         receive_shares(transport, dtype)
-    for numel in (3, 50_000):
+    for numel in (3, 50_000, 300_001):
         numels = [numel + 1 - other for other in range(transport.world_size)]
         share = torch.arange(numels[rank]) + 10 * rank
         received = torch.empty(sum(numels) - numels[rank], dtype=torch.int64)
@@ -882,9 +882,15 @@ def _receive_over_gloo(rank: int) -> list[int]:
         return before(group, received, message, *splits)
 
     before, exchange.all_to_all = exchange.all_to_all, counted
-    transport.reduce_shares(torch.ones(2 * 64_000 + 10), 2 * 64_000).wait()
-    if transport.world_size == 2:
-        transport.spread_share(torch.empty(64_000), torch.ones(64_000), [64_000] * 2).wait()
+    for numel in (1_024, 64_000, 400_000):
+        flat = torch.arange(2.0 * numel + 10) + rank
+        low, high = slice_of(2 * numel, rank, transport.world_size)
+        whole = (torch.arange(2.0 * numel + 10) * transport.world_size + sum(range(transport.world_size))).double()
+        transport.reduce_shares(flat, 2 * numel).wait()
+        assert torch.equal(flat[low:high].double(), (whole[low:high].float() / transport.world_size).double())
+        assert torch.equal(flat[2 * numel :].double(), whole[2 * numel :])
+        if transport.world_size == 2:
+            transport.spread_share(torch.empty(numel), torch.ones(numel), [numel] * 2).wait()
     return sent
 
 
@@ -893,8 +899,9 @@ def _receive_over_gloo(rank: int) -> list[int]:
 def test_each_rank_of_a_process_group_receives_its_share(world: int) -> None:
     sent = spawn_ranks(_receive_over_gloo, world)
     if world == 2:
-        half = 4 * 32_000
-        assert sent == [[half, half + 40, half, half]] * 2, "see exchange.py, [Note: two at a time]"
+        pieces = {4_096: 1, 128_000: 2, 400_000: 4}
+        wanted = [one for size, n in pieces.items() for one in [*[size] * (n - 1), size + 40, *[size] * n]]
+        assert sent == [wanted] * 2, "see exchange.py, [Note: two at a time]"
 
 
 def test_messages_between_hosts_are_half_as_long_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:

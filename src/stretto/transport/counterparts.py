@@ -16,6 +16,7 @@ from ..errors import CommunicationError
 from .base import Transport, Work, never_free
 from .courier import Courier
 from .exchange import Exchange, all_to_all, exchange_shares
+from .prompt import let_gloo_go_first
 
 
 class Counterparts:
@@ -54,6 +55,7 @@ class Counterparts:
         store = PrefixStore(f"stretto/hosts/{name}", self._store)
         limit = datetime.timedelta(seconds=self._seconds)
         self._groups.append(dist.ProcessGroupGloo(store, number, hosts, limit))
+        let_gloo_go_first()
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum over hosts, in place."""

@@ -22,6 +22,7 @@ from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
 from .base import Work, never_free
 from .exchange import ShareSum, exchange_shares
+from .prompt import let_gloo_go_first
 
 
 class ProcessGroupTransport:
@@ -54,6 +55,7 @@ class ProcessGroupTransport:
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum
+        let_gloo_go_first()
 
     @property
     def process_group(self) -> dist.ProcessGroup:

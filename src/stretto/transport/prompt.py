@@ -1,0 +1,62 @@
+"""Threads that carry bytes go first where they share a core with what computes.
+
+[Note: short slices]  A message through Gloo is handed from thread to thread: one reads the socket, one of two runs the
+collective, which writes the next piece. On a core that computes, a thread that wakes up waits until the slice of what
+runs there is over, some 3 ms by Linux' scheduler since 6.6 (EEVDF, which lets a slice end before it looks again), and
+meanwhile the link has nothing to do. A thread that asks for a shorter slice goes first (since 6.12). It gets no more of
+the processor, only sooner; it needs no privilege; and where the kernel is older, nothing happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from pathlib import Path
+
+SLICE_NANOSECONDS = 100_000
+"""The shortest that Linux takes."""
+_NUMBERS = {"x86_64": (314, 315), "AMD64": (314, 315), "aarch64": (274, 275), "arm64": (274, 275)}
+"""Of sched_setattr(2) and sched_getattr(2), which the C library does not have."""
+_FAIR = (0, 3)
+"""The policies that have slices: SCHED_OTHER and SCHED_BATCH."""
+_GLOO = ("gloo_", "pt_gloo_")
+"""How the names of its threads begin."""
+
+
+class _Attributes(ctypes.Structure):
+    """struct sched_attr."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("nice", ctypes.c_int32),
+        ("priority", ctypes.c_uint32),
+        ("runtime", ctypes.c_uint64),
+        ("deadline", ctypes.c_uint64),
+        ("period", ctypes.c_uint64),
+    )
+
+
+def let_gloo_go_first() -> None:
+    """Give the threads that Gloo has in this process by now the shortest slices. Not collective; harmless twice."""
+    if sys.platform.startswith("linux") and platform.machine() in _NUMBERS:
+        for task in Path("/proc/self/task").iterdir():
+            try:
+                name = (task / "comm").read_text()
+            except OSError:  # it has ended
+                continue
+            if name.startswith(_GLOO):
+                shorten(int(task.name))
+
+
+def shorten(thread: int) -> None:
+    """Give a thread of this process, by its number, the shortest slices. Its policy and niceness stay."""
+    change, ask = _NUMBERS[platform.machine()]
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    found = _Attributes()
+    size = ctypes.sizeof(found)
+    if syscall(ask, thread, ctypes.byref(found), size, 0) == 0 and found.policy in _FAIR:
+        found.size, found.runtime = size, SLICE_NANOSECONDS
+        syscall(change, thread, ctypes.byref(found), 0)  # refused in some sandboxes: then it is as before

@@ -1,0 +1,83 @@
+"""Gloo's threads go first on a core that computes, where Linux lets a thread choose how long its slices are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from stretto.testing import spawn_ranks
+from stretto.transport import ProcessGroupTransport, prompt
+from stretto.transport.prompt import SLICE_NANOSECONDS, let_gloo_go_first, shorten
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has such slices")
+
+
+def attributes(thread: int) -> tuple[int, int, int]:
+    """Policy, niceness and slice in nanoseconds."""
+    found = prompt._Attributes()
+    _, ask = prompt._NUMBERS[platform.machine()]
+    assert ctypes.CDLL(None).syscall(ask, thread, ctypes.byref(found), ctypes.sizeof(found), 0) == 0
+    return found.policy, found.nice, found.runtime
+
+
+class Sleeper:
+    """A thread that does nothing."""
+
+    def __enter__(self) -> int:
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._end.wait)
+        self._thread.start()
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def slices_can_be_chosen() -> bool:
+    with Sleeper() as thread:
+        shorten(thread)
+        return attributes(thread)[2] == SLICE_NANOSECONDS
+
+
+def slices_of_threads(rank: int) -> dict[str, set[int]]:
+    ProcessGroupTransport()
+    found: dict[str, set[int]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        kind = "Gloo's" if "gloo" in (task / "comm").read_text() else "others"
+        found.setdefault(kind, set()).add(attributes(int(task.name))[2])
+    return found
+
+
+@pytest.mark.ranks
+def test_threads_of_gloo_have_the_shortest_slices_and_no_others() -> None:
+    if not slices_can_be_chosen():
+        pytest.skip("this kernel has the same slices for all threads")
+    for found in spawn_ranks(slices_of_threads, 2):
+        assert found["Gloo's"] == {SLICE_NANOSECONDS}
+        assert SLICE_NANOSECONDS not in found["others"]
+
+
+def test_policy_and_niceness_stay() -> None:
+    with Sleeper() as thread:
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+        before = attributes(thread)
+        shorten(thread)
+        assert attributes(thread)[:2] == before[:2]
+        assert before[0] == os.SCHED_BATCH
+
+
+def test_where_it_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sleeper() as thread:
+        pass
+    shorten(thread)  # it has ended
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    let_gloo_go_first()

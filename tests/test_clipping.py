@@ -144,6 +144,22 @@ def test_a_model_attached_inside_is_counted_and_scaled_by_the_outer_handle(keep_
     assert inside == pytest.approx(wanted(lambda model: model[0]) * 0.5 / whole, rel=1e-4)
 
 
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_what_the_module_has_no_more_does_not_count(keep_grads: bool) -> None:
+    def worker(transport: Transport) -> torch.Tensor:
+        model = net()
+        sync = stretto.attach(model, transport=transport)
+        optimizer = sharded(sync, model, keep_grads)
+        loss(model, transport.rank).backward()
+        gone = model[0]
+        model[0] = torch.nn.Linear(4, 7)
+        optimizer.param_groups[0]["params"] = [*model.parameters()]
+        assert gone.weight.grad is not None
+        return sync.clip_grad_norm_(1e9)
+
+    assert norms(worker) == pytest.approx([wanted(lambda model: model[2])] * 2, rel=1e-5)
+
+
 def over_other_groups(rank: int) -> str:
     model = net()
     inner = stretto.attach(model[0], process_group=dist.new_group([0, 1]))

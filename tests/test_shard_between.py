@@ -249,3 +249,136 @@ def test_a_lazy_layer_that_is_added_keeps_nothing_from_its_end() -> None:
         sync.detach()
 
     shared(worker, 2)
+
+
+# Found by histories that were run sharded and plain
+
+
+def step_of(model: torch.nn.Module) -> torch.Tensor:
+    return sum(layer(torch.ones(2)).square().sum() for layer in model)  # type: ignore[return-value]
+
+
+def layers(*, seed: int = 0, count: int = 2) -> torch.nn.ModuleList:
+    made = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(count))
+    generator = torch.Generator().manual_seed(seed)
+    for one in made.parameters():
+        one.data.copy_(torch.randn(one.shape, generator=generator))
+    return made
+
+
+def test_what_was_frozen_after_a_silent_pass_is_stepped_with_its_mean(carrier: Any) -> None:
+    """It leaves the plan, and its mean has come in shares."""
+
+    def worker(transport: Any) -> None:
+        nets = layers(), layers()
+        sync, plain_sync = (stretto.attach(net, transport=transport) for net in nets)
+        sharded = stretto.shard(torch.optim.SGD(nets[0].parameters(), lr=0.1), sync, keep_grads=False)
+        plain = torch.optim.SGD(nets[1].parameters(), lr=0.1)
+        for net, one, handle in zip(nets, (sharded, plain), (sync, plain_sync), strict=True):
+            with handle.no_sync():
+                (step_of(net) * (1 + transport.rank)).backward()
+            net[0].requires_grad_(False)
+            step_of(net).backward()
+            one.step()
+        assert_same(*nets)
+        sync.check()
+
+    carrier(worker, 2)
+
+
+def test_a_layer_is_replaced_in_a_program_that_has_left_one_out(carrier: Any) -> None:
+    """Nobody can reach the gradient of the old layer, which the old buckets still know."""
+
+    def worker(transport: Any) -> None:
+        nets = layers(count=3), layers(count=3)
+        sync, _ = (stretto.attach(net, transport=transport, bucket_cap_mb=1e-5) for net in nets)
+        sharded = stretto.shard(torch.optim.SGD(nets[0].parameters(), lr=0.1), sync, keep_grads=False)
+        plain = torch.optim.SGD(nets[1].parameters(), lr=0.1)
+        for net, one in zip(nets, (sharded, plain), strict=True):
+            for number, used in enumerate([(0, 1, 2), (0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (0, 1, 2)]):
+                one.zero_grad()
+                sum(net[place](torch.ones(2)).square().sum() for place in used).backward()
+                if number == 3:
+                    net[1] = layers(seed=1)[0]
+                    one.param_groups[0]["params"] = [*net.parameters()]
+                else:
+                    one.step()
+        assert_same(*nets)
+
+    carrier(worker, 2)
+
+
+def test_a_layer_of_one_optimizer_is_replaced_before_the_other_steps() -> None:
+    def worker(transport: Any) -> None:
+        nets = [
+            torch.nn.ModuleList([torch.nn.Conv2d(2, 3, 2), torch.nn.Linear(4, 6), torch.nn.LayerNorm(5)]) for _ in "ab"
+        ]
+        for net in nets:
+            for number, one in enumerate(net.parameters()):
+                one.data.fill_(0.1 * number)
+        sync, _ = (stretto.attach(net, transport=transport, bucket_cap_mb=0.008) for net in nets)
+        parts = [[*net[0].parameters(), *net[1].parameters()] for net in nets]
+        plain = [torch.optim.SGD(parts[1], lr=0.1), torch.optim.SGD(nets[1][2].parameters(), lr=0.1)]
+        sharded = [
+            stretto.shard(torch.optim.SGD(one, lr=0.1), sync, keep_grads=False)
+            for one in (parts[0], nets[0][2].parameters())
+        ]
+        for net, (first, second) in zip(nets, (sharded, plain), strict=True):
+            outputs = net[0](torch.ones(2, 2, 4, 4)), net[1](torch.ones(4)), net[2](torch.arange(5.0))
+            sum(output.square().sum() for output in outputs).backward()
+            net[0] = torch.nn.Conv2d(2, 3, 2)
+            for one in net[0].parameters():
+                one.data.fill_(0.3)
+            first.param_groups[0]["params"][:2] = [*net[0].parameters()]
+            first.step()
+            second.step()
+        assert_same(*nets)
+
+    shared(worker, 2)
+
+
+def test_a_dtype_that_changes_after_a_new_plan_is_refused_by_name(carrier: Any) -> None:
+    def worker(transport: Any) -> str:
+        model = layers()
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9), sync)
+        model.append(torch.nn.Linear(2, 2))
+        step_of(model).backward()
+        model.double()
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.step()
+        sharded.zero_grad()
+        (model[0](torch.ones(2).double()).sum() + model[2](torch.ones(2).double()).sum()).backward()
+        sharded.step()
+        sync.check()
+        return str(caught.value)
+
+    told = carrier(worker, 2)
+    assert told == [
+        f"rank {rank}, pass 1: 0.weight was float32 in the last backward, and is float64 now.\n"
+        "Run a backward between a change of the dtype and the step."
+        for rank in range(len(told))
+    ]
+
+
+def test_parameters_without_dimensions_are_stepped_each_by_itself(carrier: Any) -> None:
+    """Adafactor takes the root mean square of a parameter: of two that lie together it would take another one."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p, self.q = (torch.nn.Parameter(torch.tensor(value)) for value in (3.0, 0.1))
+
+    def worker(transport: Any) -> None:
+        nets = Two(), Two()
+        sync, _ = (stretto.attach(net, transport=transport) for net in nets)
+        plain = torch.optim.Adafactor(nets[1].parameters(), lr=0.1)
+        sharded = stretto.shard(torch.optim.Adafactor(nets[0].parameters(), lr=0.1), sync)
+        for _ in range(3):
+            for net, one in zip(nets, (sharded, plain), strict=True):
+                one.zero_grad()
+                (net.p + 2 * net.q).square().backward()
+                one.step()
+        assert_same(*nets)
+
+    carrier(worker, 2)

@@ -232,6 +232,7 @@ class Reducer:
         self._tracker.begin()
         self._arrivals.open()
         if self.queue.presence.active:
+            self._rejoin.drop_withheld()
             with self.failing:  # stopped there, nobody knows whether the map has left
                 self.queue.announce(self._tracker.foresee(), later=self.waits)
         if self._events.pass_started:
@@ -346,5 +347,4 @@ class Reducer:
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:
     """The reducer whose hook sits on the parameter, if any."""
-    owner = owner_of(parameter)
-    return owner if isinstance(owner, Reducer) else None
+    return owner if isinstance(owner := owner_of(parameter), Reducer) else None

@@ -40,7 +40,7 @@ from .preset import Preset
 from .sparse import SparseGradients
 from .specs import describe_parameters
 from .tracker import ArrivalTracker
-from .withheld import Alive, complete
+from .withheld import Alive, Withheld, complete, give_back_whole
 
 log = logging.getLogger("stretto")
 
@@ -107,13 +107,19 @@ class Rejoin:
             members.expect_change()
         if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
             return False
-        members.drop_withheld(one for _, one in self._tracker.alive(range(len(queue.names))))
+        self.drop_withheld()
         self._arrived = {queue.names[i] for i in self._tracker.unsynchronized.union(self._tracker.arrival_order())}
         self._arrived |= self._rows.seen()
         self._waiting = self._frozen_with_gradient()
         if queue.preset is not None:
             self._before = self._held_before(queue.preset)
         return self._differs() and (queue.comm_hook is None or self._loses())
+
+    def drop_withheld(self) -> None:
+        """Of what the module has no more: who has nothing new in a pass sends what is in ``.grad``."""
+        alive = self._tracker.alive(range(len(self._queue.names))) if self._queue.has_left_shares else ()
+        if withheld := [one for _, one in alive if isinstance(one.grad, Withheld)]:
+            self._members.drop_withheld(withheld)
 
     def _held_before(self, preset: Preset) -> dict[str, torch.Tensor]:
         """All of ``.grad`` where nothing has come in this pass."""
@@ -197,6 +203,7 @@ class Rejoin:
         plan = plan_for(wanted, members.options, queue.transport, order)
         module = self._agree(wanted, rows, plan)
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
+        give_back_whole(queue.buckets, but=wanted.values())  # who leaves the plan, frozen, may be stepped all the same
         in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
         renamed = self._renamed({**wanted, **rows})
         told: list[_Told] = queue.peers.gather(_Told(self._loose(wanted, rows, release=release), in_shares, renamed))

@@ -98,6 +98,15 @@ def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters:
             bucket.withheld = [Withheld.of(one, f"rank {rank}", name) for one, name in zip(alive, named, strict=True)]
 
 
+def give_back_whole(buckets: Sequence[Bucket], but: Iterable[torch.Tensor]) -> None:
+    """Whole gradients, as ``complete`` has left them, for all but those of which a share suffices from here on."""
+    stay = {id(one) for one in but}
+    for bucket in buckets:
+        for one, view in zip(bucket.parameters, bucket.views, strict=True):
+            if isinstance(one.grad, Withheld) and id(one) not in stay:
+                one.grad = view.clone()
+
+
 def complete(buckets: Sequence[Bucket], transport: Transport, wait_for: Callable[[Work, str], None]) -> None:
     """Let every rank have the whole of gradients that are in shares, since another plan has other shares. Collective.
 

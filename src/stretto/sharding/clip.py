@@ -17,14 +17,17 @@ from .ownership import pieces_of
 _DOUBLE = (torch.float64, torch.complex128)
 
 
-def shares_of(queue: LaunchQueue) -> list[torch.Tensor]:
-    """This rank's share of the gradients that are withheld, flat, where they lie: to look at, or to change in place."""
-    plan, carrier = queue.plan, queue.transport
+def shares_of(queue: LaunchQueue, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's share of their gradients that are withheld, flat, where they lie: to look at, or to change in place.
+
+    Parameters that the module has no more may have such, too.
+    """
+    plan, carrier, wanted = queue.plan, queue.transport, {id(one) for one in parameters}
     withheld = {
         index
         for bucket in queue.buckets
         for index, one in zip(bucket.indices, bucket.parameters, strict=True)
-        if isinstance(one.grad, Withheld)
+        if isinstance(one.grad, Withheld) and id(one) in wanted
     }
     pieces = pieces_of(plan, carrier.rank, carrier.world_size, withheld)
     return [queue.buckets[piece.bucket].slots[piece.start : piece.stop] for piece in pieces]
@@ -50,7 +53,7 @@ def clip(
         error_if_nonfinite: raise ``RuntimeError`` in place of scaling by such a norm.
     """
     in_shares = [one for one in _queues_of(parameters, queue) if one.has_left_shares]
-    shares = [share for one in in_shares for share in shares_of(one)]
+    shares = [share for one in in_shares for share in shares_of(one, parameters)]
     total = _total_norm(parameters, shares, queue if in_shares else None, float(norm_type))  # torch takes "inf" too
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(

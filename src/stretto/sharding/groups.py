@@ -19,9 +19,10 @@ from zlib import crc32
 import torch
 
 from ..agreement import describe_ranks
-from ..errors import ModelMismatchError, name_list
+from ..errors import ModelMismatchError, SetupError, name_list
 from ..launch import LaunchQueue
 from ..peers import Peers
+from ..specs import dtype_name
 from .attributes import are_same, comparable, is_scalar
 from .kinds import options_of
 
@@ -83,6 +84,19 @@ class Groups:
     def dtype_before(self, parameter: torch.Tensor) -> torch.dtype:
         """Of a parameter that is remembered."""
         return self._dtypes[id(parameter)]
+
+    def refuse_other_dtypes(self, where: str) -> None:
+        """Raise ``SetupError`` if parameters have another dtype than in a plan that is new, and so than gradients."""
+        if self._queue.plan is self._plan:
+            return
+        known = {id(one) for one in self.parameters}
+        for reference, spec in zip(self._queue.parameters, self._queue.plan.parameters, strict=True):
+            one = reference()
+            if one is not None and id(one) in known and one.dtype is not spec.dtype:
+                raise SetupError(
+                    f"{where}: {spec.name} was {dtype_name(spec.dtype)} in the last backward, and is "
+                    f"{dtype_name(one.dtype)} now.\nRun a backward between a change of the dtype and the step."
+                )
 
     # Ranks
 

@@ -246,7 +246,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
             "the others.\nUse it as it is, without stretto.shard()."
         )
-    parts = [part for one in whole for part in torch.split(one.flatten(), 20)]
+    parts = [*torch.split(_joined(whole), 20)]  # neighbours are stepped as one: see stretches.py
     try:
         divided = _stepped(optimizer, options, parts, [parts], name)
     except Exception:

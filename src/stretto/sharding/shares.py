@@ -221,8 +221,7 @@ class Shares:
         self._agree(number, moves=moves)
         if moves:
             self._follow()
-            strayed = []
-        self._write(strayed, copies, number)
+        self._write([] if moves else strayed, copies, number)
         if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
             self._withholding.follow()
@@ -232,6 +231,7 @@ class Shares:
         """Raise what speaks against a step of this rank."""
         layout, where, plan = self.layout, self._peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
+        self._groups.refuse_other_dtypes(where)
         self._kinds.refuse_change(where, has_moved=has_moved)
         if has_moved or any(one.grad is not None for one in self._apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)

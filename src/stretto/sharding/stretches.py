@@ -225,6 +225,9 @@ class Stretches:
 
     def _in_grad(self, piece: Piece) -> torch.Tensor:
         """What ``.grad`` of the piece's parameter is when its mean lies in the bucket."""
+        gradient = self._layout.parameters[piece.index].grad
+        if isinstance(gradient, Withheld):  # of a pass since which buckets were asked to be whole
+            return gradient
         bucket, place = self._buckets[piece.bucket], self._places[piece.index]
         return bucket.withheld[place] if bucket.withheld else bucket.views[place]
 

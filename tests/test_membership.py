@@ -422,6 +422,25 @@ def test_what_was_written_past_registration_is_found_by_the_net() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("container", [torch.nn.ModuleList, torch.nn.Sequential])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_layer_that_is_inserted_late_is_seen_in_its_first_pass(container, place):
+    """torch writes it into the table of the list itself, of which no hook tells."""
+
+    def worker(transport):
+        layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+        model = container(*layers) if container is torch.nn.Sequential else container(layers)
+        stretto.attach(model, transport=transport)
+        for number in range(25):
+            if number == 23:
+                model.insert(place, torch.nn.Linear(1, 1, bias=False))
+            model.zero_grad()
+            sum(layer.weight.sum() * (1 + transport.rank) for layer in model).backward()
+            assert [layer.weight.grad.item() for layer in model] == [1.5] * len(model)
+
+    run_ranks(worker, 2)
+
+
 def test_halves_that_are_trained_in_turn_change_the_plan_no_more_than_needed() -> None:
     def worker(transport):
         model, plans = Chain(), Plans()

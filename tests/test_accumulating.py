@@ -380,3 +380,19 @@ def test_of_a_sum_a_layer_gets_another_name_while_a_rank_is_idle() -> None:
         return first.grad.item()
 
     assert run_ranks(worker, 2) == [8.0, 100.0]
+
+
+def test_of_a_sum_what_is_preset_after_a_silent_pass_is_averaged_though_it_lies_where_the_old_gradient_lay() -> None:
+    """A new tensor gets the address, and the id, of the one that has just been freed."""
+
+    def worker(transport):
+        model = torch.nn.Linear(3, 1, bias=False)
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        with sync.no_sync():
+            model.weight.sum().backward()
+        model.weight.grad = None
+        model.weight.grad = torch.empty_like(model.weight).copy_(torch.full((1, 3), 100.0))
+        model.weight.sum().backward()
+        return model.weight.grad.tolist()
+
+    assert run_ranks(worker, 2) == [[[102.0] * 3]] * 2

@@ -424,7 +424,8 @@ def test_what_was_written_past_registration_is_found_by_the_net() -> None:
 
 @pytest.mark.parametrize("container", [torch.nn.ModuleList, torch.nn.Sequential])
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_layer_that_is_inserted_late_is_seen_in_its_first_pass(container, place):
+@pytest.mark.parametrize("as_long_as_before", [False, True])
+def test_a_layer_that_is_inserted_late_is_seen_in_its_first_pass(container, place, as_long_as_before):
     """torch writes it into the table of the list itself, of which no hook tells."""
 
     def worker(transport):
@@ -434,6 +435,8 @@ def test_a_layer_that_is_inserted_late_is_seen_in_its_first_pass(container, plac
         for number in range(25):
             if number == 23:
                 model.insert(place, torch.nn.Linear(1, 1, bias=False))
+                if as_long_as_before:
+                    model.pop(1)
             model.zero_grad()
             sum(layer.weight.sum() * (1 + transport.rank) for layer in model).backward()
             assert [layer.weight.grad.item() for layer in model] == [1.5] * len(model)

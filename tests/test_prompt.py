@@ -75,6 +75,24 @@ def test_policy_and_niceness_stay() -> None:
         assert before[0] == os.SCHED_BATCH
 
 
+def test_names_of_other_threads_may_be_anything() -> None:
+    end = threading.Event()
+
+    def named() -> None:
+        assert ctypes.CDLL(None).prctl(15, b"\xff\xe4") == 0  # PR_SET_NAME
+        set_up.set()
+        end.wait()
+
+    set_up, thread = threading.Event(), threading.Thread(target=named)
+    thread.start()
+    try:
+        assert set_up.wait(5)
+        let_gloo_go_first()
+    finally:
+        end.set()
+        thread.join()
+
+
 def test_where_it_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sleeper() as thread:
         pass

@@ -22,7 +22,8 @@ from test_shard import CARRIERS, assert_alike, assert_same, pair, train
 import stretto
 from stretto.testing import spawn_ranks
 from stretto.testing_network import SeparateHosts
-from stretto.transport import ProcessGroupTransport, choose
+from stretto.transport import ProcessGroupTransport, choose, exchange
+from stretto.transport.base import done_within
 from stretto.transport.counterparts import Counterparts
 from stretto.transport.courier import Courier, Incoming
 from stretto.transport.exchange import Exchange
@@ -247,7 +248,8 @@ import torch
 import torch.distributed as dist
 import stretto
 from stretto.testing_network import SeparateHosts
-from stretto.transport import ProcessGroupTransport, choose
+from stretto.transport import ProcessGroupTransport, choose, exchange
+from stretto.transport.base import done_within
 from stretto.transport.counterparts import Counterparts
 
 mode, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -387,3 +389,33 @@ def end_first(rank: int, slow: float) -> float:
 def test_a_rank_that_has_ended_in_peace_still_passes_on_what_comes() -> None:
     first, _, *others = spawn_ranks(end_first, 4, 3.0)
     assert others == [first, first]
+
+
+class PieceUnderWay:
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, *limit: Any) -> None:
+        raise RuntimeError("not done in time")
+
+
+class FailedPiece(PieceUnderWay):
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, *limit: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("first", [FailedPiece, PieceUnderWay])
+def test_a_piece_that_fails_is_no_piece_that_takes_its_time(first: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind it may never end, and is not waited for."""
+    pieces = iter([first(), PieceUnderWay(), PieceUnderWay(), PieceUnderWay()])
+    monkeypatch.setattr(exchange, "all_to_all", lambda *_: next(pieces))
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    share = exchange.ShareSum(group, torch.zeros(2 * 400_000), 2 * 400_000)
+    if first is FailedPiece:
+        with pytest.raises(RuntimeError, match="Connection reset by peer"):
+            done_within(share, timedelta(seconds=0.1))
+    else:
+        assert not done_within(share, timedelta(seconds=0.1))

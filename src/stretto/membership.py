@@ -27,7 +27,7 @@ from .transport.base import Transport
 from .watch import listen, stop_listening
 from .withheld import Withheld
 
-_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
+_WITH_INSERT = (torch.nn.ModuleList, torch.nn.Sequential)
 EVERY = 16
 FIRST = 4
 """The net for what no hook tells is cast in the first passes and then in every ``EVERY``-th."""
@@ -224,8 +224,8 @@ class Membership:
         modules = [] if module is None else list(module.modules())
         self._modules = weakref.WeakSet(modules)
         self._in_order = [weakref.ref(one) for one in modules]
-        self._lists = [weakref.ref(one) for one in modules if isinstance(one, _LISTS)]
-        self._lengths = self._lengths_now()
+        self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
+        self._listed = self._listed_now()
         self._members = self._now()
 
     def drop_withheld(self, planned: Iterable[torch.Tensor]) -> None:
@@ -248,13 +248,14 @@ class Membership:
         tables = (table for one in alive for table in (one._parameters, one._modules))
         return [*map(id, itertools.chain.from_iterable(table.values() for table in tables))]
 
-    def _lengths_now(self) -> list[int]:
-        return [len(one._modules) for reference in self._lists if (one := reference()) is not None]
+    def _listed_now(self) -> list[list[int]]:
+        alive = [one for reference in self._lists if (one := reference()) is not None]
+        return [[*map(id, one._modules.values())] for one in alive]
 
     def look(self, number: int) -> None:
         """The net for what no hook tells. ``insert`` of torch's lists is looked for in every pass, whatever else is
         written into a module's tables in every ``EVERY``-th only."""
-        inserted = bool(self._lists) and self._lengths_now() != self._lengths
+        inserted = bool(self._lists) and self._listed_now() != self._listed
         if inserted or ((number <= FIRST or not number % EVERY) and self._now() != self._members):
             self.suspect = True
 

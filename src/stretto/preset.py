@@ -22,8 +22,10 @@ from .engine import current_task
 class _Before:
     value: torch.Tensor | None
     """None where there was no gradient."""
-    state: tuple[int, int]
-    """Which tensor ``.grad`` is, and which version of it, if nobody but autograd writes to it."""
+    gradient: weakref.ref[torch.Tensor] | None
+    """Which tensor ``.grad`` is, None until something is accumulated. Where it is converted it stays the same."""
+    version: int
+    """Which version of it, if nobody but autograd writes to it."""
 
 
 class _Known(dict[int, _Before]):
@@ -78,7 +80,7 @@ class Preset:
         """
         gradient, before = parameter.grad, self._known.get(id(parameter))
         if before is not None and gradient is not None:
-            before.state = _state(gradient)
+            before.gradient, before.version = weakref.ref(gradient), gradient._version
 
     def begin(self) -> None:
         """A synchronised pass begins, in a hook: if with a gradient of ours, with the one that was looked at last."""
@@ -111,16 +113,11 @@ def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Te
     known.last = id(parameter), current_task()
     gradient, before = parameter.grad, known.get(id(parameter))
     if gradient is None:
-        known[id(parameter)] = _Before(None, (0, 0))
+        known[id(parameter)] = _Before(None, None, 0)
     elif before is None or not _goes_on(before, gradient):
-        known[id(parameter)] = _Before(gradient.detach().clone(), _state(gradient))
-
-
-def _state(gradient: torch.Tensor) -> tuple[int, int]:
-    """It stays the same where a parameter is converted, and its gradient with it: the tensor gets other memory."""
-    return id(gradient), gradient._version
+        known[id(parameter)] = _Before(gradient.detach().clone(), weakref.ref(gradient), gradient._version)
 
 
 def _goes_on(before: _Before, gradient: torch.Tensor) -> bool:
     """Whether nobody but autograd has written to the gradient since."""
-    return before.value is None or before.state == _state(gradient)
+    return before.gradient is not None and before.gradient() is gradient and before.version == gradient._version

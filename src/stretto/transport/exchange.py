@@ -15,6 +15,7 @@ an even number of pieces, small enough that none is alone for long at the end: f
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,12 +24,14 @@ import torch
 import torch.distributed as dist
 
 from ..specs import KIB
-from .base import Work
+from .base import Work, done_within
 from .slices import WIDER, slice_of
 
 _ALONE_BYTES = 64 * KIB
 """A share of up to here is sent at once."""
 _PIECE_BYTES = 512 * KIB
+_SHORTEST_SECONDS = 0.001
+"""Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
 
 
 def all_to_all(
@@ -93,7 +96,7 @@ def exchange_shares(
 
 
 def _pieces(numel: int, like: torch.Tensor, places: int) -> int:
-    """In how many a share of so many elements goes. See [Note: two at a time]."""
+    """In how many a share goes, given the elements of the longest, alike on all ranks. See [Note: two at a time]."""
     nbytes = numel * like.itemsize
     if places != 2 or nbytes < _ALONE_BYTES or not like.is_cpu:
         return 1
@@ -135,20 +138,35 @@ class ShareSum:
             self._received.append(received)
         self._added = 0
         """So many pieces are in place."""
+        self._has_failed = False
 
     def is_completed(self) -> bool:
-        """Whether it can be had without waiting."""
-        return all(exchange.is_completed() for exchange in self._exchanges)
+        """Whether it can be had without waiting, or never will be."""
+        return self._has_failed or all(exchange.is_completed() for exchange in self._exchanges)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
         """Until the result is there. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while self._added < len(self._own):
             own, received = self._own[self._added], self._received[self._added]
-            self._exchanges[self._added].wait(timeout)
+            self._wait_for(self._exchanges[self._added], until)
             self._added += 1
             self._add_up(own, received[:, : len(own)], self._places)
             if self._added == len(self._own):
                 self._add_up(self._words, received[:, len(own) :], 1)
+
+    def _wait_for(self, piece: Exchange, until: float | None) -> None:
+        if until is None:
+            piece.wait()
+            return
+        left = max(until - time.monotonic(), _SHORTEST_SECONDS)
+        try:
+            come = done_within(piece, datetime.timedelta(seconds=left))
+        except RuntimeError:
+            self._has_failed = True  # what is behind it may be under way for ever
+            raise
+        if not come:
+            raise RuntimeError("not done in time")
 
     def _add_up(self, own: torch.Tensor, others: torch.Tensor, divisor: int) -> None:
         """In rank order, into ``own``; half types are rounded once."""

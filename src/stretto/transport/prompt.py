@@ -9,6 +9,7 @@ the processor, only sooner; it needs no privilege; and where the kernel is older
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import platform
 import sys
@@ -20,7 +21,7 @@ _NUMBERS = {"x86_64": (314, 315), "AMD64": (314, 315), "aarch64": (274, 275), "a
 """Of sched_setattr(2) and sched_getattr(2), which the C library does not have."""
 _FAIR = (0, 3)
 """The policies that have slices: SCHED_OTHER and SCHED_BATCH."""
-_GLOO = ("gloo_", "pt_gloo_")
+_GLOO = (b"gloo_", b"pt_gloo_")
 """How the names of its threads begin."""
 
 
@@ -41,22 +42,23 @@ class _Attributes(ctypes.Structure):
 
 def let_gloo_go_first() -> None:
     """Give the threads that Gloo has in this process by now the shortest slices. Not collective; harmless twice."""
-    if sys.platform.startswith("linux") and platform.machine() in _NUMBERS:
+    if not sys.platform.startswith("linux") or platform.machine() not in _NUMBERS:
+        return
+    with contextlib.suppress(OSError):  # no /proc, or a thread has ended
         for task in Path("/proc/self/task").iterdir():
-            try:
-                name = (task / "comm").read_text()
-            except OSError:  # it has ended
-                continue
-            if name.startswith(_GLOO):
+            if (task / "comm").read_bytes().startswith(_GLOO):
                 shorten(int(task.name))
 
 
 def shorten(thread: int) -> None:
     """Give a thread of this process, by its number, the shortest slices. Its policy and niceness stay."""
+    if ctypes.sizeof(ctypes.c_void_p) != 8:
+        return  # system calls have other numbers there
     change, ask = _NUMBERS[platform.machine()]
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
     found = _Attributes()
     size = ctypes.sizeof(found)
-    if syscall(ask, thread, ctypes.byref(found), size, 0) == 0 and found.policy in _FAIR:
+    if call(ask, thread, ctypes.byref(found), size, 0) == 0 and found.policy in _FAIR:
         found.size, found.runtime = size, SLICE_NANOSECONDS
-        syscall(change, thread, ctypes.byref(found), 0)  # refused in some sandboxes: then it is as before
+        call(change, thread, ctypes.byref(found), 0, 0)  # refused in some sandboxes: then it is as before

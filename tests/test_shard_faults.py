@@ -678,7 +678,8 @@ def test_a_child_writes_into_parameters_of_its_own(tmp_path: Path, way: Way, end
 
 
 PROGRAM = """
-import sys, torch, torch.distributed as dist, stretto
+{first}
+import gc, sys, time, torch, torch.distributed as dist, stretto
 sys.path.insert(0, {folder!r})
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore({store!r}, 2), rank=rank, world_size=2)
@@ -691,11 +692,20 @@ for _ in range(4):
     optimizer.step()
 {last}
 """
+HOLDS_LOCK = "import atexit, ctypes; atexit.register(ctypes.PyDLL(None).sleep, 2)"
+"""Called last at exit, it goes over into the interpreter's end without ever giving the interpreter's lock away."""
 ENDS = {
     "just so": "",
     "with an exception": "raise SystemExit(3)",
     "detached twice": "sync.detach(); sync.detach()",
     "without its model": "del model, sync, optimizer",
+    "long before the other": """
+model(torch.ones(2, 30)).sum().backward()
+time.sleep(rank)
+optimizer.step()
+del model, sync, optimizer
+gc.collect()
+""",
     "with a tidy end": "sync.detach(); dist.barrier(); dist.destroy_process_group()",
 }
 
@@ -710,6 +720,7 @@ def test_programs_end(tmp_path: Path, way: Way, end: str) -> None:
         store=str(tmp_path / "store"),
         transport=way.transport,
         keep_grads=way.keep_grads,
+        first=HOLDS_LOCK if end == "long before the other" else "",
         last=ENDS[end],
     )
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

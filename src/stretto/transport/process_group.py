@@ -6,6 +6,10 @@ and ``Work.wait`` orders the current stream behind it without stopping the host.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import os
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +24,13 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
-from .base import Work, never_free
-from .exchange import ShareSum, exchange_shares
+from .base import Work, done_within, never_free
+from .exchange import Exchange, ShareSum, exchange_shares
 from .prompt import let_gloo_go_first
+
+_LOOK_SECONDS = datetime.timedelta(seconds=0.1)
+_LETTING_GO_SECONDS = 0.005
+"""Within which a thread of Gloo has let go of the tensors of a collective that it has told to be over."""
 
 
 class ProcessGroupTransport:
@@ -55,6 +63,8 @@ class ProcessGroupTransport:
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum
+        self._spreads: list[Exchange] = []
+        weakref.finalize(self, _let_arrive, self._spreads, os.getpid())
         let_gloo_go_first()
 
     @property
@@ -102,7 +112,9 @@ class ProcessGroupTransport:
             share: flat, of the same dtype.
             numels: of the ranks' shares.
         """
-        return exchange_shares(self.process_group, received, share, numels)
+        exchange = exchange_shares(self.process_group, received, share, numels)
+        self._spreads[:] = [*(spread for spread in self._spreads if not spread.is_completed()), exchange]
+        return exchange
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""
@@ -123,11 +135,27 @@ class ProcessGroupTransport:
 
         Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends.
         """
+        self._spreads[:] = [spread for spread in self._spreads if spread is not work]
         if not work.is_completed() and (group := self._group()) is not None:
             never_free(group)
 
     def close(self) -> None:
         """The group belongs to whoever made it."""
+
+
+def _let_arrive(spreads: list[Exchange], pid: int) -> None:
+    """What a step has left under way is over before the interpreter ends.
+
+    The last to let go of a tensor that Python has seen takes the interpreter's lock. A thread of Gloo that asks for it
+    after the end aborts the process.
+    """
+    if pid != os.getpid() or all(spread.is_completed() for spread in spreads):
+        return
+    for spread in spreads:
+        with contextlib.suppress(RuntimeError):
+            while not done_within(spread, _LOOK_SECONDS):  # in slices, so that Ctrl-C is heard
+                pass
+    time.sleep(_LETTING_GO_SECONDS)
 
 
 def _waits_on_host(group: dist.ProcessGroup) -> bool:

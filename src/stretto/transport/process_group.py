@@ -26,6 +26,7 @@ from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
 from .base import Work, done_within, never_free
 from .exchange import Exchange, ShareSum, exchange_shares
+from .native import Gathering, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
 
 _LOOK_SECONDS = datetime.timedelta(seconds=0.1)
@@ -63,7 +64,7 @@ class ProcessGroupTransport:
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum
-        self._spreads: list[Exchange] = []
+        self._spreads: list[Gathering | Exchange] = []
         weakref.finalize(self, _let_arrive, self._spreads, os.getpid())
         let_gloo_go_first()
 
@@ -102,7 +103,8 @@ class ProcessGroupTransport:
 
         What the rest holds then is undefined.
         """
-        return ShareSum(self.process_group, tensor, numel)
+        way = ScatteredSum if can_sum(tensor) else ShareSum
+        return way(self.process_group, tensor, numel)
 
     def spread_share(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Work:
         """This rank's share to all others, and theirs, one behind the other, into ``received``.
@@ -112,9 +114,11 @@ class ProcessGroupTransport:
             share: flat, of the same dtype.
             numels: of the ranks' shares.
         """
-        exchange = exchange_shares(self.process_group, received, share, numels)
-        self._spreads[:] = [*(spread for spread in self._spreads if not spread.is_completed()), exchange]
-        return exchange
+        way = Gathering if can_gather(share) else exchange_shares
+        work = way(self.process_group, received, share, numels)
+        if self.patience is not None:
+            self._spreads[:] = [*(spread for spread in self._spreads if not spread.is_completed()), work]
+        return work
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""
@@ -143,7 +147,7 @@ class ProcessGroupTransport:
         """The group belongs to whoever made it."""
 
 
-def _let_arrive(spreads: list[Exchange], pid: int) -> None:
+def _let_arrive(spreads: list[Gathering | Exchange], pid: int) -> None:
     """What a step has left under way is over before the interpreter ends.
 
     The last to let go of a tensor that Python has seen takes the interpreter's lock. A thread of Gloo that asks for it

@@ -1,0 +1,112 @@
+"""Shares by the collectives that the backend has for them: on accelerators, reduce-scatter and all-gather.
+
+    reduce     reduce-scatter of the shares, all-reduce of the words behind them
+    spread     all-gather
+
+As many bytes leave each rank as with the all-to-alls of exchange.py. But NCCL sends them along rings and trees of the
+machine, where a share passes from host to host once, not once for each rank of the other host. Its sums of half types
+are rounded on each of these hops, so half types go the other way.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .slices import WIDER, slice_of
+
+
+def can_gather(share: torch.Tensor) -> bool:
+    """Whether the backend for such tensors has better than all-to-alls. Gloo, on CPU, has not."""
+    return not share.is_cpu
+
+
+def can_sum(tensor: torch.Tensor) -> bool:
+    """Whether shares of such tensors are to be summed by reduce-scatter."""
+    return can_gather(tensor) and tensor.dtype not in WIDER
+
+
+class ScatteredSum:
+    """The mean of this rank's share of a tensor's first elements, and the sum of all behind them, on its way.
+
+    Args:
+        group: of all ranks.
+        tensor: flat; the result is in place, and the other shares hold what they held.
+        shared: so many elements are divided into shares.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tensor: torch.Tensor, shared: int) -> None:
+        self._places = group.size()
+        low, high = slice_of(shared, group.rank(), self._places)
+        longest = slice_of(shared, 0, self._places)[1]
+        self._own, words = tensor[low:high], tensor[shared:]
+        self._sum = tensor.new_empty(longest)
+        self._sent = _padded(tensor[:shared], longest * self._places)
+        works = [group.reduce_scatter_single(_reals(self._sum), _reals(self._sent), dist.ReduceScatterOptions())]
+        if len(words):
+            works.append(group.allreduce([_reals(words)], dist.AllreduceOptions()))
+        self._works = works
+        self._is_in_place = False
+
+    def is_completed(self) -> bool:
+        """Whether it can be had without waiting."""
+        return self._is_in_place or all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        """Until the result is there. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        for work in self._works:
+            work.wait(*([timeout] if timeout else []))
+        if not self._is_in_place:
+            torch.div(self._sum[: len(self._own)], self._places, out=self._own)
+            self._is_in_place = True
+
+
+class Gathering:
+    """All ranks' shares, on their way to all.
+
+    Args:
+        group: of all ranks.
+        received: flat, as long as the other ranks' shares together; these come there one behind the other.
+        share: flat, of the same dtype.
+        numels: of the ranks' shares.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]
+    ) -> None:
+        longest = max(numels)
+        self._sent = _padded(share, longest)
+        self._rows = share.new_empty(len(numels), longest)
+        self._work: Any = group.all_gather_single(self._rows.view(-1).view(torch.uint8), self._sent.view(torch.uint8))
+        stops = accumulate(numel for place, numel in enumerate(numels) if place != group.rank())
+        places = [place for place in range(len(numels)) if place != group.rank()]
+        self._parts = [
+            (received[stop - numels[place] : stop], self._rows[place, : numels[place]])
+            for place, stop in zip(places, stops, strict=True)
+        ]
+
+    def is_completed(self) -> bool:
+        """Whether it can be had without waiting."""
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        """Until all have come. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        self._work.wait(*([timeout] if timeout else []))
+        for part, row in self._parts:
+            part.copy_(row)
+        self._parts = []
+
+
+def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    """With zeros behind, where there are not so many elements."""
+    return flat if len(flat) == numel else torch.cat([flat, flat.new_zeros(numel - len(flat))])
+
+
+def _reals(flat: torch.Tensor) -> torch.Tensor:
+    """Complex tensors are summed as pairs of reals."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

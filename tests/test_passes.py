@@ -922,3 +922,30 @@ def test_ctrl_c_of_an_idle_rank_as_it_begins_comes_out_as_it_is() -> None:
     told, _ = run_ranks(worker, 2, timeout=20)
     assert told[0] == "rank 0, pass 2: rank 1 failed and left, so nobody can complete this pass."
     assert told[1].startswith("  rank 1, pass 2, backward: KeyboardInterrupt"), told
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_idle_rank_gives_nothing_of_its_own_in_a_second_round(world: int, reentrant: bool) -> None:
+    """What it held was taken for late: it was lost there, and counted in the mean of the others."""
+
+    def worker(transport):
+        layers = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "abc"})
+        sync = stretto.attach(layers, transport=transport, bucket_cap_mb=1e-6)
+        for parameter in layers.parameters():
+            parameter.data.fill_(1.0)
+        for _ in range(2):  # without c: from here on ranks tell who will come
+            layers.zero_grad()
+            (layers.a.weight.sum() + 100 * layers.b.weight.sum()).backward()
+        if transport.rank == 0:
+            sync.shadow_pass()
+        else:
+            layers.zero_grad()
+            inputs = torch.ones(1, 1, requires_grad=True)
+            middle = checkpoint(layers.b, inputs, use_reentrant=True) if reentrant else layers.b(inputs)
+            layers.a(middle).sum().backward()
+        return [None if one.grad is None else one.grad.item() for one in layers.parameters()]
+
+    idle, *others = run_ranks(worker, world)
+    assert idle == [1.0, 100.0, None]
+    assert others == [[pytest.approx((world - 1) / world)] * 2 + [None]] * (world - 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -382,3 +384,57 @@ def test_parameters_without_dimensions_are_stepped_each_by_itself(carrier: Any) 
         assert_same(*nets)
 
     carrier(worker, 2)
+
+
+WAYS_OUT = {
+    "share_memory": lambda model: model.share_memory(),
+    "by name": lambda model: model.second.weight.data.share_memory_(),
+    "pickled": lambda model: ForkingPickler.dumps(model.second.bias),
+}
+"""To memory of torch's for other processes, the storage under a parameter being another one then."""
+
+
+@pytest.mark.parametrize("ranks", [{0}, {0, 1}], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_parameters_that_are_handed_to_other_processes_are_stepped_all_the_same(
+    carrier: Any, way: str, ranks: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stepped was the memory that they had left."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        for step in range(6):
+            for net, one in ((model, sharded), (plain, optimizer)):
+                train(net, one, transport.rank, range(step, step + 1))
+            transport.all_gather_object(None)
+            if step in (1, 3) and transport.rank in ranks:
+                WAYS_OUT[way](model)
+            transport.all_gather_object(None)
+        assert_same(model, plain)
+        assert not any(one.is_shared() for one in model.parameters() if one.numel())
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        carrier(worker, 2)
+    names = {"by name": "second.weight", "pickled": "second.bias"}
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(ranks)
+    if way in names:
+        assert {*told} == {
+            f"rank {rank}, pass 3: {names[way]} lie in memory for other processes (share_memory(), or a pickle "
+            "for one) and move out of it, with their values: those processes do not see what is stepped from here on."
+            "\nAfter a step, send them a copy: copy.deepcopy(model). Told once."
+            for rank in ranks
+        }
+
+
+def test_a_model_in_memory_for_other_processes_is_told_when_it_is_sharded(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        model.first.bias.data.share_memory_()
+        stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        shared(worker, 2)
+    assert sorted(record.getMessage().partition(" lie in ")[0] for record in caplog.records) == [
+        f"rank {rank}, shard: first.bias" for rank in (0, 1)
+    ]

@@ -46,11 +46,15 @@ _COMMUNICATE_ONCE = (noop_hook, allreduce_hook, bf16_compress_hook, fp16_compres
 
 
 class GradBucket:
-    """The face of a bucket that a comm hook sees, with the methods of ``torch.distributed.GradBucket``."""
+    """The face of a bucket that a comm hook sees, with the methods of ``torch.distributed.GradBucket``.
+
+    As in torch, hooks see complex gradients as pairs of reals: they compress by casting, and collectives resolve to it.
+    """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._buffer = bucket.payload
+        payload = bucket.payload
+        self._buffer = torch.view_as_real(payload).view(-1) if payload.is_complex() else payload
 
     def index(self) -> int:
         """Place in the launch order, from 0."""
@@ -65,9 +69,17 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of ``buffer()``, one a parameter, in the parameter's shape and strides, as they lie in it."""
-        views = self._bucket.views_of(self._buffer)
-        return [views[place] for alike in self._bucket.layout for place in alike]
+        """Views of ``buffer()``, one a parameter, in the parameter's shape and strides, as they lie in it.
+
+        Of complex parameters with a last dimension of two.
+        """
+        views = self._bucket.views_of(_as_lying_in(self._bucket.payload, self._buffer))
+        in_pairs = self._bucket.payload.is_complex() and not self._buffer.is_complex()
+        return [
+            torch.view_as_real(views[place]) if in_pairs else views[place]
+            for alike in self._bucket.layout
+            for place in alike
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the same order."""
@@ -139,8 +151,9 @@ class HookWork:
         result = self.future.wait()
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]
-        if result.data_ptr() != self.bucket.payload.data_ptr():
-            self.bucket.payload.copy_(result.view(-1))
+        payload = self.bucket.payload
+        if result.data_ptr() != payload.data_ptr():
+            payload.copy_(_as_lying_in(payload, result.reshape(-1)))
 
     def _comes_within(self, seconds: float) -> bool:
         """A hook may return what knows no callbacks; then it is waited for plainly."""
@@ -149,6 +162,12 @@ class HookWork:
         came = threading.Event()
         self.future.add_done_callback(lambda _: came.set())
         return came.wait(seconds)
+
+
+def _as_lying_in(payload: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Pairs of reals as the complex numbers that they are."""
+    in_pairs = payload.is_complex() and not flat.is_complex() and len(flat) == 2 * len(payload)
+    return torch.view_as_complex(flat.view(-1, 2)) if in_pairs else flat
 
 
 class Footers:

@@ -24,6 +24,7 @@ def second_round(
     weight: float,
     says: Collection[Control],
     send: Callable[[Bucket], None],
+    idle: bool,
 ) -> None:
     """Sum what came late on any rank, and add it. One message a bucket, in plan order. Collective.
 
@@ -35,18 +36,20 @@ def second_round(
         weight: with which this rank took part in the pass.
         says: what its last bucket has told.
         send: hands a bucket to the transport.
+        idle: this rank has no part in the pass, so what is in its ``.grad`` has not come late.
     """
     factor = scaling.after(buckets[-1].weight.clone())
     works: list[tuple[Bucket, torch.Tensor, Work]] = []
     for bucket in buckets:
+        places = [] if idle else bucket.late()
         if bucket.skipped:
-            bucket.add_late(bucket.late())
+            bucket.add_late(places)
             bucket.write_footer(weight, says if bucket.is_last else ())
             send(bucket)
             assert bucket.work is not None
             works.append((bucket, bucket.flat, bucket.work))
         else:
-            flat = _late_of(bucket, scaling, weight)
+            flat = _late_of(bucket, places, scaling, weight)
             works.append((bucket, flat, transport.all_reduce(flat)))
     for bucket, flat, work in works:
         wait(work, "what came late")
@@ -59,13 +62,13 @@ def second_round(
             bucket.footer[: len(bucket.indices)] += had
 
 
-def _late_of(bucket: Bucket, scaling: Scaling, weight: float) -> torch.Tensor:
+def _late_of(bucket: Bucket, places: Sequence[int], scaling: Scaling, weight: float) -> torch.Tensor:
     """Like the bucket's flat tensor, with what came late alone; the footer counts what was not counted yet."""
     flat = torch.zeros_like(bucket.flat)
     numel, parameters, views = len(bucket.payload), bucket.parameters, bucket.views_of(flat)
-    for place in bucket.late():
+    for place in places:
         views[place].copy_(parameters[place].grad)  # type: ignore[arg-type]  # late(): it is not None
     scaling.before(flat[:numel], weight)
-    for place in {*bucket.late()}.intersection(bucket.missing):
+    for place in {*places}.intersection(bucket.missing):
         flat[numel + place] = 1
     return flat

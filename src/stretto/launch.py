@@ -266,7 +266,7 @@ class LaunchQueue:
                 bucket.unpack(factor)
         if late:
             common = self.buckets, self.transport, self.scaling, self.wait_for
-            second_round(*common, weight=self._weight, says=self._says, send=self._send)
+            second_round(*common, weight=self._weight, says=self._says, send=self._send, idle=not release)
         for bucket in self.buckets if release else ():
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)

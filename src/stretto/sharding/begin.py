@@ -15,6 +15,7 @@ from ..peers import Peers
 from ..reducer import Reducer
 from .groups import difference, facts
 from .kinds import Kind, kind_of
+from .layout import warn_of_other_processes
 from .members import refuse_others, refuse_taken, refuse_twins
 from .optimizer import ShardedOptimizer
 from .shares import Shares
@@ -77,6 +78,8 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if stated != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, stated, told[0][1])}\nBuild the same on all ranks.")
+    if elsewhere := [name for name, one in _stepped(optimizer, module).items() if one.is_cpu and one.is_shared()]:
+        warn_of_other_processes(where, elsewhere)
     shares = _shares(optimizer, kind, reducer, peers, asked)
     return ShardedOptimizer(optimizer, module, shares, beside, where)
 
@@ -114,6 +117,11 @@ def _refused(
 def _has_stepped(state: dict[str, Any]) -> bool:
     """Some have a state before their first step (Adagrad), with a count of 0."""
     return bool(state) and float(state.get("step", 1)) != 0
+
+
+def _stepped(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
 
 
 def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[Any]:

@@ -86,6 +86,9 @@ class Layout:
             for index, offset in zip(bucket.indices, plan.offsets(number), strict=False)
         }
         self.views = {index: self._view(index) for index in self.parameters}
+        self._addresses = self._where_views_lie()
+        self._moved: list[int] = []
+        self._has_told = False
 
     def _common(self, transport: Any, wait_for: Callable[[Work, str], None]) -> CommonMemory:
         offered = transport.common(max(self.nbytes, 1))
@@ -126,8 +129,21 @@ class Layout:
 
     def strayed(self) -> list[int]:
         """Parameters that lie otherwise by now (``parameter.data = ...``, ``module.to()``)."""
+        self._renew_views()
         inside = which_lie_in([*self.parameters.values()], [*self.views.values()])
         return [index for index, lies in zip(self.parameters, inside, strict=True) if not lies]
+
+    def _where_views_lie(self) -> list[int]:
+        return [*map(torch.Tensor.data_ptr, self.views.values())]
+
+    def _renew_views(self) -> None:
+        """``share_memory_()``, and a pickle for another process, move the storage that a view has in common with its
+        parameter."""
+        now = self._where_views_lie()
+        self._moved = []
+        if now != self._addresses:
+            self._moved = [i for i, new, old in zip(self.views, now, self._addresses, strict=True) if new != old]
+            self.views |= {index: self._view(index) for index in self._moved}
 
     def refuse_other_sizes(self, indices: Iterable[int], where: str, plan: BucketPlan) -> None:
         """Of parameters that have been changed by hand. Strides that have are told in a line of the log.
@@ -153,6 +169,9 @@ class Layout:
                     "Run a backward before the step where the dtype has changed; where the size has, build another "
                     "parameter, and another optimizer for it."
                 )
+        if self._moved and not self._has_told:
+            warn_of_other_processes(where, [self.plan.parameters[index].name for index in self._moved])
+            self._has_told = True
         if restrided:
             log.warning(
                 f"{where}: {name_list(restrided)} had other strides than in the plan, and get those back, with their "
@@ -196,6 +215,15 @@ class Layout:
         for parameter in (*own, *others):
             if not is_lazy(parameter) and parameter.data_ptr() in addresses:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+
+def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
+    """Of parameters that torch has put where other processes see them. ``where``: how the message begins."""
+    log.warning(
+        f"{where}: {name_list(names)} lie in memory for other processes (share_memory(), or a pickle for one) and move "
+        "out of it, with their values: those processes do not see what is stepped from here on.\n"
+        "After a step, send them a copy: copy.deepcopy(model). Told once."
+    )
 
 
 class DeviceMemory:

@@ -337,6 +337,31 @@ def wrapped_twice(rank):
         return grads, str(error), again.synchronizer.world_size
 
 
+def trunk_with_two_heads(rank, joint):
+    """Parameters after some steps; without a rank, of one process that has the batches of both."""
+    ranks = range(2) if rank is None else [rank]
+    trunk, one, other = (build("mlp", seed=number) for number in range(3))
+    nets = [torch.nn.Sequential(trunk, head) for head in (one, other)]
+    wrappers = nets if rank is None else [DistributedDataParallel(net) for net in nets]
+    parameters = [*dict.fromkeys(p for net in nets for p in net.parameters())]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        for who in ranks:
+            losses = [loss(net, batch("mlp", who, step)) / len(ranks) for net in wrappers]
+            (sum(losses) if joint else losses[step % 2]).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def two_groups(rank):
+    model = DistributedDataParallel(build("mlp"))
+    try:
+        DistributedDataParallel(model.module, process_group=dist.new_group([0, 1]))
+    except AlreadyAttachedError as error:
+        return str(error)
+
+
 def own_options(rank):
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     model = DistributedDataParallel(
@@ -360,6 +385,8 @@ def all_scenes(rank):
         "buffer hooks": buffer_hooks(rank),
         "buffers off": buffers_off(rank),
         "wrapped twice": wrapped_twice(rank),
+        **{("trunk", joint): trunk_with_two_heads(rank, joint) for joint in (True, False)},
+        "two groups": two_groups(rank),
         "own options": own_options(rank),
     }
 
@@ -431,8 +458,21 @@ class TestTogether:
     def test_wrapping_again_hands_over(self, scenes):
         assert same(scenes[0]["wrapped twice"][0], scenes[1]["wrapped twice"][0])
         assert scenes[0]["wrapped twice"][1] == (
-            "DistributedDataParallel: weight, bias already reduced by another wrapper or handle, over other ranks or "
-            "with parameters that this module does not have.\nWrap the outer module last, over one group."
+            "DistributedDataParallel: weight, bias already reduced by another wrapper or handle, with parameters that "
+            "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
+            "Or wrap the outer module last."
+        )
+
+    @pytest.mark.parametrize("joint", [True, False], ids=["one backward for both", "in turn"])
+    def test_two_wrappers_have_layers_in_common(self, scenes, joint):
+        """The earlier one goes on, and the later one takes its head."""
+        torch.testing.assert_close(scenes[0]["trunk", joint], trunk_with_two_heads(None, joint), rtol=0, atol=1e-6)
+        assert same(scenes[0]["trunk", joint], scenes[1]["trunk", joint])
+
+    def test_over_two_groups_none_takes_over(self, scenes):
+        assert scenes[0]["two groups"] == (
+            "DistributedDataParallel: 0.weight, 0.bias, 2.weight, 2.bias, 4.weight, 4.bias already reduced by another "
+            "wrapper or handle, over other ranks.\nWrap both over one group."
         )
 
     def test_options_of_stretto(self, scenes):

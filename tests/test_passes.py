@@ -431,8 +431,8 @@ def hooks_may_have(rank: int, number: int, names: str) -> str:
     return (
         f"rank {rank}, pass {number}: no gradient was there when it was to be averaged, of parameters that have a hook "
         f"of the program (register_post_accumulate_grad_hook): {names}.\n"
-        "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
-        "stretto.DistributedDataParallel, which knows torch's _apply_optimizer_in_backward."
+        "If that steps and clears .grad, each rank trains by itself. Step after backward; or hand the "
+        "optimizer to torch's _apply_optimizer_in_backward and wrap the module in stretto.DistributedDataParallel."
     )
 
 
@@ -459,7 +459,8 @@ def test_gradients_that_a_hook_takes_away_are_named(passes: int, cap: float, cap
     assert str(caught.value).replace("rank 1", "rank 0") == (
         f"rank 0, pass {first + 1}: the gradient of 1.weight, 1.bias was taken away before it was averaged: a hook of "
         "the program steps or clears it where it arrives.\n"
-        "Step after backward; or use stretto.DistributedDataParallel, which knows torch's _apply_optimizer_in_backward."
+        "Step after backward; or hand the optimizer to torch's _apply_optimizer_in_backward and wrap the module in "
+        "stretto.DistributedDataParallel."
     )
 
 
@@ -949,3 +950,27 @@ def test_an_idle_rank_gives_nothing_of_its_own_in_a_second_round(world: int, ree
     idle, *others = run_ranks(worker, world)
     assert idle == [1.0, 100.0, None]
     assert others == [[pytest.approx((world - 1) / world)] * 2 + [None]] * (world - 1)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0])
+@pytest.mark.parametrize("cap_mb", [1e-6, 1.0])
+@pytest.mark.parametrize("parts", [False, True], ids=["one handle", "nested"])
+def test_backward_of_a_parameter_itself_is_a_pass(parts: bool, cap_mb: float, value: float) -> None:
+    """torch does not count the root of such a graph among what will be executed: it was taken for absent."""
+
+    def worker(transport):
+        layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
+        handles = [stretto.attach(one, transport=transport, bucket_cap_mb=cap_mb) for one in [layers.a] * parts]
+        handles.append(stretto.attach(layers, transport=transport, bucket_cap_mb=cap_mb))
+        lone, found = layers.a.weight, []
+        for number in range(5):
+            layers.zero_grad()
+            if number < 2 or transport.rank:
+                (layers.b.weight.sum() + layers.b.bias.sum() + layers.a.bias.sum()).backward()
+            else:
+                lone.backward(torch.full_like(lone, value))
+            found.append([None if one.grad is None else one.grad.flatten()[0].item() for one in layers.parameters()])
+        return found
+
+    for found in run_ranks(worker, 2):
+        assert found == [[None, 1.0, 1.0, 1.0]] * 2 + [[value / 2, 0.5, 0.5, 0.5]] * 3

@@ -172,8 +172,8 @@ LEFT = (
 )
 DIED = (
     "rank {0}, pass 2: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
-    "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
-    "Start again, on all ranks."
+    "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
+    "dmesg). Start again, on all ranks."
 )
 
 

@@ -67,11 +67,6 @@ def strangers(model: Two, sync: Any, rank: int) -> None:
     stretto.shard(adam(torch.nn.Linear(3, 2)), sync)
 
 
-def ignored(model: Two, sync: Any, rank: int) -> None:
-    model.late = torch.nn.Linear(2, 2)
-    stretto.shard(adam(model), sync)
-
-
 def nothing(model: Two, sync: Any, rank: int) -> None:
     stretto.shard("adam", sync)  # type: ignore[arg-type]
 
@@ -131,10 +126,6 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         "SetupError: rank {0}, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
         "this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle of "
         "theirs.",
-    ),
-    ignored: (
-        "SetupError: rank {0}, shard: late.weight is stepped by the optimizer, and not reduced by "
-        f"this handle.\n{ONE}",
     ),
     nothing: (
         "SetupError: rank {0}, shard: str is no torch.optim.Optimizer.\n"
@@ -495,3 +486,114 @@ def test_what_strayed_is_not_copied_where_all_is_laid_out_anew(laid_flat: list[s
 
     shared(worker, 2)
     assert laid_flat == []
+
+
+LATE = {
+    "unfrozen": lambda model: model[0].requires_grad_(True),
+    "replaced": lambda model: model.__setitem__(0, torch.nn.Linear(3, 3)),
+    "built": lambda model: model.append(torch.nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("trained_before", [True, False])
+@pytest.mark.parametrize("change", LATE)
+def test_an_optimizer_is_sharded_over_layers_of_which_no_backward_knows(
+    change: str, trained_before: bool, keep_grads: bool
+) -> None:
+    """Two-stage fine-tuning: the plan follows in the next backward, and add_param_group took them already."""
+
+    def worker(transport: Any) -> list[list[torch.Tensor]]:
+        found = []
+        for sharded in (True, False):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+            model[0].requires_grad_(False)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.1)
+            sync = stretto.attach(model, transport=transport)
+            optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.01)
+            if sharded and trained_before:
+                optimizer = stretto.shard(optimizer, sync, keep_grads=keep_grads)
+            for step in range(4 * trained_before):
+                optimizer.zero_grad()
+                model(torch.full((1, 3), transport.rank + step + 1.0)).sum().backward()
+                optimizer.step()
+            if sharded and trained_before:
+                optimizer.unshard()
+            LATE[change](model)
+            with torch.no_grad():
+                for parameter in model[0 if change != "built" else 2].parameters():
+                    parameter.fill_(0.1)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            if sharded:
+                optimizer = stretto.shard(optimizer, sync, keep_grads=keep_grads)
+            for step in range(4):
+                optimizer.zero_grad()
+                model(torch.full((1, 3), transport.rank + step + 1.0)).sum().backward()
+                optimizer.step()
+            found.append([parameter.detach().clone() for parameter in model.parameters()])
+            sync.detach()
+        return found
+
+    for carrier in (run_ranks, shared):
+        for mine, plain in carrier(worker, 2):
+            assert all(torch.equal(one, other) for one, other in zip(mine, plain, strict=True))
+
+
+EDITS = {
+    "clear": lambda one, parameter: one.state.clear(),
+    "assigned": lambda one, parameter: setattr(one, "state", {}),
+    "popped": lambda one, parameter: one.state.pop(parameter, None),
+    "read": lambda one, parameter: one.state[parameter],
+    "written": lambda one, parameter: one.state.update({parameter: {}}) or one.state.__setitem__(parameter, {}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_state_that_lies_in_shares_is_not_edited_by_parameter(edit: str) -> None:
+    """It had no effect, in silence."""
+
+    def worker(transport: Any) -> str:
+        model = torch.nn.Linear(3, 3)
+        sharded = stretto.shard(torch.optim.AdamW(model.parameters()), stretto.attach(model, transport=transport))
+        old = torch.nn.Parameter(torch.ones(1))
+        assert sharded.state and not len(sharded.state) and old not in sharded.state
+        assert sharded.state.pop(old, None) is None and sharded.state[old] == {}  # of nobody's
+        with pytest.raises(stretto.UnsupportedError) as caught:
+            EDITS[edit](sharded, model.weight)
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [
+        f"rank {rank}, shard: the ranks keep the state of this optimizer in shares, and none of it by parameter.\n"
+        "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). To begin without one: unshard(), "
+        "then build the optimizer anew, and shard that."
+        for rank in range(2)
+    ]
+
+
+def test_the_state_of_the_only_rank_is_that_of_the_original() -> None:
+    model = torch.nn.Linear(3, 3)
+    plain = torch.optim.AdamW(model.parameters())
+    sharded = stretto.shard(plain, stretto.attach(model))
+    model(torch.ones(1, 3)).sum().backward()
+    sharded.step()
+    plain.load_state_dict(plain.state_dict())  # makes another state
+    assert sharded.state is plain.state and len(sharded.state) == 2
+    sharded.state = plain.state.__class__(dict)
+    assert sharded.state is plain.state and not plain.state
+
+
+def test_layers_that_the_handle_was_told_to_ignore_are_refused() -> None:
+    def worker(transport: Any) -> str:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport, ignore=["second.*"])
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.shard(adam(model), sync)
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [
+        f"rank {rank}, shard: second.weight is stepped by the optimizer, and not reduced by this handle.\n{ONE}"
+        for rank in range(2)
+    ]

@@ -457,6 +457,8 @@ if __name__ == "__main__":
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["mp.spawn", "spawn", "fork", "forkserver"])
 def test_what_ends_a_child_of_multiprocessing_is_quoted(tmp_path: Path, how: str) -> None:
+    if sys.version_info >= (3, 13) and how != "mp.spawn":
+        pytest.skip("from Python 3.13 on the exit handlers of a child run when its exception is gone")
     (tmp_path / "launch.py").write_text(LAUNCHED)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     done = warm_programs.run([tmp_path / "launch.py", how, tmp_path], timeout=60, env=environment)

@@ -82,8 +82,8 @@ def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]]) -> PeerEr
     told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
     return PeerError(
         f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n"
-        "Something killed it: a signal, a crash outside Python, or the system for want of memory (see dmesg). "
-        "Start again, on all ranks."
+        "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
+        "dmesg). Start again, on all ranks."
     )
 
 

@@ -25,7 +25,7 @@ from .crossing import group_of, is_destroyed
 from .errors import AlreadyAttachedError, UnsupportedError, name_list
 from .handle import Synchronizer
 from .options import Buffers
-from .reducer import Reducer, reducer_of
+from .reducer import reducer_of
 from .sharding import refuse_idle
 from .specs import MIB
 
@@ -247,27 +247,31 @@ def hand_over(ddp: TorchSurface) -> None:
     """A module is wrapped again, or one that holds a wrapped one: the earlier reducer ends, the new one takes over.
 
     As in torch, where both would reduce, one after the other, for the same result. Hooks sit on parameters, so the
-    earlier wrapper goes on to work through the new reducer. Not where another group's mean would be lost, unless that
-    group is destroyed.
+    earlier wrapper goes on to work through the new reducer. One that has other parameters besides (a trunk with two
+    heads, each head wrapped with it) goes on, and the new one takes the rest. Not where another group's mean would be
+    lost, unless that group is destroyed.
     """
-    earlier: dict[Reducer, None] = {}
-    mine = {id(parameter) for parameter in ddp._module_parameters}
-    for parameter in ddp._module_parameters:
-        if (reducer := reducer_of(parameter)) is not None:
-            earlier[reducer] = None
-    for reducer in earlier:
-        if is_destroyed(reducer.transport):
-            continue
-        if group_of(reducer.transport) is not ddp.process_group or any(
-            id(parameter) not in mine for parameter in reducer.parameters
-        ):
-            held = [n for n, p in ddp.module.named_parameters() if reducer_of(p) is reducer]
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    mine = {id(one): names[id(one)] for one in ddp._module_parameters}
+    earlier = dict.fromkeys(reducer for one in ddp._module_parameters if (reducer := reducer_of(one)) is not None)
+    alive = [reducer for reducer in earlier if not is_destroyed(reducer.transport)]
+    stay = [reducer for reducer in alive if any(id(one) not in mine for one in reducer.parameters)]
+    for reducer in alive:
+        if group_of(reducer.transport) is not ddp.process_group:
+            held = [mine[id(one)] for one in ddp._module_parameters if reducer_of(one) is reducer]
             raise AlreadyAttachedError(
                 f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "
-                "ranks or with parameters that this module does not have.\nWrap the outer module last, over one group."
+                "ranks.\nWrap both over one group."
             )
+    if all(reducer_of(one) in stay for one in ddp._module_parameters):
+        raise AlreadyAttachedError(
+            f"DistributedDataParallel: {name_list(mine.values())} already reduced by another wrapper or handle, with "
+            "parameters that this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
+            "Or wrap the outer module last."
+        )
     for reducer in sorted(earlier, key=lambda one: -len(one.inside)):  # the outer ones first
-        reducer.detach()
+        if reducer not in stay:
+            reducer.detach()
 
 
 REFUSED: dict[str, str] = dict.fromkeys(

@@ -114,8 +114,9 @@ def will_arrive(parameters: Sequence[torch.Tensor]) -> list[bool]:
         meeting: Any = _Meeting.apply(*parameters)  # type: ignore[no-untyped-call]
     if meeting.grad_fn is None:  # all of them are frozen
         return [False] * len(parameters)
+    here = torch._C._current_autograd_node()  # alone in its graph (parameter.backward(...)), it is not counted
     nodes = [node for node, _ in meeting.grad_fn.next_functions]
-    return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+    return [node is not None and (node is here or torch._C._will_engine_execute_node(node)) for node in nodes]
 
 
 # One partial for all: it holds a reference, and takes none while it calls, which another thread would count.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .transport import LocalGroup, LocalTransport, Transport, Work
+from .transport.process_group import LETTING_GO_SECONDS
 
 T = TypeVar("T")
 
@@ -125,6 +126,7 @@ def run_rank(worker: Callable[..., Any], rank: int, world_size: int, folder: str
         result = worker(rank, *args)
         torch.save(result, f"{folder}/result{rank}")
         dist.barrier()
+        time.sleep(LETTING_GO_SECONDS)  # a hook may keep the group, whose threads abort an interpreter that ends
         dist.destroy_process_group()
     except BaseException:
         with open(f"{folder}/failure{rank}", "w") as file:

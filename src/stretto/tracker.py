@@ -267,8 +267,8 @@ class ArrivalTracker:
             raise UnsupportedError(
                 f"{queue.where}: the gradient of {self._names(gone)} was taken away before it was averaged: a hook of "
                 "the program steps or clears it where it arrives.\n"
-                "Step after backward; or use stretto.DistributedDataParallel, which knows torch's "
-                "_apply_optimizer_in_backward."
+                "Step after backward; or hand the optimizer to torch's _apply_optimizer_in_backward and wrap the "
+                "module in stretto.DistributedDataParallel."
             )
         hooked = {index: one for index, one in self.alive(gone - self.gone) if has_other_hooks(one)}
         for index, one in hooked.items():
@@ -277,8 +277,9 @@ class ArrivalTracker:
             log.warning(
                 "%s: no gradient was there when it was to be averaged, of parameters that have a hook of the program "
                 "(register_post_accumulate_grad_hook): %s.\n"
-                "If that steps and clears .grad, each rank trains by itself. Step after backward; or use "
-                "stretto.DistributedDataParallel, which knows torch's _apply_optimizer_in_backward.",
+                "If that steps and clears .grad, each rank trains by itself. Step after backward; or hand the "
+                "optimizer to torch's _apply_optimizer_in_backward and wrap the module in "
+                "stretto.DistributedDataParallel.",
                 queue.where,
                 self._names(hooked),
             )

@@ -16,7 +16,7 @@ from ..reducer import Reducer
 from .groups import difference, facts
 from .kinds import Kind, kind_of
 from .layout import warn_of_other_processes
-from .members import refuse_others, refuse_taken, refuse_twins
+from .members import all_reduced, refuse_others, refuse_taken, refuse_twins
 from .optimizer import ShardedOptimizer
 from .shares import Shares
 
@@ -66,7 +66,7 @@ def begin(
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, others, where), where)
-        refuse_others(optimizer, module, reducer.parameters, where)
+        refuse_others(optimizer, module, all_reduced(reducer), where)
         refuse_twins(optimizer, module, where)
     except StrettoError as error:
         problem = error
@@ -78,7 +78,9 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if stated != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, stated, told[0][1])}\nBuild the same on all ranks.")
-    if elsewhere := [name for name, one in _stepped(optimizer, module).items() if one.is_cpu and one.is_shared()]:
+    if elsewhere := [
+        name for name, one in _stepped(optimizer, module).items() if one.is_cpu and one.untyped_storage().is_shared()
+    ]:
         warn_of_other_processes(where, elsewhere)
     shares = _shares(optimizer, kind, reducer, peers, asked)
     return ShardedOptimizer(optimizer, module, shares, beside, where)

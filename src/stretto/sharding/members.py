@@ -11,6 +11,13 @@ from torch.nn.parameter import is_lazy
 from ..errors import SetupError, StrettoError, name_list
 from ..membership import Membership
 from ..peers import Peers
+from ..reducer import Reducer
+
+
+def all_reduced(reducer: Reducer) -> list[torch.nn.Parameter]:
+    """The parameters that it reduces, or will from the pass on that reaches them."""
+    members = reducer.members
+    return [*reducer.parameters, *members.wanted().values(), *members.rows().values()]
 
 
 def refuse_others(

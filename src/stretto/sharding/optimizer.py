@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 import torch
 
-from ..errors import CommunicationError, SetupError, StrettoError
+from ..errors import CommunicationError, SetupError, StrettoError, UnsupportedError
 from ..report import Footprint
 from ..withheld import Withheld
 from .kinds import bare_step
@@ -21,10 +21,52 @@ if TYPE_CHECKING:
 
 
 class _Elsewhere(defaultdict[torch.Tensor, Any]):
-    """Empty, and says that it is not: torch.distributed.checkpoint would else step, to have a state to load into."""
+    """In place of a state by parameter: empty, and refuses what would have no effect on the shares.
+
+    It says that it is not empty: torch.distributed.checkpoint would else step, to have a state to load into. What is no
+    parameter of the optimizer, like one that has been replaced, may be taken out.
+
+    Args:
+        optimizer: has the parameters.
+        where: how messages begin.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, where: str) -> None:
+        super().__init__(dict)
+        self._optimizer = optimizer
+        self._where = where
 
     def __bool__(self) -> bool:
         return True
+
+    def refuse(self) -> NoReturn:
+        """Raise."""
+        raise UnsupportedError(
+            f"{self._where}: the ranks keep the state of this optimizer in shares, and none of it by parameter.\n"
+            "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). To begin without one: unshard(), "
+            "then build the optimizer anew, and shard that."
+        )
+
+    def _refuse_own(self, key: object) -> None:
+        if any(key is one for group in self._optimizer.param_groups for one in group["params"]):
+            self.refuse()
+
+    def __missing__(self, key: torch.Tensor) -> Any:
+        self._refuse_own(key)
+        return super().__missing__(key)
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        self._refuse_own(key)
+        super().__setitem__(key, value)
+
+    def pop(self, key: torch.Tensor, *default: Any) -> Any:
+        """As of a dict, where it is no parameter of the optimizer."""
+        self._refuse_own(key)
+        return super().pop(key, *default)
+
+    def clear(self) -> None:
+        """Raises ``UnsupportedError``, as all that changes it does."""
+        self.refuse()
 
 
 _HOOKS = (
@@ -66,8 +108,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.original = optimizer
         """The one that was sharded. It keeps the groups, and no state."""
         self._shares: Shares | None = None
+        self._elsewhere: _Elsewhere | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.state = optimizer.state if shares is None else _Elsewhere(dict)
+        self._elsewhere = None if shares is None else _Elsewhere(optimizer, where)
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
         self._refusal = None if shares is None else optimizer.register_step_pre_hook(_refuse_the_original)
@@ -82,6 +125,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._handed_back = False
         """By ``unshard()``: the original has the state."""
         self.param_groups = optimizer.param_groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """Of the only rank, what the optimizer keeps. Of several none: to change it raises ``UnsupportedError``."""
+        return self.original.state if self._elsewhere is None else self._elsewhere
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        if "beside" not in self.__dict__:  # torch's constructor
+            return
+        if self._elsewhere is not None:
+            self._elsewhere.refuse()
+        self.original.state = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's share; all of the model is stepped when this returns. Collective.
@@ -200,8 +256,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups = self.original.param_groups
             if shares is not None:
                 self.original.state.clear()
-            elif not self._handed_back:
-                self.state = self.original.state
 
     def stateful(self) -> ShardedState:
         """The state for ``torch.distributed.checkpoint``: each rank writes, and reads, its own share. Not collective.

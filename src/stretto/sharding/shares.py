@@ -24,7 +24,7 @@ from .keeping import Keeping
 from .kinds import Kind, KindWatch, groups_of, keys_by_element
 from .layout import Layout
 from .meetings import Meetings
-from .members import refuse_unreduced, refuse_where_one_cannot
+from .members import all_reduced, refuse_unreduced, refuse_where_one_cannot
 from .memory import describe_shares, footprint_of
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
@@ -87,9 +87,8 @@ class Shares:
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
-        """The parameters that the handle reduces, or will from the pass on that reaches them."""
-        members = self._reducer.members
-        return [*self._reducer.parameters, *members.wanted().values(), *members.rows().values()]
+        """See :func:`~stretto.sharding.members.all_reduced`."""
+        return all_reduced(self._reducer)
 
     # Laying out
 

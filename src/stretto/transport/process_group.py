@@ -30,7 +30,7 @@ from .native import Gathering, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
 
 _LOOK_SECONDS = datetime.timedelta(seconds=0.1)
-_LETTING_GO_SECONDS = 0.005
+LETTING_GO_SECONDS = 0.005
 """Within which a thread of Gloo has let go of the tensors of a collective that it has told to be over."""
 
 
@@ -159,7 +159,7 @@ def _let_arrive(spreads: list[Gathering | Exchange], pid: int) -> None:
         with contextlib.suppress(RuntimeError):
             while not done_within(spread, _LOOK_SECONDS):  # in slices, so that Ctrl-C is heard
                 pass
-    time.sleep(_LETTING_GO_SECONDS)
+    time.sleep(LETTING_GO_SECONDS)
 
 
 def _waits_on_host(group: dist.ProcessGroup) -> bool:

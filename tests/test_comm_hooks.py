@@ -17,9 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import stretto
 from stretto import DistributedDataParallel, PeerError, SetupError
 from stretto.comm_hooks import HookWork, check_hook
-from stretto.testing import spawn_ranks
+from stretto.testing import run_ranks, spawn_ranks
 
 WORLD = 2
 PASSES = 6
@@ -267,3 +268,28 @@ def test_what_knows_no_callbacks_is_waited_for_plainly():
     payload = torch.zeros(2)
     HookWork(SimpleNamespace(payload=payload), Plain()).wait(timedelta(seconds=0.1))
     assert payload.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_see_complex_gradients_as_pairs_of_reals(dtype):
+    """Also in a buffer that another hook has cast: torch has no complex bfloat16."""
+
+    def worker(transport):
+        def hook(_, bucket):
+            bucket.set_buffer(bucket.buffer().to(dtype))
+            shapes.append([tuple(one.shape) for one in bucket.gradients()])
+            for one in bucket.gradients():
+                one.mul_(2)
+            transport.all_reduce(wide := bucket.buffer().float()).wait()
+            future = torch.futures.Future()
+            future.set_result((wide / transport.world_size).to(dtype))
+            return future
+
+        shapes = []
+        layer = torch.nn.ParameterList([torch.ones(3, 2, dtype=torch.complex64), torch.ones((), dtype=torch.complex64)])
+        sync = stretto.attach(layer, transport=transport)
+        sync.register_comm_hook(None, hook)
+        sum((one * (transport.rank + 1j)).sum().real for one in layer).backward()
+        return shapes, [one.grad.flatten()[0].item() for one in layer]
+
+    assert run_ranks(worker, 2) == [([[(2,), (3, 2, 2)]], [1 - 2j] * 2)] * 2

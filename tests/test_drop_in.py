@@ -354,6 +354,21 @@ def trunk_with_two_heads(rank, joint):
     return [p.detach().clone() for p in parameters]
 
 
+def wrapped_in_turn(rank):
+    trunk = build("mlp")
+    nets = [torch.nn.Sequential(trunk, build("mlp", seed=number)) for number in (1, 2)]
+    first, _ = [DistributedDataParallel(net) for net in nets]
+    told = []
+    nets[1][1].requires_grad_(False)
+    for net in (nets[0], torch.nn.Sequential(trunk, build("mlp").requires_grad_(False))):
+        try:
+            DistributedDataParallel(net)
+        except AlreadyAttachedError as error:
+            told.append(str(error))
+    loss(first, batch("mlp", rank)).backward()
+    return told, [p.grad.clone() for p in first.parameters()]
+
+
 def two_groups(rank):
     model = DistributedDataParallel(build("mlp"))
     try:
@@ -387,6 +402,7 @@ def all_scenes(rank):
         "wrapped twice": wrapped_twice(rank),
         **{("trunk", joint): trunk_with_two_heads(rank, joint) for joint in (True, False)},
         "two groups": two_groups(rank),
+        "wrapped in turn": wrapped_in_turn(rank),
         "own options": own_options(rank),
     }
 
@@ -469,10 +485,22 @@ class TestTogether:
         torch.testing.assert_close(scenes[0]["trunk", joint], trunk_with_two_heads(None, joint), rtol=0, atol=1e-6)
         assert same(scenes[0]["trunk", joint], scenes[1]["trunk", joint])
 
+    def test_who_has_left_layers_to_a_wrapper_counts_on_it(self, scenes):
+        """The first one is wrapped again, then the trunk with layers that are not trained."""
+        names = "0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias, 0.4.weight, 0.4.bias (+6 more)"
+        assert scenes[0]["wrapped in turn"][0] == [
+            "DistributedDataParallel: this module is wrapped already, and another wrapper has left the layers that "
+            "both have to that one.\nUse the wrapper that there is.",
+            f"DistributedDataParallel: {names} already reduced by another wrapper or handle, with parameters that "
+            "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
+            "Or wrap the outer module last.",
+        ]
+        assert same(scenes[0]["wrapped in turn"][1], scenes[1]["wrapped in turn"][1])
+
     def test_over_two_groups_none_takes_over(self, scenes):
         assert scenes[0]["two groups"] == (
             "DistributedDataParallel: 0.weight, 0.bias, 2.weight, 2.bias, 4.weight, 4.bias already reduced by another "
-            "wrapper or handle, over other ranks.\nWrap both over one group."
+            "wrapper or handle, over another group.\nWrap both over one."
         )
 
     def test_options_of_stretto(self, scenes):

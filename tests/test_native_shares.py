@@ -97,3 +97,23 @@ def test_who_goes_that_way(device: str, dtype: torch.dtype) -> None:
     tensor = torch.empty(4, device=device, dtype=dtype)
     assert native.can_gather(tensor) == (device != "cpu")
     assert native.can_sum(tensor) == (device != "cpu" and dtype is torch.float32)
+
+
+def ranks_that_read(rank: int, world: int, natively: bool) -> None:
+    if natively:
+        stretto.transport.process_group.can_gather = lambda tensor: True
+    model, transport = Net(), ProcessGroupTransport()
+    sharded = stretto.shard(
+        OPTIMIZERS["momentum"](model.parameters()), stretto.attach(model, transport=transport, bucket_cap_mb=0.008)
+    )
+    for step in range(3):
+        train(model, sharded, rank, range(step, step + 1))
+        under_way = len(transport._spreads)
+        model.state_dict()
+        assert under_way and not transport._spreads
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_nothing_of_a_step_is_kept_once_the_parameters_have_been_read(natively: bool) -> None:
+    """As much memory as the model."""
+    spawn_ranks(ranks_that_read, 2, 2, natively)

@@ -422,7 +422,7 @@ def test_parameters_that_are_handed_to_other_processes_are_stepped_all_the_same(
         assert {*told} == {
             f"rank {rank}, pass 3: {names[way]} lie in memory for other processes (share_memory(), or a pickle "
             "for one) and move out of it, with their values: those processes do not see what is stepped from here on."
-            "\nAfter a step, send them a copy: copy.deepcopy(model). Told once."
+            "\nAfter a step, send them a copy: copy.deepcopy(model)."
             for rank in ranks
         }
 

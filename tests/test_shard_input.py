@@ -547,7 +547,13 @@ EDITS = {
     "assigned": lambda one, parameter: setattr(one, "state", {}),
     "popped": lambda one, parameter: one.state.pop(parameter, None),
     "read": lambda one, parameter: one.state[parameter],
-    "written": lambda one, parameter: one.state.update({parameter: {}}) or one.state.__setitem__(parameter, {}),
+    "written": lambda one, parameter: one.state.__setitem__(parameter, {}),
+    "set if missing": lambda one, parameter: one.state.setdefault(parameter, {}),
+    "updated": lambda one, parameter: one.state.update({parameter: {}}),
+    "joined": lambda one, parameter: one.state.__ior__({parameter: {}}),
+    "copied": lambda one, parameter: copy.copy(one.state),
+    "copied by itself": lambda one, parameter: one.state.copy(),
+    "copied deeply": lambda one, parameter: copy.deepcopy(one.state),
 }
 
 
@@ -563,6 +569,7 @@ def test_a_state_that_lies_in_shares_is_not_edited_by_parameter(edit: str) -> No
         assert sharded.state.pop(old, None) is None and sharded.state[old] == {}  # of nobody's
         with pytest.raises(stretto.UnsupportedError) as caught:
             EDITS[edit](sharded, model.weight)
+        assert sharded.unshard().state is sharded.state
         return str(caught.value)
 
     assert run_ranks(worker, 2) == [

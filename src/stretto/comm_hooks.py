@@ -49,6 +49,7 @@ class GradBucket:
     """The face of a bucket that a comm hook sees, with the methods of ``torch.distributed.GradBucket``.
 
     As in torch, hooks see complex gradients as pairs of reals: they compress by casting, and collectives resolve to it.
+    (torch's ``gradients()`` then has half of them, in the parameter's shape.)
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -73,12 +74,19 @@ class GradBucket:
 
         Of complex parameters with a last dimension of two.
         """
-        views = self._bucket.views_of(_as_lying_in(self._bucket.payload, self._buffer))
-        in_pairs = self._bucket.payload.is_complex() and not self._buffer.is_complex()
+        payload, flat, views = self._bucket.payload, self._buffer, self._bucket.views
+        places = [place for alike in self._bucket.layout for place in alike]
+        if not payload.is_complex() or flat.is_complex():
+            views = self._bucket.views_of(flat)
+            return [views[place] for place in places]
+        starts, begin = self._bucket.offsets, flat.storage_offset()
         return [
-            torch.view_as_real(views[place]) if in_pairs else views[place]
-            for alike in self._bucket.layout
-            for place in alike
+            flat.as_strided(
+                (*views[place].shape, 2),
+                (*(2 * stride for stride in views[place].stride()), 1),
+                begin + 2 * starts[place],
+            )
+            for place in places
         ]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -153,7 +161,9 @@ class HookWork:
             result = result[0]
         payload = self.bucket.payload
         if result.data_ptr() != payload.data_ptr():
-            payload.copy_(_as_lying_in(payload, result.reshape(-1)))
+            if payload.is_complex() and not result.is_complex() and result.numel() == 2 * payload.numel():
+                payload = torch.view_as_real(payload).view(-1)
+            payload.copy_(result.reshape(-1))
 
     def _comes_within(self, seconds: float) -> bool:
         """A hook may return what knows no callbacks; then it is waited for plainly."""
@@ -162,12 +172,6 @@ class HookWork:
         came = threading.Event()
         self.future.add_done_callback(lambda _: came.set())
         return came.wait(seconds)
-
-
-def _as_lying_in(payload: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Pairs of reals as the complex numbers that they are."""
-    in_pairs = payload.is_complex() and not flat.is_complex() and len(flat) == 2 * len(payload)
-    return torch.view_as_complex(flat.view(-1, 2)) if in_pairs else flat
 
 
 class Footers:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .attach import attach
 from .comm_hooks import Hook, StepInBackward
 from .crossing import group_of, is_destroyed
-from .errors import AlreadyAttachedError, UnsupportedError, name_list
+from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
 from .handle import Synchronizer
 from .options import Buffers
 from .reducer import reducer_of
@@ -260,18 +260,26 @@ def hand_over(ddp: TorchSurface) -> None:
         if group_of(reducer.transport) is not ddp.process_group:
             held = [mine[id(one)] for one in ddp._module_parameters if reducer_of(one) is reducer]
             raise AlreadyAttachedError(
-                f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over other "
-                "ranks.\nWrap both over one group."
+                f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over "
+                "another group.\nWrap both over one."
             )
-    if all(reducer_of(one) in stay for one in ddp._module_parameters):
+    trained = [one for one in ddp._module_parameters if one.requires_grad]
+    if trained and all(reducer_of(one) in stay for one in trained):
         raise AlreadyAttachedError(
             f"DistributedDataParallel: {name_list(mine.values())} already reduced by another wrapper or handle, with "
             "parameters that this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
             "Or wrap the outer module last."
         )
     for reducer in sorted(earlier, key=lambda one: -len(one.inside)):  # the outer ones first
-        if reducer not in stay:
+        if reducer in stay:
+            continue
+        try:
             reducer.detach()
+        except SetupError as error:
+            raise AlreadyAttachedError(
+                "DistributedDataParallel: this module is wrapped already, and another wrapper has left the layers that "
+                "both have to that one.\nUse the wrapper that there is."
+            ) from error
 
 
 REFUSED: dict[str, str] = dict.fromkeys(

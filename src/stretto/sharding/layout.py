@@ -222,7 +222,7 @@ def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
     log.warning(
         f"{where}: {name_list(names)} lie in memory for other processes (share_memory(), or a pickle for one) and move "
         "out of it, with their values: those processes do not see what is stepped from here on.\n"
-        "After a step, send them a copy: copy.deepcopy(model). Told once."
+        "After a step, send them a copy: copy.deepcopy(model)."
     )
 
 

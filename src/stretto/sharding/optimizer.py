@@ -64,8 +64,29 @@ class _Elsewhere(defaultdict[torch.Tensor, Any]):
         self._refuse_own(key)
         return super().pop(key, *default)
 
+    def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:
+        """As of a dict, where it is no parameter of the optimizer."""
+        self._refuse_own(key)
+        return super().setdefault(key, default)
+
     def clear(self) -> None:
-        """Raises ``UnsupportedError``, as all that changes it does."""
+        """Raises ``UnsupportedError``."""
+        self.refuse()
+
+    def update(self, *_: Any, **__: Any) -> None:
+        """Raises ``UnsupportedError``."""
+        self.refuse()
+
+    def copy(self) -> NoReturn:
+        """Raises ``UnsupportedError``: a copy to go back to would be empty."""
+        self.refuse()
+
+    def __ior__(self, _: Any) -> NoReturn:  # type: ignore[misc]
+        self.refuse()
+
+    __copy__ = copy
+
+    def __reduce__(self) -> NoReturn:
         self.refuse()
 
 
@@ -305,7 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, state in shares.states():
                 self.original.state[parameter] = state
             shares.inner.hand_back(self.original)
-        self._handed_back = True
+        self._handed_back, self._elsewhere = True, None
         self.end()
         return self.original
 

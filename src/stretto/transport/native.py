@@ -80,13 +80,13 @@ class Gathering:
         self, group: dist.ProcessGroup, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]
     ) -> None:
         longest = max(numels)
-        self._sent = _padded(share, longest)
-        self._rows = share.new_empty(len(numels), longest)
-        self._work: Any = group.all_gather_single(self._rows.view(-1).view(torch.uint8), self._sent.view(torch.uint8))
+        sent, rows = _padded(share, longest), share.new_empty(len(numels), longest)
+        self._work: Any = group.all_gather_single(rows.view(-1).view(torch.uint8), sent.view(torch.uint8))
+        self._buffers: Sequence[torch.Tensor] = sent, rows  # until it has come
         stops = accumulate(numel for place, numel in enumerate(numels) if place != group.rank())
         places = [place for place in range(len(numels)) if place != group.rank()]
         self._parts = [
-            (received[stop - numels[place] : stop], self._rows[place, : numels[place]])
+            (received[stop - numels[place] : stop], rows[place, : numels[place]])
             for place, stop in zip(places, stops, strict=True)
         ]
 
@@ -99,7 +99,7 @@ class Gathering:
         self._work.wait(*([timeout] if timeout else []))
         for part, row in self._parts:
             part.copy_(row)
-        self._parts = []
+        self._parts, self._buffers = [], ()
 
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:

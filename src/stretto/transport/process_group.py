@@ -34,6 +34,25 @@ LETTING_GO_SECONDS = 0.005
 """Within which a thread of Gloo has let go of the tensors of a collective that it has told to be over."""
 
 
+class _Spread:
+    """Shares on their way, among those under way until they have been waited for."""
+
+    def __init__(self, work: Gathering | Exchange, among: list[_Spread]) -> None:
+        self._work = work
+        self._among = among
+        among.append(self)
+
+    def is_completed(self) -> bool:
+        """Whether it can be had without waiting."""
+        return self._work.is_completed()
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        """Until all have come. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        self._work.wait(timeout)
+        with contextlib.suppress(ValueError):  # waited for already
+            self._among.remove(self)  # it holds as much memory as it has brought
+
+
 class ProcessGroupTransport:
     """Collectives of ``process_group`` (the default group if ``None``).
 
@@ -64,7 +83,7 @@ class ProcessGroupTransport:
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum
-        self._spreads: list[Gathering | Exchange] = []
+        self._spreads: list[_Spread] = []
         weakref.finalize(self, _let_arrive, self._spreads, os.getpid())
         let_gloo_go_first()
 
@@ -116,9 +135,7 @@ class ProcessGroupTransport:
         """
         way = Gathering if can_gather(share) else exchange_shares
         work = way(self.process_group, received, share, numels)
-        if self.patience is not None:
-            self._spreads[:] = [*(spread for spread in self._spreads if not spread.is_completed()), work]
-        return work
+        return work if self.patience is None else _Spread(work, self._spreads)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""
@@ -147,7 +164,7 @@ class ProcessGroupTransport:
         """The group belongs to whoever made it."""
 
 
-def _let_arrive(spreads: list[Gathering | Exchange], pid: int) -> None:
+def _let_arrive(spreads: list[_Spread], pid: int) -> None:
     """What a step has left under way is over before the interpreter ends.
 
     The last to let go of a tensor that Python has seen takes the interpreter's lock. A thread of Gloo that asks for it
@@ -155,7 +172,7 @@ def _let_arrive(spreads: list[Gathering | Exchange], pid: int) -> None:
     """
     if pid != os.getpid() or all(spread.is_completed() for spread in spreads):
         return
-    for spread in spreads:
+    for spread in [*spreads]:
         with contextlib.suppress(RuntimeError):
             while not done_within(spread, _LOOK_SECONDS):  # in slices, so that Ctrl-C is heard
                 pass

@@ -732,3 +732,43 @@ def test_programs_end(tmp_path: Path, way: Way, end: str) -> None:
         complaints = program.communicate(timeout=60)[1]
         assert "terminate called" not in complaints and "Traceback" not in complaints, complaints
         assert program.returncode == (3 if "exception" in end else 0), complaints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_rank_that_waits_at_its_end_says_for_what(tmp_path: Path, interrupted: bool) -> None:
+    text = PROGRAM.format(
+        folder=str(tmp_path),
+        store=str(tmp_path / "store"),
+        transport="process_group",
+        keep_grads=True,
+        first="",
+        last="model(torch.ones(2, 30)).sum().backward()\n"
+        f"time.sleep({60 if interrupted else 7} * rank)\n"
+        "optimizer.step()",
+    )
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    one, other = programs = [
+        subprocess.Popen([sys.executable, "-c", text, str(rank)], stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    try:
+        assert one.stderr is not None
+        assert one.stderr.readline() + one.stderr.readline() == (
+            "rank 0: the model is let go of, or the program ends, while parameters of its last step are on their way, "
+            "and in 5 s they have not come. Another rank has not taken that step, or hangs: look there. This rank "
+            "waits for the time-out of its process group (1800 s), or for Ctrl-C.\n"
+            "To leave the model before the others do, call detach() on the handle after a step that all ranks have "
+            "taken.\n"
+        )
+        if interrupted:
+            one.send_signal(signal.SIGINT)
+            assert "KeyboardInterrupt" in one.communicate(timeout=30)[1]
+            assert other.poll() is None
+            return
+        assert [program.communicate(timeout=60)[1] for program in programs] == ["", ""]
+        assert [program.returncode for program in programs] == [0, 0]
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .transport import LocalGroup, LocalTransport, Transport, Work
-from .transport.process_group import LETTING_GO_SECONDS
+from .transport.under_way import LETTING_GO_SECONDS
 
 T = TypeVar("T")
 

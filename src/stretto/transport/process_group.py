@@ -6,10 +6,6 @@ and ``Work.wait`` orders the current stream behind it without stopping the host.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import os
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,33 +20,11 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
-from .base import Work, done_within, never_free
-from .exchange import Exchange, ShareSum, exchange_shares
+from .base import Work, never_free
+from .exchange import ShareSum, exchange_shares
 from .native import Gathering, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
-
-_LOOK_SECONDS = datetime.timedelta(seconds=0.1)
-LETTING_GO_SECONDS = 0.005
-"""Within which a thread of Gloo has let go of the tensors of a collective that it has told to be over."""
-
-
-class _Spread:
-    """Shares on their way, among those under way until they have been waited for."""
-
-    def __init__(self, work: Gathering | Exchange, among: list[_Spread]) -> None:
-        self._work = work
-        self._among = among
-        among.append(self)
-
-    def is_completed(self) -> bool:
-        """Whether it can be had without waiting."""
-        return self._work.is_completed()
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Until all have come. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
-        self._work.wait(timeout)
-        with contextlib.suppress(ValueError):  # waited for already
-            self._among.remove(self)  # it holds as much memory as it has brought
+from .under_way import UnderWay
 
 
 class ProcessGroupTransport:
@@ -83,8 +57,11 @@ class ProcessGroupTransport:
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self._sum = dist.AllreduceOptions()  # its default is a sum
-        self._spreads: list[_Spread] = []
-        weakref.finalize(self, _let_arrive, self._spreads, os.getpid())
+        self.under_way: UnderWay | None = None
+        """Shares that a step has sent; none where ``Work.wait`` does not stop the host."""
+        if self.patience is not None:
+            self.under_way = UnderWay(self._group, self.rank, self.patience)
+            weakref.finalize(self, self.under_way.let_arrive)
         let_gloo_go_first()
 
     @property
@@ -122,8 +99,8 @@ class ProcessGroupTransport:
 
         What the rest holds then is undefined.
         """
-        way = ScatteredSum if can_sum(tensor) else ShareSum
-        return way(self.process_group, tensor, numel)
+        sum_of = ScatteredSum if can_sum(tensor) else ShareSum
+        return sum_of(self.process_group, tensor, numel)
 
     def spread_share(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Work:
         """This rank's share to all others, and theirs, one behind the other, into ``received``.
@@ -133,9 +110,9 @@ class ProcessGroupTransport:
             share: flat, of the same dtype.
             numels: of the ranks' shares.
         """
-        way = Gathering if can_gather(share) else exchange_shares
-        work = way(self.process_group, received, share, numels)
-        return work if self.patience is None else _Spread(work, self._spreads)
+        gather = Gathering if can_gather(share) else exchange_shares
+        work = gather(self.process_group, received, share, numels)
+        return work if self.under_way is None else self.under_way.add(work)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""
@@ -156,27 +133,13 @@ class ProcessGroupTransport:
 
         Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends.
         """
-        self._spreads[:] = [spread for spread in self._spreads if spread is not work]
+        if self.under_way is not None:
+            self.under_way.remove(work)
         if not work.is_completed() and (group := self._group()) is not None:
             never_free(group)
 
     def close(self) -> None:
         """The group belongs to whoever made it."""
-
-
-def _let_arrive(spreads: list[_Spread], pid: int) -> None:
-    """What a step has left under way is over before the interpreter ends.
-
-    The last to let go of a tensor that Python has seen takes the interpreter's lock. A thread of Gloo that asks for it
-    after the end aborts the process.
-    """
-    if pid != os.getpid() or all(spread.is_completed() for spread in spreads):
-        return
-    for spread in [*spreads]:
-        with contextlib.suppress(RuntimeError):
-            while not done_within(spread, _LOOK_SECONDS):  # in slices, so that Ctrl-C is heard
-                pass
-    time.sleep(LETTING_GO_SECONDS)
 
 
 def _waits_on_host(group: dist.ProcessGroup) -> bool:

@@ -1,0 +1,109 @@
+"""What a step has left under way over a process group, and the end that waits for it.
+
+    spread_share ──> Spread, in the list ──> waited for by whoever reads a parameter, and out of it
+                                        └──> else by the end of the transport or of the program
+
+[Note: letting go]  The last to let go of a tensor that Python has seen takes the interpreter's lock. A thread of Gloo
+that asks for it after the interpreter's end aborts the process. So nothing is under way then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import math
+import os
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from .base import Work, done_within, never_free
+
+log = logging.getLogger("stretto")
+
+_LOOK = datetime.timedelta(seconds=0.1)
+_PATIENT_SECONDS = 5.0
+"""What is waited for longer is told."""
+LETTING_GO_SECONDS = 0.005
+"""Within which a thread of Gloo has let go of the tensors of a collective that it has told to be over."""
+_LASTS = (
+    "rank %d: the model is let go of, or the program ends, while parameters of its last step are on their way, and in "
+    "%.0f s they have not come. Another rank has not taken that step, or hangs: look there. This rank waits for the "
+    "time-out of its process group (%.0f s), or for Ctrl-C.\n"
+    "To leave the model before the others do, call detach() on the handle after a step that all ranks have taken."
+)
+
+
+class UnderWay:
+    """The collectives of one transport that nobody has waited for yet.
+
+    Args:
+        group: carries them.
+        rank: in it.
+        patience: seconds after which it gives up.
+    """
+
+    def __init__(self, group: weakref.ref[dist.ProcessGroup], rank: int, patience: float) -> None:
+        self._group = group
+        self._rank = rank
+        self._patience = patience
+        self._pid = os.getpid()
+        self._spreads: list[Spread] = []
+
+    def __len__(self) -> int:
+        return len(self._spreads)
+
+    def add(self, work: Work) -> Work:
+        """Among them until it was waited for."""
+        self._spreads.append(spread := Spread(work, self))
+        return spread
+
+    def remove(self, spread: object) -> None:
+        """It has been waited for, or may never end. Harmless twice."""
+        self._spreads[:] = [one for one in self._spreads if one is not spread]
+
+    def let_arrive(self) -> None:
+        """Wait for all of them; see [Note: letting go]."""
+        if self._pid != os.getpid() or all(spread.is_completed() for spread in self._spreads):
+            return
+        try:
+            self._wait()
+        except BaseException:  # Ctrl-C; the group would go on waiting where it is freed
+            if (group := self._group()) is not None:
+                never_free(group)
+            raise
+        time.sleep(LETTING_GO_SECONDS)
+
+    def _wait(self) -> None:
+        tell_at = time.monotonic() + _PATIENT_SECONDS
+        for spread in [*self._spreads]:
+            with contextlib.suppress(RuntimeError):
+                while not done_within(spread, _LOOK):  # in slices, so that Ctrl-C is heard
+                    if time.monotonic() > tell_at:
+                        tell_at = math.inf
+                        log.warning(_LASTS, self._rank, _PATIENT_SECONDS, self._patience)
+
+
+class Spread:
+    """Shares on their way.
+
+    Args:
+        work: carries them.
+        among: forgets this when it has been waited for: it holds as much memory as it has brought.
+    """
+
+    def __init__(self, work: Work, among: UnderWay) -> None:
+        self._work: Any = work
+        self._among = among
+
+    def is_completed(self) -> bool:
+        """Whether it can be had without waiting."""
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        """Until all have come. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        self._work.wait(timeout)
+        self._among.remove(self)

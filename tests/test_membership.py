@@ -701,6 +701,62 @@ def test_without_a_change_nothing_more_is_sent() -> None:
     run_ranks(worker, 2)
 
 
+# The module is gone, its parts live on
+
+
+def unfrozen(a: nn.Linear, b: nn.Linear) -> None:
+    b.requires_grad_(True)
+
+
+def put_in(a: nn.Linear, b: nn.Linear) -> None:
+    a.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+
+def cast(a: nn.Linear, b: nn.Linear) -> None:
+    a.float()
+
+
+FREED = {unfrozen: "1.bias, 1.weight", put_in: "one of shape (3,)", cast: "0.weight, 0.bias"}
+
+
+@pytest.mark.parametrize("change", FREED)
+@pytest.mark.parametrize("keeps", ["the handle", "the module", "nothing"])
+def test_a_container_that_nobody_keeps(change, keeps: str) -> None:
+    """Its handle keeps the module. Without either nothing can be followed, and a rank would train by itself."""
+
+    def worker(transport):
+        a, b = linear(0), linear(1)
+        b.requires_grad_(False)
+        box = nn.ModuleList([a, b])
+        sync = stretto.attach(box, transport=transport)
+        kept = {"the handle": sync, "the module": box}.get(keeps)
+        del box, sync
+        for number in range(3):
+            if number == 2:
+                change(a, b)
+            for layer in (a, b):
+                layer.zero_grad()
+            x = inputs_of(transport.rank, number)
+            b(a(x.to(a.weight.dtype)).double()).sum().backward()
+        assert kept is not None
+        return {
+            name: one.grad.tolist() for layer in (a, b) for name, one in layer.named_parameters() if one.requires_grad
+        }
+
+    if keeps != "nothing":
+        one, other = run_ranks(worker, 2)
+        assert one == other
+        return
+    with pytest.raises(stretto.SetupError) as caught:
+        run_ranks(worker, 2)
+    told = str(caught.value).replace("rank 1,", "rank 0,").replace("1.weight, 1.bias", "1.bias, 1.weight")
+    assert told == (
+        f"rank 0, pass 3: nothing carries the gradient of {FREED[change]}: unfrozen, converted or put in since the "
+        "module was attached. That module was freed, so the plan cannot follow.\n"
+        "Keep it, or its handle, as long as its parts are trained: sync = stretto.attach(module)"
+    )
+
+
 # The drop-in
 
 

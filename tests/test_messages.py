@@ -23,7 +23,6 @@ from stretto import DistributedDataParallel as DDP
 from stretto.ddp_faces import ReducerFace
 from stretto.events import Events
 from stretto.plan import plan_buckets
-from stretto.scaling import encode_weight
 from stretto.specs import dtype_of
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import LocalGroup, LocalTransport, ProcessGroupTransport, RoundRobinTransport, Work
@@ -264,7 +263,6 @@ ALONE = [
         "reduce: tensor 0 is torch.sparse_coo: give a dense one, tensor.to_dense()",
     ),
     (lambda: attach(last_bucket_cap_mb=-1), "last_bucket_cap_mb=-1 must be 0 or a positive number, or None"),
-    (lambda: encode_weight(-1, 1), "weight=-1 must be between 0 and 2**31"),
     # Plans
     (
         lambda: plan_buckets([spec()], cap_bytes=1, order=[0, 0]),
@@ -287,6 +285,18 @@ ALONE = [
     (
         lambda: with_a_mesh(process_group=3),
         "Cannot specify both process_group and device_mesh arguments.\nLeave one of them out.",
+    ),
+    (
+        lambda: stretto.DistributedDataParallel(model(), process_group=3, process_groups=[4]),
+        "Cannot specify both process_group and process_groups.\nLeave one of them out.",
+    ),
+    (
+        lambda: stretto.attach(model(), process_group=3, process_groups=[4]),
+        "process_group= and process_groups= each say what carries the gradients: leave out all but one",
+    ),
+    (
+        lambda: stretto.reduce([torch.ones(1)], transport=LocalGroup(1).transport(0), process_group=3),
+        "transport= and process_group= each say what carries the gradients: leave out all but one",
     ),
     (
         lambda: with_a_mesh(2),
@@ -360,10 +370,6 @@ def hook_registered_twice(transport: LocalTransport) -> None:
     sync.register_comm_hook(None, identity)
 
 
-def half_a_sample(transport: LocalTransport) -> None:
-    stretto.attach(model().bfloat16(), transport=transport, weighted=True).weight = 0.5
-
-
 def who_used_what_beside_noop_hook(transport: LocalTransport) -> None:
     sync = stretto.attach(model(), transport=transport)
     sync.register_comm_hook(None, noop_hook)
@@ -399,10 +405,6 @@ ON_RANKS = [
         hook_registered_twice,
         f"rank 0: a comm hook is registered already ({identity!r}).\n"
         "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)",
-    ),
-    (
-        half_a_sample,
-        "rank 0: weight=0.5 must be whole where all gradients are of half precision: count samples",
     ),
     (
         who_used_what_beside_noop_hook,

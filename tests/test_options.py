@@ -11,9 +11,9 @@ import torch
 
 import stretto
 from stretto.check import check_replicas, fingerprint
-from stretto.scaling import WEIGHT_BITS, Scaling, encode_weight, total_weight
+from stretto.scaling import Scaling, encode_weight, total_weight
 from stretto.testing import RecordingTransport, run_ranks
-from stretto.transport import RoundRobinTransport
+from stretto.transport import LocalTransport, RoundRobinTransport
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -104,8 +104,42 @@ def test_weights_of_a_half_precision_model_are_summed_exactly() -> None:
     found = reduced(2, dtype=torch.bfloat16, weighted=True, weight=lambda r: weights[r], reduce_dtype=torch.float32)[0]
     total = sum(weights)
     assert_close(found, alone([w / total for w in weights], dtype=torch.bfloat16), rtol=1e-2, atol=1e-3)
-    with pytest.raises(stretto.SetupError, match=r"weight=0.5 must be whole"):
-        reduced(2, dtype=torch.bfloat16, weighted=True, weight=lambda r: 0.5)
+    third = reduced(2, dtype=torch.bfloat16, weighted=True, weight=lambda r: (r + 1) / 3, reduce_dtype=torch.float32)[0]
+    assert_close(third, alone([1 / 3, 2 / 3], dtype=torch.bfloat16), rtol=1e-2, atol=1e-3)
+
+
+class HalfThenSingle(torch.nn.Module):
+    """Registered in the order of the first plan's end, so that the learnt order puts the half type last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.high = torch.nn.Linear(4, 4)
+        self.low = torch.nn.Linear(4, 4).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.high(self.low(x.bfloat16()).float()).square().mean()
+
+
+def test_weights_may_be_fractions_whatever_dtype_the_learnt_order_puts_last() -> None:
+    """The last bucket carries them."""
+
+    def worker(transport: LocalTransport) -> list[torch.dtype]:
+        model = HalfThenSingle()
+        sync = stretto.attach(model, transport=transport, weighted=True)
+        sync.weight = 0.25 + 0.5 * transport.rank
+        lasts = []
+        for _ in range(4):
+            lasts.append(sync.plan.buckets[-1].dtype)
+            model.zero_grad()
+            model(torch.full((2, 4), transport.rank + 1.0)).backward()
+        one = HalfThenSingle()
+        (one(torch.full((2, 4), 1.0)) * 0.25 + one(torch.full((2, 4), 2.0)) * 0.75).backward()
+        for parameter, alone in zip(model.parameters(), one.parameters(), strict=True):
+            assert_close([parameter.grad], [alone.grad.double()], rtol=1e-2, atol=1e-3)
+        return lasts
+
+    assert run_ranks(worker, 2)[0] == [torch.float32] + 3 * [torch.bfloat16]
 
 
 def test_a_rank_of_weight_0_and_all_of_weight_0() -> None:
@@ -121,12 +155,10 @@ def test_weight_without_weighted_is_told() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weight_words(dtype: torch.dtype) -> None:
     words = Scaling(3, weighted=True).weight_words(dtype)
-    given = [5.0, 1000.0, 2.0**20 + 1]
+    given = [5.0, 1000.0, 2.0**20 + 1] if dtype == torch.float32 else [2.0**-20, 0.375, 2.0**30 + 1]
     total = sum(torch.tensor(encode_weight(weight, words), dtype=dtype) for weight in given)
     assert total_weight(total).item() == sum(given)
-    assert words == (1 if dtype == torch.float32 else WEIGHT_BITS)
-    with pytest.raises(stretto.SetupError, match="must be between 0 and"):
-        encode_weight(-1, words)
+    assert (words == 1) == (dtype == torch.float32)
 
 
 def test_reduce_dtype_sums_in_it_and_keeps_the_gradients_own() -> None:

@@ -15,7 +15,20 @@ import stretto
 SOURCE = Path(stretto.__file__).parent
 
 LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
-    {"errors", "events", "specs", "plan", "engine", "arrivals", "record", "word", "clocks", "report", "advice"},
+    {
+        "errors",
+        "events",
+        "specs",
+        "plan",
+        "engine",
+        "arrivals",
+        "listeners",
+        "record",
+        "word",
+        "clocks",
+        "report",
+        "advice",
+    },
     {"transport", "replan", "scaling", "words"},
     {"withheld", "slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "sizing", "backend"},
     {"waiting", "whereabouts", "notes", "seat", "channel", "watch", "steps", "blame", "inquiry"},

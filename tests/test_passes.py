@@ -512,6 +512,21 @@ def test_undefined_gradients_of_parameters_with_hooks_are_no_fault(caplog: pytes
     )
 
 
+def test_what_is_never_used_is_known_by_its_name_when_the_plan_follows_the_module(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def worker(transport):
+        model = Branches()
+        sync = stretto.attach(model, transport=transport)
+        for use in ("ac", "c", "b"):
+            model.a.requires_grad_(use == "ac")
+            model(inputs_of(transport.rank), use).backward()
+        return sync.statistics.plans
+
+    assert min(run_ranks(worker, 2)) > 1
+    assert not [one for one in caplog.records if "in any pass so far" in one.getMessage()]
+
+
 @pytest.mark.parametrize("cap", [1.0, 1e-6])
 def test_what_was_accumulated_and_dropped_was_taken_by_nobody(cap: float, caplog: pytest.LogCaptureFixture) -> None:
     """A gradient that came in a backward pass without synchronisation, of a parameter that later comes without."""

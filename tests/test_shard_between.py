@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -13,6 +14,7 @@ from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, 
 from test_shared_memory import shared
 
 import stretto
+from stretto.listeners import before_forks
 from stretto.testing import run_ranks
 
 
@@ -438,3 +440,19 @@ def test_a_model_in_memory_for_other_processes_is_told_when_it_is_sharded(caplog
     assert sorted(record.getMessage().partition(" lie in ")[0] for record in caplog.records) == [
         f"rank {rank}, shard: first.bias" for rank in (0, 1)
     ]
+
+
+def test_what_is_told_of_forks_is_forgotten_with_the_optimizer() -> None:
+    """Python keeps an entry for each that was ever registered, and goes through all of them at every fork."""
+
+    def worker(transport: Any) -> None:
+        for _ in range(20):
+            model, sharded, sync, *_ = pair(transport)
+            sharded.unshard()
+            sync.detach()
+            del model, sharded, sync
+        gc.collect()
+
+    run_ranks(worker, 2)
+    before_forks().change()
+    assert len(before_forks()) < 10

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -23,8 +22,8 @@ from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
 from .sizing import suit_link
-from .transport import ProcessGroupTransport, RoundRobinTransport, Transport, TransportName, choose
-from .transport.choose import refuse_unknown_name
+from .transport import Transport, TransportName, choose
+from .transport.choose import carrier_of, refuse_unknown_name
 
 log = logging.getLogger("stretto")
 
@@ -150,7 +149,7 @@ def attach(
     transport = "auto" if transport is None else transport
     _refuse_kinds(module, transport)
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
-    base = default_transport(process_group, process_groups) if isinstance(transport, str) else transport
+    base = carrier_of(transport, process_group, process_groups)
     if base is None or base.world_size == 1:
         if isinstance(transport, str):
             refuse_unknown_name(transport, "attach")
@@ -233,22 +232,6 @@ def _attach(
     if carrier.rank == 0:
         _warn_of_dtypes_for_none(module, options)
     return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
-
-
-def default_transport(
-    process_group: dist.ProcessGroup | None = None, process_groups: Sequence[dist.ProcessGroup] = ()
-) -> Transport | None:
-    """The transport over the groups given, else over the default group; None in a program of one process."""
-    if process_groups:
-        return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
-    if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return ProcessGroupTransport(process_group)
-    if (launched := os.environ.get("WORLD_SIZE", "").strip()) not in ("", "0", "1"):
-        raise SetupError(
-            f"WORLD_SIZE={launched} ranks were launched, but no process group is initialised: each "
-            "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
-        )
-    return None
 
 
 def _refuse_kinds(module: object, transport: object) -> None:

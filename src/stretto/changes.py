@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .errors import name_list
+from .errors import SetupError, name_list
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership
 from .sparse import SparseGradients
@@ -37,6 +37,16 @@ class Changes:
     def loses(self) -> bool:
         """Whether gradients of this rank may stay out of what is sent; freezing is harmless to that."""
         return bool(self._queue.loose or self._rows.misfits() or self.outside())
+
+    def refuse_orphans(self) -> None:
+        """Raise where parameters live on and have changed though their module was freed: there is nothing to follow."""
+        changed = [self._queue.names[index] for index in sorted(self._queue.loose)]
+        if names := [*changed, *self._rows.misfits(), *self._members.orphans()]:
+            raise SetupError(
+                f"{self._queue.where}: nothing carries the gradient of {name_list(names)}: unfrozen, converted or put "
+                "in since the module was attached. That module was freed, so the plan cannot follow.\n"
+                "Keep it, or its handle, as long as its parts are trained: sync = stretto.attach(module)"
+            )
 
     def in_words(self) -> str:
         """``2 parameters added (c.weight, c.bias), 1 frozen (b.bias)``."""

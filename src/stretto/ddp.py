@@ -103,8 +103,7 @@ class DistributedDataParallel(TorchSurface):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.device_mesh = device_mesh
-        first_group = process_groups[0] if process_groups and process_group is None else process_group
-        self.process_group = _group_of(first_group, device_mesh)  # None: a world of one
+        self.process_group = _group_of(process_group, process_groups, device_mesh)  # None: a world of one
         self._hold(module)
         self._set_devices(device_ids, output_device)
         self.dim = dim
@@ -256,7 +255,7 @@ class DistributedDataParallel(TorchSurface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
         Joinable.__init__(self)
-        self.process_group = _group_of(None, None)
+        self.process_group = _group_of(None, (), None)
         self.logger = Logger(self)
         self.reducer = ReducerFace(self)
         self._comm_hooks = []
@@ -264,7 +263,13 @@ class DistributedDataParallel(TorchSurface):
         self._attach(init_sync=False, transport="process_group")
 
 
-def _group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:
+def _group_of(
+    process_group: dist.ProcessGroup | None, process_groups: Sequence[dist.ProcessGroup], device_mesh: Any
+) -> dist.ProcessGroup | None:
+    if process_groups:
+        if process_group is not None:
+            raise SetupError("Cannot specify both process_group and process_groups.\nLeave one of them out.")
+        process_group = process_groups[0]
     if device_mesh is None:
         if process_group is None and dist.is_available() and dist.is_initialized():
             return dist.group.WORLD

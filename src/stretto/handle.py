@@ -109,8 +109,8 @@ class Synchronizer:
     def weight(self) -> float:
         """What this rank's gradients count for in the next pass: its number of samples or tokens.
 
-        Set it before ``backward``, on a model attached with ``weighted=True``; it stays until it is set again. A whole
-        number where all gradients are of half precision.
+        Set it before ``backward``, on a model attached with ``weighted=True``; it stays until it is set again.
+        At least 0, and less than 2**31.
 
         Example::
 

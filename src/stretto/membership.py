@@ -199,6 +199,15 @@ class Membership:
         """Whether an outsider may have got one in this pass, or in ones without synchronisation before it."""
         return id(parameter) in self._arrived or not self.hooked(parameter)
 
+    def orphans(self) -> list[str]:
+        """Where the module was freed: outsiders of it that live on, and have got a gradient since."""
+        if self.module() is not None:
+            return []
+        names = {id(reference()): name for name, reference in self._frozen.items()}
+        alive = [one for reference, _ in self._hooks.values() if (one := reference()) is not None]
+        came = [one for one in alive if id(one) in self._arrived]
+        return [names.get(id(one), f"one of shape {tuple(one.shape)}") for one in came]
+
     def follow(self, planned: Mapping[str, torch.nn.Parameter]) -> None:
         """These are reduced, by rows or in the plan: all others are outsiders from here on."""
         self._returned |= self.known(planned) | self._waiting
@@ -285,7 +294,7 @@ class Membership:
     def _outsider_came(self, parameter: torch.Tensor) -> None:
         if self._came is None:
             return
-        if not any(one is parameter for one in self.everything().values()):
+        if self.module() is not None and not any(one is parameter for one in self.everything().values()):
             return  # taken out again, or to be ignored; ``remember`` will see to it
         self.suspect = True
         self._arrived.add(id(parameter))

@@ -40,7 +40,7 @@ from .membership import Membership
 from .peers import Peers
 from .plan import BucketPlan
 from .rejoin import Rejoin
-from .scaling import Scaling, encode_weight
+from .scaling import Scaling
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
@@ -144,7 +144,6 @@ class Reducer:
 
     @weight.setter
     def weight(self, value: float) -> None:
-        encode_weight(value, len(self.queue.buckets[-1].weight))  # here, not when peers wait for the bucket
         self.queue.weight = value
 
     @property

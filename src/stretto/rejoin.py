@@ -172,6 +172,8 @@ class Rejoin:
     def _differs(self) -> bool:
         """Compare the module with the plan; if nothing has changed, know it for the next time."""
         wanted, module = self._members.wanted(), self._members.module()
+        if module is None:
+            self._changes.refuse_orphans()
         if module is None or not wanted:
             return False
         if (

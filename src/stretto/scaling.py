@@ -14,10 +14,13 @@ from typing import Literal
 
 import torch
 
-from .errors import SetupError, UnsupportedError
+from .errors import UnsupportedError
 
 Reduce = Literal["mean", "sum"]
 WEIGHT_BITS = 31
+"""A weight is less than two to this power."""
+_FRACTION_BITS = 62
+"""Of a weight that travels bit by bit; what is smaller counts as nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,26 +84,25 @@ class Scaling:
         """How many elements of a bucket of ``dtype`` carry a weight."""
         if not self.weighted:
             return 0
-        return WEIGHT_BITS if dtype in (torch.float16, torch.bfloat16) else 1
+        return WEIGHT_BITS + _FRACTION_BITS if dtype in (torch.float16, torch.bfloat16) else 1
 
 
 def encode_weight(weight: float, words: int) -> list[float]:
     """A weight as elements that are summed over ranks.
 
-    A half-precision sum of large numbers is not exact, so there an integer travels bit by bit, and each element counts
+    A half-precision sum of large numbers is not exact, so there the weight travels bit by bit, and each element counts
     the ranks that have the bit.
     """
-    if not 0 <= weight < 2**WEIGHT_BITS:
-        raise SetupError(f"weight={weight} must be between 0 and 2**{WEIGHT_BITS}")
-    if words != WEIGHT_BITS:
-        return [float(weight)] * words
-    if weight != int(weight):
-        raise SetupError(f"weight={weight} must be whole where all gradients are of half precision: count samples")
-    return [float(int(weight) >> bit & 1) for bit in range(WEIGHT_BITS)]
+    if words == 1:
+        return [weight]
+    units = round(weight * 2.0**_FRACTION_BITS)
+    return [float(units >> bit & 1) for bit in range(words)]
 
 
 def total_weight(words: torch.Tensor) -> torch.Tensor:
     """The sum of all ranks' weights, a 0-dim float64 tensor on the words' device."""
-    powers: Sequence[float] = [2.0**bit for bit in range(len(words))]
-    real = words.real if words.is_complex() else words
-    return real.double() @ torch.tensor(powers, dtype=torch.float64, device=words.device)
+    real = (words.real if words.is_complex() else words).double()
+    if len(words) == 1:
+        return real[0]
+    powers: Sequence[float] = [2.0 ** (bit - _FRACTION_BITS) for bit in range(len(words))]
+    return real @ torch.tensor(powers, dtype=torch.float64, device=words.device)

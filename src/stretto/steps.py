@@ -3,19 +3,18 @@
 [Note: one entry of steps]  torch keeps such hooks in a table of the process and iterates over it in every ``step()``,
 maybe on another thread; a table that changes meanwhile raises in the user's training. Recorders come and go every
 hundred passes, so there is one entry for all of them, as in watch.py. It is found again in torch's table: nothing else
-keeps it. It stays, at one call a step, until a handle is detached and nobody listens any more. Listeners are held
-weakly, and those that the garbage collector takes are swept when another one comes or goes.
+keeps it. It stays, at one call a step, until a handle is detached and nobody listens any more.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+
+from .listeners import Listeners
 
 ENTRY: Any = "stretto"
 
@@ -23,31 +22,16 @@ Listener = Callable[[torch.optim.Optimizer, bool], None]
 """Is told which optimizer, and whether its step begins or has ended."""
 
 
-class StepWatch:
+class StepWatch(Listeners):
     """What the entries in torch's two tables share."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
 
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """torch's hook before a step; it must return None."""
-        self._tell(optimizer, begins=True)
+        self.tell(optimizer, True)
 
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """And behind it."""
-        self._tell(optimizer, begins=False)
-
-    def _tell(self, optimizer: torch.optim.Optimizer, *, begins: bool) -> None:
-        for reference in self.listeners:
-            if (listener := reference()) is not None:
-                listener(optimizer, begins)
-
-    def change(self, more: Listener | None = None, less: Listener | None = None) -> None:
-        """Add one, drop one, and sweep those that are gone."""
-        with self.lock:
-            alive = (reference for reference in self.listeners if (one := reference()) is not None and one != less)
-            self.listeners = (*alive, *([] if more is None else [weakref.WeakMethod(more)]))
+        self.tell(optimizer, False)
 
 
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -78,6 +62,6 @@ def leave() -> None:
     if (watch := _watch()) is None:
         return
     watch.change()
-    if not watch.listeners:
+    if not len(watch):
         for table in _tables():
             table.pop(ENTRY, None)

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from .agreement import Statement, agree
-from .attach import default_transport
 from .broadcast import start_reduce
 from .errors import SetupError, UnsupportedError
 from .peers import Peers
 from .scaling import Reduce
 from .specs import MIB, dtype_name
 from .transport import Transport
+from .transport.choose import carrier_of
 
 ADVICE = "Give the same tensors in the same order on every rank."
 
@@ -55,7 +55,7 @@ def reduce(
     """
     everything = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
     problem, given = _problem(everything, op), [tensor for tensor in everything if tensor is not None]
-    carrier = transport if transport is not None else default_transport(process_group)
+    carrier = carrier_of(transport, process_group)
     if carrier is None or carrier.world_size == 1:
         if problem is not None:
             raise problem

@@ -82,7 +82,7 @@ class NeverUsed:
         """Whether ``look`` is to be called: rank 0 speaks for all, and a few passes tell."""
         self._queue = queue
         self._passes = 0
-        self._suspects = {index for index, name in enumerate(queue.names) if name != STAND_IN}
+        self._suspects = set(queue.names) - {STAND_IN}
 
     def look(self, gone: set[int]) -> None:
         """At the end of a pass, before its buckets are emptied. No suspects are left after most first passes.
@@ -93,14 +93,15 @@ class NeverUsed:
         queue = self._queue
         # On an accelerator to read the footer would stop the host.
         told = queue.tells and all(bucket.flat.device.type == "cpu" for bucket in queue.buckets)
-        self._suspects.intersection_update(
+        unused = {
             bucket.indices[place]
             for bucket in queue.buckets
             for place in bucket.missing
             if not (told and bucket.footer[place])
-        )
+        }
+        self._suspects &= {queue.names[index] for index in unused}
         self._passes += 1
-        names = [queue.names[index] for index in sorted(self._suspects - gone)]
+        names = [queue.names[index] for index in sorted(unused - gone) if queue.names[index] in self._suspects]
         if names and self._passes == PASSES:
             self._warn(names, told)
         self.looking = bool(self._suspects) and self._passes < PASSES

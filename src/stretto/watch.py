@@ -2,43 +2,29 @@
 
 [Note: one entry]  torch keeps registration hooks in a table of the process and iterates over it while modules are being
 built, maybe on another thread; a table that changes meanwhile raises in the user's constructor. So there is one entry
-for all attached models, which stays while there is one. It holds its listeners weakly, and what the garbage collector
-takes is swept later: a finalizer would change the table at any moment.
+for all attached models, which stays while there is one. A finalizer of a model would change the table at any moment.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
+from .listeners import Listeners
+
 ENTRY: Any = "stretto"
 
 Listener = Callable[[torch.nn.Module, object], None]
 
 
-class RegistrationWatch:
+class RegistrationWatch(Listeners):
     """The entry in torch's tables; it lives there and nowhere else."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
-
     def __call__(self, owner: torch.nn.Module, _: str, item: object) -> None:
-        for reference in self.listeners:
-            listener = reference()
-            if listener is not None:
-                listener(owner, item)
-
-    def change(self, more: Listener | None = None, less: Listener | None = None) -> None:
-        """Add one, drop one, and sweep those that are gone."""
-        with self.lock:
-            alive = (reference for reference in self.listeners if (one := reference()) is not None and one != less)
-            self.listeners = (*alive, *([] if more is None else [weakref.WeakMethod(more)]))
+        self.tell(owner, item)
 
 
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -60,6 +46,6 @@ def stop_listening(listener: Listener) -> None:
     if watch is None:
         return
     watch.change(less=listener)
-    if not watch.listeners:
+    if not len(watch):
         parameters.pop(ENTRY, None)
         modules.pop(ENTRY, None)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import CommunicationError
+from ..listeners import before_forks
 from ..transport import Transport, Work
 from .awaited import Arrival
 from .compiled import CompilerWatch
@@ -75,7 +74,7 @@ class Spread:
         self._failed = failed
         self._compare = compare
         self._under_way: list[Arrival] = []
-        os.register_at_fork(before=functools.partial(_finish_before_fork, weakref.WeakMethod(self.finish)))
+        before_forks().change(more=self._finish_here)
         self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
         self._compiler = compiler
         compiler.call(self.finish)
@@ -114,6 +113,11 @@ class Spread:
             arrival.finish()
             with contextlib.suppress(ValueError):  # another thread has done it
                 self._under_way.remove(arrival)
+
+    def _finish_here(self) -> None:
+        """Before a fork: in the child nothing comes any more."""
+        with contextlib.suppress(CommunicationError):  # told to whoever looks at a parameter
+            self.finish()
 
     def drop(self) -> None:
         """Wait for nothing more."""
@@ -174,13 +178,6 @@ class Spread:
                     _put(message, flats)
 
         return arrive
-
-
-def _finish_before_fork(finish: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Whoever waits does it in this process: in the child nothing comes any more."""
-    if (alive := finish()) is not None:
-        with contextlib.suppress(CommunicationError):  # told to whoever looks at a parameter
-            alive()
 
 
 def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> _OfBucket:

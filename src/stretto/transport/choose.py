@@ -16,12 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
+
 from ..errors import CommunicationError, PeerError, SetupError
 from . import futex
 from .base import Transport
 from .hierarchical import HierarchicalTransport, why_not
 from .host import Host
 from .page import Address, Page, Peer, first_dead
+from .process_group import ProcessGroupTransport
+from .round_robin import RoundRobinTransport
 from .shared_memory import SharedMemoryTransport
 
 TransportName = Literal["auto", "shared_memory", "process_group"]
@@ -49,6 +53,38 @@ class Seen:
     """Why it cannot read that of another."""
     name: str
     """Random; rank 0's names the place where hosts meet."""
+
+
+def carrier_of(
+    asked: Transport | str | None,
+    process_group: dist.ProcessGroup | None = None,
+    process_groups: Sequence[dist.ProcessGroup] = (),
+) -> Transport | None:
+    """The transport or the groups that were given, else the default group; None in a program of one process.
+
+    Raises:
+        SetupError: several were given; ranks were launched, but no group is initialised.
+    """
+    own = asked if asked is not None and not isinstance(asked, str) else None
+    ways = {
+        "transport=": own is not None,
+        "process_group=": process_group is not None,
+        "process_groups=": process_groups,
+    }
+    if len(given := [name for name, there in ways.items() if there]) > 1:
+        raise SetupError(f"{' and '.join(given)} each say what carries the gradients: leave out all but one")
+    if own is not None:
+        return own
+    if process_groups:
+        return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
+    if process_group is not None or (dist.is_available() and dist.is_initialized()):
+        return ProcessGroupTransport(process_group)
+    if (launched := os.environ.get("WORLD_SIZE", "").strip()) not in ("", "0", "1"):
+        raise SetupError(
+            f"WORLD_SIZE={launched} ranks were launched, but no process group is initialised: each "
+            "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
+        )
+    return None
 
 
 def choose(

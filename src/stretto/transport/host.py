@@ -21,16 +21,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 
 from ..errors import CallsDifferError, CommunicationError, PeerError
+from ..listeners import in_children
 from . import memory
 from .memory import Location
 from .message import Message, Posted
@@ -78,7 +77,8 @@ class Host:
         first = self.peers[0].address
         with contextlib.suppress(OSError):  # that rank has left already
             self.page.arena.take_turns_at(memory.open_file(first.pid, first.fd))
-        os.register_at_fork(after_in_child=functools.partial(_forked, weakref.ref(self), os.getpid()))
+        self._pid = os.getpid()
+        in_children().change(more=self._forked)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """As of the arena. If there is no memory, the others are told: they may have it, and wait for this rank."""
@@ -330,6 +330,13 @@ class Host:
             if peer.is_dead() and behind((peer,), word, posted.number):  # it may have come, and ended then
                 return self.break_off(_died(peer), by_peer=True)
 
+    def _forked(self) -> None:
+        """In a child of this process."""
+        self.broken = f"this process was forked from process {self._pid}, which alone can reduce"
+        self.page.arena.make_private()
+        for peer in self.peers:
+            peer.memory.make_private()
+
     def _error(self) -> CommunicationError:
         if not self._by_peer:
             differ = isinstance(self._cause, CallsDifferError)
@@ -339,12 +346,3 @@ class Host:
 
 def _died(peer: Peer) -> str:
     return peer.reason() or f"rank {peer.rank} (pid {peer.pid}) died without a word"
-
-
-def _forked(host: weakref.ref[Host], pid: int) -> None:
-    """In the child of a rank."""
-    if (alive := host()) is not None:
-        alive.broken = f"this process was forked from process {pid}, which alone can reduce"
-        alive.page.arena.make_private()
-        for peer in alive.peers:
-            peer.memory.make_private()

@@ -20,7 +20,7 @@ from stretto.broadcast import broadcast_coalesced
 from stretto.transport import ProcessGroupTransport
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
+from common import Quartiles, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
 
 
 def measure(rank: int, megabytes: int, count: int, rounds: int) -> dict[str, list[float]]:
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--json", type=output)
     options = parser.parse_args()
     seconds = spawn(measure, 2, options.megabytes, options.tensors, options.rounds, timeout=580)[0]
-    spreads = {name: Spread.of(times) for name, times in seconds.items()}
+    spreads = {name: Quartiles.of(times) for name, times in seconds.items()}
     ours = list(spreads.values())[-1]
     rows = [[name, spread.show(1e-3, 1), f"{spread.median / ours.median:.2f}x"] for name, spread in spreads.items()]
     title = f"{options.megabytes} MB in {options.tensors} tensors to one other rank: median (and quartiles)"

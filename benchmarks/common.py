@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from stretto.bench import this_machine
-from stretto.bench.timing import Spread, interleave, steps_in, worst_rank
+from stretto.bench.timing import Quartiles, interleave, steps_in, worst_rank
 from stretto.cli.console import CommandError, check_writable, show_cursor
 from stretto.errors import StrettoError
 from stretto.quiet import quietly
 from stretto.testing import spawn_ranks
 
 __all__ = [
-    "Spread",
+    "Quartiles",
     "count",
     "ends_well",
     "interleave",

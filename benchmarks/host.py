@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench import Comparison, Contestant, Effort, Spread, compare
+from stretto.bench import Comparison, Contestant, Effort, Quartiles, compare
 from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, alone, torch_variants
 from stretto.bench.plots import check
 from stretto.bench.result import geometric_mean
@@ -127,7 +127,7 @@ def show_sizes(found: dict[str, dict[str, list[float]]]) -> None:
         best = statistics.median(seconds["stretto"])
         row = [f"{int(size):,} B"]
         for name in names:
-            spread = Spread.of(seconds[name])
+            spread = Quartiles.of(seconds[name])
             ratio = "" if name == "stretto" else f"  {spread.median / best:.1f}x"
             row.append(spread.show(1e-6, 1) + ratio)
         rows.append([*row, f"{int(size) / best / 1e9:.1f}"])
@@ -139,7 +139,7 @@ def plot_sizes(found: dict[str, dict[str, list[float]]], file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name in next(iter(found.values())):
-        spreads = [Spread.of(seconds[name]) for seconds in found.values()]
+        spreads = [Quartiles.of(seconds[name]) for seconds in found.values()]
         x = [int(size) for size in found]
         axes.plot(x, [s.median * 1e6 for s in spreads], marker="o", markersize=3, label=name)
         axes.fill_between(x, [s.low * 1e6 for s in spreads], [s.high * 1e6 for s in spreads], alpha=0.2)
@@ -166,7 +166,7 @@ CONTESTANTS = [
 ]
 
 
-def best_torch(found: Comparison) -> tuple[str, Spread]:
+def best_torch(found: Comparison) -> tuple[str, Quartiles]:
     return min(((name, found.ratio(name)) for name in TORCH if name in found.seconds), key=lambda one: one[1].median)
 
 
@@ -245,7 +245,7 @@ def main() -> None:
         seconds = run_sizes(options.rounds, options.largest)
         show_sizes(seconds)
         found["all-reduce, seconds"] = {
-            size: {name: vars(Spread.of(times)) for name, times in one.items()} for size, one in seconds.items()
+            size: {name: vars(Quartiles.of(times)) for name, times in one.items()} for size, one in seconds.items()
         }
         if options.plot:
             plot_sizes(seconds, options.plot)

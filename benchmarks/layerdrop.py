@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import stretto
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
+from common import Quartiles, count, ends_well, interleave, machine, output, show_table, spawn, worst_rank
 
 LAYERS, WIDTH = 12, 128
 TORCH = {
@@ -130,8 +130,8 @@ def main() -> None:
         bare = seconds.pop("no communication")
         rows = []
         for name, times in seconds.items():
-            spread = Spread.of(times)
-            ratio = Spread.of([one / base for one, base in zip(times, bare, strict=True)])
+            spread = Quartiles.of(times)
+            ratio = Quartiles.of([one / base for one, base in zip(times, bare, strict=True)])
             rows.append([name, spread.show(1e-3, 1), ratio.show(), f"{sent[name] / 2**20:.2f}"])
             found[f"{name}, {'alike' if alike else 'by rank'}"] = {
                 "seconds": vars(spread),

@@ -36,7 +36,7 @@ import stretto
 from stretto.events import EVENTS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Spread, count, ends_well, interleave, machine, output, show_table, spawn, steps_in, worst_rank
+from common import Quartiles, count, ends_well, interleave, machine, output, show_table, spawn, steps_in, worst_rank
 from cut import without_events
 
 BARE = "bare"
@@ -138,19 +138,19 @@ def repeat(step: Callable[[], None], steps: int) -> None:
         step()
 
 
-def extra(seconds: dict[str, list[float]], parameters: int) -> dict[str, Spread]:
+def extra(seconds: dict[str, list[float]], parameters: int) -> dict[str, Quartiles]:
     """Paired extra seconds a parameter over the mean of the bare models."""
     bare, again = seconds.pop(BARE), seconds.pop(AGAIN)
     means = [(one + other) / 2 for one, other in zip(bare, again, strict=True)]
-    found = {AGAIN: Spread.of([(other - one) / parameters for one, other in zip(bare, again, strict=True)])}
+    found = {AGAIN: Quartiles.of([(other - one) / parameters for one, other in zip(bare, again, strict=True)])}
     for name, times in seconds.items():
-        found[name] = Spread.of([(one - mean) / parameters for one, mean in zip(times, means, strict=True)])
+        found[name] = Quartiles.of([(one - mean) / parameters for one, mean in zip(times, means, strict=True)])
     return found
 
 
-def price_of_events(seconds: dict[str, list[float]]) -> Spread:
+def price_of_events(seconds: dict[str, list[float]]) -> Quartiles:
     """What the `if`s add to a whole step, as a share of it; pairs of one round."""
-    return Spread.of([one / without - 1 for one, without in zip(seconds[ATTACH], seconds[CUT], strict=True)])
+    return Quartiles.of([one / without - 1 for one, without in zip(seconds[ATTACH], seconds[CUT], strict=True)])
 
 
 def main() -> None:
@@ -168,7 +168,7 @@ def main() -> None:
     looking: dict[str, dict[str, float]] = {}
     for world_size in (2, 1):
         rows: dict[str, list[str]] = {}
-        prices: dict[str, Spread] = {}
+        prices: dict[str, Quartiles] = {}
         for parameters in options.parameters:
             seconds = spawn(measure, world_size, parameters, options.rounds, options.block, timeout=1800)[0]
             if CUT in seconds:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from stretto.bench import Comparison, Contestant, Effort, Spread, compare
+from stretto.bench import Comparison, Contestant, Effort, Quartiles, compare
 from stretto.bench.contestants import ALONE, MESSAGES, alone, steppers, stepping, torch_tuned
 from stretto.bench.factory import workload_of
 from stretto.bench.models import title_of
@@ -88,8 +88,8 @@ def bound(run: Comparison) -> list[float]:
     return [max(pair) for pair in zip(run.seconds[ALONE], run.seconds[MESSAGES], strict=True)]
 
 
-def over_bound(run: Comparison, name: str) -> Spread:
-    return Spread.of([one / least for one, least in zip(run.seconds[name], bound(run), strict=True)])
+def over_bound(run: Comparison, name: str) -> Quartiles:
+    return Quartiles.of([one / least for one, least in zip(run.seconds[name], bound(run), strict=True)])
 
 
 def profile_of(workload: str) -> Profile:

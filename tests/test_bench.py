@@ -24,7 +24,7 @@ import warm_programs
 from comparisons import MACHINE, made_up
 
 from stretto import SetupError
-from stretto.bench import Comparison, Contestant, Effort, Machine, Spread, compare, everybody, this_machine
+from stretto.bench import Comparison, Contestant, Effort, Machine, Quartiles, compare, everybody, this_machine
 from stretto.bench.build import Training, build
 from stretto.bench.compare import enter
 from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, REPLICATE, TUNED, alone, chosen, naive
@@ -214,7 +214,7 @@ def test_what_makes_figures_doubtful_is_said() -> None:
 
 def test_ratios_are_of_the_same_round() -> None:
     run = made_up({ALONE: [1.0, 10.0, 100.0], "stretto": [2.0, 20.0, 200.0]})
-    assert run.ratio("stretto") == Spread(2.0, 2.0, 2.0)
+    assert run.ratio("stretto") == Quartiles(2.0, 2.0, 2.0)
     other = made_up({ALONE: [1.0], "stretto": [8.0]})
     assert geometric_mean([run, other], "stretto") == pytest.approx(4.0)
     assert geometric_mean([run, other], "torch") is None

@@ -33,10 +33,10 @@ from stretto.cli.demo import ENOUGH
 from stretto.cli.digits import drawn_digits, train_once
 from stretto.cli.doctor import SEVERAL_HOSTS, Findings, _network, _speed, advise, faults
 from stretto.cli.launch import Failure, first_failure
-from stretto.cli.launched import Launched, Place
+from stretto.cli.launched import Launched, RanksOfHost
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
-from stretto.cli.reach import Choice, Reached, reach_the_store, what_gloo_chooses
+from stretto.cli.reach import GlooInterface, Reached, reach_the_store, what_gloo_chooses
 from stretto.cli.speed import Speed, Timing, _transports
 from stretto.cli.streams import Streams, Traceback, last_traceback
 from stretto.cores import cores
@@ -594,17 +594,17 @@ def findings(**changes: Any) -> Findings:
     machine = {"hostname": "here", "interfaces": (LOOPBACK, OUTWARD), "cores": 2, "threads": 2}
     machine |= {"omp_num_threads": None, "available_memory": 2**33, "backends": {"gloo": True}}
     machine |= {name: changes.pop(name) for name in [*changes] if name in machine}
-    seen = {"gloo": Choice("hostname", "eth0", "192.0.2.7"), "reached": (), "speed": Speed({})} | changes
+    seen = {"gloo": GlooInterface("hostname", "eth0", "192.0.2.7"), "reached": (), "speed": Speed({})} | changes
     return Findings(machine=type(look_at_machine())(**{**vars(look_at_machine()), **machine}), **seen)
 
 
 def test_advice_of_the_doctor() -> None:
     assert advise(findings()) == faults(findings()) == []
-    assert advise(findings(gloo=Choice("hostname", "lo", "127.0.1.1"))) == [
+    assert advise(findings(gloo=GlooInterface("hostname", "lo", "127.0.1.1"))) == [
         "The host name here resolves to 127.0.1.1, where other hosts cannot reach Gloo: for several hosts, "
         "set GLOO_SOCKET_IFNAME=eth0."
     ]
-    alone = findings(gloo=Choice("nothing", "lo", "127.0.0.1"), interfaces=(LOOPBACK,))
+    alone = findings(gloo=GlooInterface("nothing", "lo", "127.0.0.1"), interfaces=(LOOPBACK,))
     assert advise(alone) == [
         "The host name here has no address of this host, where other hosts cannot reach Gloo: for several hosts, "
         "give this host a network interface."
@@ -667,7 +667,7 @@ def test_the_doctor_says_why_ranks_share_no_memory() -> None:
 def test_advice_on_shared_memory_is_for_hosts_that_have_none() -> None:
     once = (Timing(2**20, 0.001, 0.001, 0.002),)
     there = Speed({"process_group": once, "hierarchical (3 ranks on 2 hosts)": once}, "rank 0: too far")
-    here = Launched(0, 3, (Place("a", "eth0", (0, 1)), Place("b", "eth0", (2,))), there)
+    here = Launched(0, 3, (RanksOfHost("a", "eth0", (0, 1)), RanksOfHost("b", "eth0", (2,))), there)
     assert advise(findings(speed=there, launched=here)) == []
     assert _network(findings(launched=here))[-2:] == [
         "ranks           0, 1: a, Gloo listens on eth0",

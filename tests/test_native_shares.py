@@ -14,7 +14,7 @@ import stretto
 from stretto.testing import spawn_ranks
 from stretto.transport import ProcessGroupTransport, native
 from stretto.transport.exchange import ShareSum, exchange_shares
-from stretto.transport.native import Gathering, ScatteredSum
+from stretto.transport.native import GatheredShares, ScatteredSum
 from stretto.transport.slices import slice_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -46,7 +46,7 @@ def ranks_that_gather_both_ways(rank: int, world: int) -> None:
         numels[number % world] += 1
         share = torch.randn(numels[rank]).to(chance.choice([torch.bfloat16, *DTYPES]))
         one, other = [share.new_empty(sum(numels) - numels[rank]) for _ in range(2)]
-        gathering = Gathering(group, one, share, numels)
+        gathering = GatheredShares(group, one, share, numels)
         for work in (gathering, gathering, exchange_shares(group, other, share, numels)):
             work.wait()
         assert gathering.is_completed()

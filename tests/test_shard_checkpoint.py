@@ -300,7 +300,7 @@ def test_a_share_is_for_checkpoints_alone() -> None:
         train(model, optimizer, transport.rank, range(1))
         state = optimizer.stateful().state_dict()["state"]
         share = next(one["exp_avg"] for one in state.values() if len(one["exp_avg"].shape) == 2)
-        assert repr(share).startswith("Share(") and repr(share).endswith("torch.float32)")
+        assert repr(share).startswith("BoxedTensor(") and repr(share).endswith("torch.float32)")
         with pytest.raises(stretto.UnsupportedError) as caught:
             torch.add(share, 1)
         assert str(caught.value) == (

@@ -658,7 +658,7 @@ def test_a_share_that_is_refused_leaves_groups_as_they_were(monkeypatch: pytest.
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("stretto.sharding.checkpoint.Alone.take", take)
+        patched.setattr("stretto.sharding.checkpoint.OnlyRank.take", take)
         with pytest.raises(MemoryError):
             stateful.load_state_dict(shares)
     assert sharded.param_groups[0]["lr"] == 0.001 and "more" not in sharded.param_groups[0]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.bench import Contestant, Spread
+from stretto.bench import Contestant, Quartiles
 from stretto.bench.build import Training, transport_of
 from stretto.bench.compare import Job, enter, fastest, letting_go, run_rounds, spawn, words_for
 from stretto.bench.contestants import ALONE, TUNED, everybody
@@ -176,8 +176,8 @@ def _short(values: list[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def spreads(parts: dict[str, list[float]]) -> dict[str, Spread]:
-    return {part: Spread.of(parts[part]) for part in PARTS}
+def spreads(parts: dict[str, list[float]]) -> dict[str, Quartiles]:
+    return {part: Quartiles.of(parts[part]) for part in PARTS}
 
 
 def table(data: Data) -> Rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.bench import Comparison, Contestant, Spread
+from stretto.bench import Comparison, Contestant, Quartiles
 from stretto.bench.contestants import alone
 from stretto.bench.models import title_of
 from stretto.bench.plots import lines
@@ -37,7 +37,7 @@ def measure(asked: Asked) -> Data:
     return {"runs": runs, "every": [*many]}
 
 
-def of(run: Comparison, kind: str, every: int) -> Spread | None:
+def of(run: Comparison, kind: str, every: int) -> Quartiles | None:
     """To the model without communication whose optimizer steps as often."""
     name = name_of(kind, every)
     return run.ratio(name, alone(every).name) if name in run.seconds else None

@@ -1,7 +1,7 @@
 """From the records of all ranks to a report.
 
-records of some passes ──> Seen (this rank) ──gather──> side by side ──> Report ──> advice.py
-traces of all ranks ──> Seen of each ───────────────────────┘
+records of some passes ──> RankView (this rank) ──gather──> side by side ──> Report ──> advice.py
+traces of all ranks ──> RankView of each ──────────────────────┘
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def report_of(
     mine = [record for record, used in records if used == plan]
     transport = reducer.transport
     _, clocks = compare_clocks(peers, transport)
-    everyone: list[Seen] = peers.gather(_seen_lately(transport.rank, mine, clocks[transport.rank]))
-    place = _Place(
+    everyone: list[RankView] = peers.gather(_seen_lately(transport.rank, mine, clocks[transport.rank]))
+    place = _Whose(
         transport.rank,
         transport.world_size,
         transport.name,
@@ -81,7 +81,7 @@ def reports_from(traces: Sequence[RankTrace]) -> list[Report]:
     reports = []
     for trace, (records, plan) in zip(traces, under_last, strict=True):
         memory = sum(map(plan.bucket_bytes, range(len(plan.buckets))))
-        place = _Place(trace.rank, trace.world_size, trace.transport, memory, trace.accelerators)
+        place = _Whose(trace.rank, trace.world_size, trace.transport, memory, trace.accelerators)
         reports.append(_report(place, records, len(trace.passes) - len(records), plan, everyone, trace.tied))
     return reports
 
@@ -94,7 +94,7 @@ def _under_last_plan(trace: RankTrace) -> tuple[list[PassRecord], BucketPlan]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Whose:
     """Of whom a report is."""
 
     rank: int
@@ -105,11 +105,11 @@ class _Place:
 
 
 def _report(
-    place: _Place,
+    place: _Whose,
     mine: Sequence[PassRecord],
     left_out: int,
     plan: BucketPlan,
-    everyone: Sequence[Seen],
+    everyone: Sequence[RankView],
     tied: Mapping[str, str],
 ) -> Report:
     known = [one.uncertainty * NANO for one in everyone if one.uncertainty is not None]
@@ -266,7 +266,7 @@ def _bucket(seen: Sequence[_Seen], names: tuple[str, ...]) -> BucketReport:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankView:
     """What a rank brings to a report."""
 
     rank: int
@@ -279,13 +279,13 @@ class Seen:
     """Nanoseconds by which these times may be wrong; None if they are not by rank 0's clock."""
 
 
-def seen_in(rank: int, records: Sequence[PassRecord], uncertainty: int | None, clock: Clockwise) -> Seen:
+def seen_in(rank: int, records: Sequence[PassRecord], uncertainty: int | None, clock: Clockwise) -> RankView:
     """By one rank, whose times ``clock`` turns into rank 0's."""
     ends = {one.number: (clock(one.backward_ended), clock(one.settled)) for one in records}
-    return Seen(rank, breakdown_of(records), ends, frozenset(one.number for one in _middle(records)), uncertainty)
+    return RankView(rank, breakdown_of(records), ends, frozenset(one.number for one in _middle(records)), uncertainty)
 
 
-def _seen_lately(rank: int, records: Sequence[PassRecord], clock: Clock | None) -> Seen:
+def _seen_lately(rank: int, records: Sequence[PassRecord], clock: Clock | None) -> RankView:
     """By this rank, whose clock was compared just now."""
     if clock is None:
         return seen_in(rank, records, None, lambda time: time)
@@ -293,7 +293,7 @@ def _seen_lately(rank: int, records: Sequence[PassRecord], clock: Clock | None) 
     return seen_in(rank, records, clock.right_to(oldest), lambda time: time + clock.offset)
 
 
-def side_by_side(everyone: Sequence[Seen]) -> tuple[RankReport, ...]:
+def side_by_side(everyone: Sequence[RankView]) -> tuple[RankReport, ...]:
     """Who was how late, over the passes that all these ranks have recorded."""
     common = set.intersection(*(set(one.ends) for one in everyone)) if everyone else set()
     if not common or any(one.uncertainty is None for one in everyone):

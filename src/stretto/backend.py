@@ -45,7 +45,7 @@ from torch._C._distributed_c10d import (
 from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
 from .transport.base import in_one_row
-from .transport.collectives import Alone, Collectives, can_reduce
+from .transport.collectives import Collectives, WorldOfOne, can_reduce
 
 _OPERATIONS = {
     ReduceOp.SUM: "sum",
@@ -117,7 +117,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         self._turn = threading.RLock()  # several threads may use one group, as they may with Gloo
         self._transport: SharedMemoryTransport | None = None  # stays for late ranks when it goes, or the program ends
         self._asked = size == 1
-        self._collectives: Collectives | Alone | None = Alone() if size == 1 else None
+        self._collectives: Collectives | WorldOfOne | None = WorldOfOne() if size == 1 else None
 
     def getBackendName(self) -> str:
         """As torch's C++ asks for it."""
@@ -235,7 +235,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         same = (one.dtype, one.numel())
         return len(tensors) == self.size() and all((tensor.dtype, tensor.numel()) == same for tensor in tensors)
 
-    def _shared(self, tensors: Sequence[torch.Tensor]) -> Collectives | Alone | None:
+    def _shared(self, tensors: Sequence[torch.Tensor]) -> Collectives | WorldOfOne | None:
         """What does it in shared memory; None if these tensors, or all of this group, must go through Gloo."""
         if not all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors):
             return None

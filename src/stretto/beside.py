@@ -10,7 +10,7 @@ from .broadcast import CoalescedMessages
 from .buffers import BufferPlaces
 from .events import Events
 from .launch import LaunchQueue
-from .sparse import Share, SparseGradients
+from .sparse import GivenRows, SparseGradients
 from .words import Control
 
 
@@ -62,11 +62,11 @@ class Beside:
         """How many ranks said in this pass that they gave it up; no words say so beside ``noop_hook``."""
         return self.sparse.given_up
 
-    def prepare(self) -> list[Share] | None:
+    def prepare(self) -> list[GivenRows] | None:
         """What this rank has to give. What can fail on one rank alone fails here."""
         return self.sparse.prepare(self._queue.weight) if self.sparse.any else None
 
-    def send(self, shares: list[Share] | None) -> CoalescedMessages:
+    def send(self, shares: list[GivenRows] | None) -> CoalescedMessages:
         """Put all of it under way; returns the buffers' messages. Collective; ``None`` if there is nothing to give."""
         if self.sparse.any:
             self.sparse.exchange(shares, self._queue.wait_for)

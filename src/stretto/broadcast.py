@@ -19,7 +19,7 @@ MESSAGE_BYTES = 10 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Message:
+class FlatMessage:
     """One flat tensor under way, the tensors it belongs to, and whether what comes replaces them."""
 
     flat: torch.Tensor
@@ -32,7 +32,7 @@ class Message:
 class CoalescedMessages:
     """Messages under way; ``finish`` waits for them and unpacks."""
 
-    messages: list[Message] = field(default_factory=list)
+    messages: list[FlatMessage] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,7 @@ def start_broadcast(
         group.sort(key=lambda tensor: (-tensor.itemsize, str(tensor.dtype)))  # so each begins where its dtype may
         nbytes = sum(tensor.nbytes for tensor in group)
         flat = _pack(group, torch.uint8) if is_root else group[0].new_empty(nbytes, dtype=torch.uint8)
-        started.messages.append(Message(flat, group, transport.broadcast(flat, root), replaces=not is_root))
+        started.messages.append(FlatMessage(flat, group, transport.broadcast(flat, root), replaces=not is_root))
     return started
 
 
@@ -93,7 +93,7 @@ def start_reduce(
         flat = _pack(group, group[0].dtype)
         if divisor != 1:
             flat.div_(divisor)
-        started.messages.append(Message(flat, group, transport.all_reduce(flat), replaces=True))
+        started.messages.append(FlatMessage(flat, group, transport.all_reduce(flat), replaces=True))
     return started
 
 

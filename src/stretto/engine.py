@@ -96,7 +96,7 @@ def without_graph(call: Callable[..., object], *arguments: object) -> None:
         call(*arguments)
 
 
-class _Meeting(torch.autograd.Function):
+class _AllNodes(torch.autograd.Function):
     """Made only for its ``next_functions``: the accumulating nodes of many parameters at one call."""
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Meeting(torch.autograd.Function):
 def will_arrive(parameters: Sequence[torch.Tensor]) -> list[bool]:
     """Inside a gradient hook: which of these leaves the task that is running accumulates into, at 1 us each."""
     with torch.enable_grad():
-        meeting: Any = _Meeting.apply(*parameters)  # type: ignore[no-untyped-call]
+        meeting: Any = _AllNodes.apply(*parameters)  # type: ignore[no-untyped-call]
     if meeting.grad_fn is None:  # all of them are frozen
         return [False] * len(parameters)
     here = torch._C._current_autograd_node()  # alone in its graph (parameter.backward(...)), it is not counted

@@ -34,7 +34,7 @@ from .transport.base import Transport, Work
 
 
 @dataclass(frozen=True)
-class Share:
+class GivenRows:
     """What one rank gives for one parameter, scaled and in the dtype in which it travels."""
 
     rows: torch.Tensor
@@ -48,7 +48,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class _Member:
+class _SparseParameter:
     name: str
     reference: weakref.ref[torch.nn.Parameter]
     shape: torch.Size
@@ -59,9 +59,9 @@ class _Member:
     def fits(self, parameter: torch.Tensor) -> bool:
         return (parameter.shape, parameter.dtype, parameter.device) == (self.shape, self.dtype, self.device)
 
-    def nothing(self, entries: int = 0) -> Share:
+    def nothing(self, entries: int = 0) -> GivenRows:
         rows = torch.empty(entries, dtype=torch.int64, device=self.device)
-        return Share(rows, torch.empty(entries, *self.shape[1:], dtype=self.travels_as, device=self.device))
+        return GivenRows(rows, torch.empty(entries, *self.shape[1:], dtype=self.travels_as, device=self.device))
 
 
 class SparseGradients:
@@ -92,22 +92,22 @@ class SparseGradients:
         self._seen: set[str] = set()
         self._lock = threading.Lock()  # each device has its own autograd thread
         self._hook: Callable[[torch.nn.Parameter, str], Any] | None = None
-        self._members: list[_Member] = []
+        self._members: list[_SparseParameter] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.before: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         """What ``.grad`` held before what is new, where a sum must count it once: see preset.py."""
         self.rebuild(parameters, reduce_dtypes)
         self._counts: tuple[torch.Tensor, Work] | None = None
         self._messages = CoalescedMessages()
-        self._by_row: list[tuple[_Member, list[Share]]] = []
-        self._dense: list[tuple[_Member, torch.Tensor, Work]] = []
+        self._by_row: list[tuple[_SparseParameter, list[GivenRows]]] = []
+        self._dense: list[tuple[_SparseParameter, torch.Tensor, Work]] = []
 
     def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], reduce_dtypes: Mapping[str, torch.dtype]) -> None:
         """Look after these parameters from here on. What has a gradient keeps it, by whatever name."""
         seen = {id(one) for name, one in self.named_parameters().items() if name in self._seen}
         self._seen = {name for name, one in parameters.items() if id(one) in seen}
         self._members = [
-            _Member(name, weakref.ref(p), p.shape, p.dtype, reduce_dtypes.get(name, p.dtype), p.device)
+            _SparseParameter(name, weakref.ref(p), p.shape, p.dtype, reduce_dtypes.get(name, p.dtype), p.device)
             for name, p in parameters.items()
         ]
         self.any = bool(self._members)
@@ -174,14 +174,14 @@ class SparseGradients:
 
     # The end of a pass
 
-    def prepare(self, weight: float, only: Collection[str] | None = None) -> list[Share]:
+    def prepare(self, weight: float, only: Collection[str] | None = None) -> list[GivenRows]:
         """What this rank gives, for all or for some. Not collective: what can fail on one rank alone fails here."""
         return [
             self._share(member, weight) if only is None or member.name in only else member.nothing()
             for member in self._members
         ]
 
-    def _share(self, member: _Member, weight: float) -> Share:
+    def _share(self, member: _SparseParameter, weight: float) -> GivenRows:
         parameter = member.reference()
         if parameter is None or parameter.grad is None or not member.fits(parameter):
             return member.nothing()
@@ -208,7 +208,7 @@ class SparseGradients:
         new = (gradient - before) * self._scaling.factor(weight) + before * self._scaling.share
         return new if _is_dense(new) else new.coalesce()
 
-    def exchange(self, shares: list[Share] | None, wait: Callable[[Work, str], object]) -> None:
+    def exchange(self, shares: list[GivenRows] | None, wait: Callable[[Work, str], object]) -> None:
         """Put rows and values under way, or what is dense. Collective; waits for the counts.
 
         Args:
@@ -245,7 +245,7 @@ class SparseGradients:
         """This rank's backward failed: say so in place of the counts, and all ranks send nothing more."""
         self._send_counts([member.nothing() for member in self._members], gave_up=True)
 
-    def _send_counts(self, shares: list[Share], *, gave_up: bool = False) -> None:
+    def _send_counts(self, shares: list[GivenRows], *, gave_up: bool = False) -> None:
         row = [int(gave_up)]
         for share in shares:
             row += [len(share.rows), share.dense is not None, share.new]
@@ -305,7 +305,9 @@ class SparseGradients:
         self._seen.clear()
 
 
-def _sum_of_rows(member: _Member, shares: list[Share], factor: torch.Tensor | float | None) -> torch.Tensor:
+def _sum_of_rows(
+    member: _SparseParameter, shares: list[GivenRows], factor: torch.Tensor | float | None
+) -> torch.Tensor:
     """See [Note: rank order]."""
     rows, places = torch.unique(torch.cat([share.rows for share in shares]), return_inverse=True)
     total = torch.zeros(len(rows), *member.shape[1:], dtype=member.travels_as, device=member.device)
@@ -318,7 +320,7 @@ def _sum_of_rows(member: _Member, shares: list[Share], factor: torch.Tensor | fl
     )
 
 
-def _whole(member: _Member, share: Share) -> torch.Tensor:
+def _whole(member: _SparseParameter, share: GivenRows) -> torch.Tensor:
     if share.dense is not None:
         return share.dense
     whole = torch.zeros(member.shape, dtype=member.travels_as, device=member.device)

@@ -110,7 +110,7 @@ def files_of(folder: str | os.PathLike[str]) -> list[tuple[Path, int]]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class WhichPasses:
     """Which passes to read; default, all.
 
     Args:
@@ -128,11 +128,11 @@ class Choice:
         return self.first <= number and (self.last is None or number <= self.last)
 
 
-ALL = Choice()
+ALL = WhichPasses()
 
 
 def read_trace(
-    folder: str | os.PathLike[str], choice: Choice = ALL, tell: Callable[[str], object] = log.warning
+    folder: str | os.PathLike[str], choice: WhichPasses = ALL, tell: Callable[[str], object] = log.warning
 ) -> list[RankTrace]:
     """What ranks have seen, in rank order. What cannot be read is left out, and told of.
 
@@ -205,7 +205,7 @@ class _File:
         choice: which passes.
     """
 
-    def __init__(self, path: Path, rank: int, choice: Choice) -> None:
+    def __init__(self, path: Path, rank: int, choice: WhichPasses) -> None:
         self._path = path
         self._rank = rank
         self._choice = choice

@@ -11,6 +11,6 @@ from .compare import compare
 from .contestants import Contestant, everybody
 from .machine import Machine, this_machine
 from .result import Comparison
-from .timing import Effort, Spread
+from .timing import Effort, Quartiles
 
-__all__ = ["Comparison", "Contestant", "Effort", "Machine", "Spread", "compare", "everybody", "this_machine"]
+__all__ = ["Comparison", "Contestant", "Effort", "Machine", "Quartiles", "compare", "everybody", "this_machine"]

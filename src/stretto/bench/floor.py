@@ -97,7 +97,7 @@ class StepInShares:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Strip:
     own: torch.Tensor
     """Of this rank."""
     first: int
@@ -115,7 +115,7 @@ class _Block:
             self.share.add_(peer)
 
 
-def _blocks(model: nn.Module) -> list[_Block]:
+def _blocks(model: nn.Module) -> list[_Strip]:
     """All of a model's gradients. Collective."""
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     rank, ranks, buffers = dist.get_rank(), dist.get_world_size(), _buffers_of_all(numel)
@@ -125,7 +125,7 @@ def _blocks(model: nn.Module) -> list[_Block]:
         end = min(begin + size, numel)
         first, last = (begin + (end - begin) * (rank + n) // ranks for n in (0, 1))
         shares = [other[first:last] for place, other in enumerate(buffers) if place != rank]
-        found.append(_Block(buffers[rank][begin:end], first, buffers[rank][first:last], shares, hot[: end - begin]))
+        found.append(_Strip(buffers[rank][begin:end], first, buffers[rank][first:last], shares, hot[: end - begin]))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import SetupError
 from .contestants import ALONE
 from .result import Comparison
-from .timing import Spread
+from .timing import Quartiles
 
 COLOURS = {
     ALONE: "#555555",
@@ -98,7 +98,7 @@ def bars(axes: Any, comparison: Comparison, *, names: bool = True) -> None:
     axes.set_xlabel("time of a step over the step without communication", fontsize=8)
 
 
-def lines(axes: Any, x: Sequence[Any], by_name: Mapping[str, Sequence[Spread]], unit: float = 1.0) -> None:
+def lines(axes: Any, x: Sequence[Any], by_name: Mapping[str, Sequence[Quartiles]], unit: float = 1.0) -> None:
     """One line a name with its quartiles as a band, at equal distances along ``x``."""
     at = range(len(x))
     for name, spreads in by_name.items():
@@ -113,7 +113,7 @@ def lines(axes: Any, x: Sequence[Any], by_name: Mapping[str, Sequence[Spread]], 
     axes.legend(fontsize=7)
 
 
-def level(axes: Any, by_name: Mapping[str, Spread]) -> None:
+def level(axes: Any, by_name: Mapping[str, Quartiles]) -> None:
     """A dotted line a name, at its median: what does not change along x."""
     for number, (name, one) in enumerate(by_name.items()):
         colour = COLOURS.get(name, OTHERS)

@@ -11,7 +11,7 @@ from ..terminal import columns
 from .contestants import ALONE
 from .machine import Machine
 from .models import title_of
-from .timing import Spread
+from .timing import Quartiles
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Comparison:
         """How many there were."""
         return len(self.seconds[ALONE])
 
-    def spread(self, name: str) -> Spread:
+    def spread(self, name: str) -> Quartiles:
         """Seconds of a step."""
-        return Spread.of(self.seconds[name])
+        return Quartiles.of(self.seconds[name])
 
-    def ratio(self, name: str, to: str = ALONE) -> Spread:
+    def ratio(self, name: str, to: str = ALONE) -> Quartiles:
         """To another contestant's step of the same round."""
         pairs = zip(self.seconds[name], self.seconds[to], strict=True)
-        return Spread.of([one / base for one, base in pairs])
+        return Quartiles.of([one / base for one, base in pairs])
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; seconds. ``summary`` follows from the rest."""

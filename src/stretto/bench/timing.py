@@ -19,7 +19,7 @@ FEWEST = 5
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quartiles:
     """Median and quartiles of some seconds or ratios."""
 
     median: float
@@ -27,7 +27,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Quartiles:
         """Of at least one value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])

@@ -15,8 +15,8 @@ from .console import FINE, WRONG, AsJson, CommandError, progress, say, say_json,
 
 if TYPE_CHECKING:
     from .launched import Launched
-    from .machine import Interface, Machine
-    from .reach import Choice, Reached
+    from .machine import Interface, LocalMachine
+    from .reach import GlooInterface, Reached
     from .speed import Speed
 
 LITTLE_MEMORY = 512 * 1024**2
@@ -31,8 +31,8 @@ _HEADS = ("quarter to quarter", "per second")
 class Findings:
     """All that was looked at."""
 
-    machine: Machine
-    gloo: Choice
+    machine: LocalMachine
+    gloo: GlooInterface
     reached: tuple[Reached, ...]
     speed: Speed | None
     speed_problem: str = ""
@@ -159,7 +159,7 @@ def _of_host_name(findings: Findings) -> str:
     return f"The host name {name} {why}, where other hosts cannot reach Gloo: for several hosts, {change}."
 
 
-def _of_threads(machine: Machine) -> str:
+def _of_threads(machine: LocalMachine) -> str:
     told = machine.omp_num_threads or ""
     if told.isdigit() and int(told) > machine.cores:
         return f"OMP_NUM_THREADS={told} on {machine.cores} cores: threads wait for each other; unset it, or lower it."
@@ -171,7 +171,7 @@ def _of_threads(machine: Machine) -> str:
 # Text
 
 
-def _machine(machine: Machine) -> list[str]:
+def _machine(machine: LocalMachine) -> list[str]:
     v = machine.versions
     has = [name for name, there in machine.backends.items() if there]
     lacks = [name for name, there in machine.backends.items() if not there]

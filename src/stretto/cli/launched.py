@@ -19,7 +19,7 @@ _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Place:
+class RanksOfHost:
     """Where some of the ranks are."""
 
     hostname: str
@@ -38,7 +38,7 @@ class Launched:
     rank: int
     """This one."""
     world_size: int
-    places: tuple[Place, ...]
+    places: tuple[RanksOfHost, ...]
     speed: Speed
 
 
@@ -65,7 +65,7 @@ def look_together(hostname: str, gloo: str, *, quick: bool) -> Launched:
         by_place: dict[tuple[str, str], list[int]] = {}
         for number, place in enumerate(everyone):
             by_place.setdefault(place, []).append(number)
-        places = tuple(Place(*place, tuple(ranks)) for place, ranks in by_place.items())
+        places = tuple(RanksOfHost(*place, tuple(ranks)) for place, ranks in by_place.items())
         return Launched(rank, world_size, places, measure_here(quick=quick))
 
 

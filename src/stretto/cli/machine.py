@@ -42,7 +42,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """As far as it matters to training on several ranks."""
 
     versions: dict[str, str]
@@ -68,7 +68,7 @@ class Machine:
         return asdict(self)
 
 
-def look_at_machine() -> Machine:
+def look_at_machine() -> LocalMachine:
     """Now."""
     there = dist.is_available()
     backends = {
@@ -77,7 +77,7 @@ def look_at_machine() -> Machine:
         "mpi": there and dist.is_mpi_available(),
     }
     cuda = torch.cuda.is_available()
-    return Machine(
+    return LocalMachine(
         versions=versions() | {"system": _system(), "kernel": platform.release(), "machine": platform.machine()},
         backends=backends,
         accelerators=tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) if cuda else (),

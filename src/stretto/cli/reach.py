@@ -20,7 +20,7 @@ PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
-class Choice:
+class GlooInterface:
     """What Gloo listens on."""
 
     by: str
@@ -44,7 +44,7 @@ class Reached:
     """Empty if it was reached."""
 
 
-def what_gloo_chooses(hostname: str, interfaces: Sequence[Interface]) -> Choice:
+def what_gloo_chooses(hostname: str, interfaces: Sequence[Interface]) -> GlooInterface:
     """As torch does it: the interface that is named, else the one that has the host name's address, else loopback."""
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     if named:
@@ -52,14 +52,14 @@ def what_gloo_chooses(hostname: str, interfaces: Sequence[Interface]) -> Choice:
         problem = next(filter(None, map(_why_no_device, names)), "")
         found = next((one for one in interfaces if one.name == names[0]), None)
         address = found.addresses[0] if found is not None and found.addresses else None
-        return Choice("GLOO_SOCKET_IFNAME", named, address, problem)
+        return GlooInterface("GLOO_SOCKET_IFNAME", named, address, problem)
     address = next((one for one in addresses_of(hostname) if _can_bind(one)), None)
     by = "hostname" if address else "nothing: the host name has no address of this host"
     address = address or "127.0.0.1"
     name = next((one.name for one in interfaces if address in one.addresses), None)
     if name is None and is_loopback(address):  # 127.0.1.1 is on no interface, and reaches loopback all the same
         name = next((one.name for one in interfaces if one.is_loopback), None)
-    return Choice(by, name, address, _why_no_device(None))
+    return GlooInterface(by, name, address, _why_no_device(None))
 
 
 def _why_no_device(interface: str | None) -> str:

@@ -14,7 +14,7 @@ from ..page import to_html
 from ..plots import save_picture
 from ..sketch import sketch
 from ..timeline import Timeline, timeline_of
-from ..trace import Choice, RankTrace, TraceError, files_of, read_trace
+from ..trace import RankTrace, TraceError, WhichPasses, files_of, read_trace
 from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, progress, say, say_json, write
 
 WIDTH = 100
@@ -60,7 +60,7 @@ def trace(
         timeline = timeline_of(traces)
         reports = reports_from(traces) if timeline.passes else []
     _check_passes(timeline, folder, number, choice)
-    few = choice != Choice() and len(timeline.numbers) <= MOST_DRAWN
+    few = choice != WhichPasses() and len(timeline.numbers) <= MOST_DRAWN
     drawn = [number] if number is not None else timeline.numbers if few else None
     notes += _write_all(asked, timeline, drawn, needed=chrome is not None)
     if as_json:
@@ -75,19 +75,19 @@ def trace(
     return WRONG if cut_off or damaged else FINE
 
 
-def _chosen(passes: str | None, last: int | None) -> Choice:
+def _chosen(passes: str | None, last: int | None) -> WhichPasses:
     """What to read."""
     if last is not None and last < 1:
         raise CommandError(f"--last {last}: at least one pass is read")
     if passes is None:
-        return Choice(newest=last)
+        return WhichPasses(newest=last)
     first, colon, end = passes.partition(":")
     if not all(one == "" or one.isdecimal() for one in (first, end)) or not (colon and first + end):
         raise CommandError(f"--passes {passes}: give the first and the last, as 100:120, 100: or :120")
-    return Choice(int(first or 0), int(end) if end else None, last)
+    return WhichPasses(int(first or 0), int(end) if end else None, last)
 
 
-def _read(folder: Path, choice: Choice, rank: int | None) -> tuple[list[RankTrace], list[str]]:
+def _read(folder: Path, choice: WhichPasses, rank: int | None) -> tuple[list[RankTrace], list[str]]:
     """What can be read, and a line for each thing that cannot."""
     notes: list[str] = []
     with progress(f"reading {folder}"):
@@ -101,9 +101,9 @@ def _read(folder: Path, choice: Choice, rank: int | None) -> tuple[list[RankTrac
     return traces, notes
 
 
-def _check_passes(timeline: Timeline, folder: Path, number: int | None, choice: Choice) -> None:
+def _check_passes(timeline: Timeline, folder: Path, number: int | None, choice: WhichPasses) -> None:
     """Is there anything to show?"""
-    if not timeline.passes and choice != Choice():
+    if not timeline.passes and choice != WhichPasses():
         raise CommandError(f"{folder}: none of the passes that were asked for is in it")
     if not timeline.passes:
         raise CommandError(f"{folder}: no pass has settled in it, so there is nothing to show", WRONG)
@@ -133,7 +133,7 @@ def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
             check_writable(path)
 
 
-def _how_it_ended(traces: Sequence[RankTrace], choice: Choice) -> tuple[list[str], bool]:
+def _how_it_ended(traces: Sequence[RankTrace], choice: WhichPasses) -> tuple[list[str], bool]:
     """A line for each rank that has not ended well, and whether a file was cut off."""
     notes = []
     for one in traces:

@@ -34,7 +34,7 @@ class Keeper(Protocol):
         """Keep this instead."""
 
 
-class Share(torch.Tensor):
+class BoxedTensor(torch.Tensor):
     """A tensor of which this rank has some boxes. To be written and read by ``torch.distributed.checkpoint`` alone."""
 
     boxes: dict[torch.Size, torch.Tensor]
@@ -44,10 +44,12 @@ class Share(torch.Tensor):
     was_read: bool
 
     @classmethod
-    def of(cls, shape: Sequence[int], boxes: Mapping[tuple[int, ...], torch.Tensor], *, is_new: bool) -> Share:
+    def of(cls, shape: Sequence[int], boxes: Mapping[tuple[int, ...], torch.Tensor], *, is_new: bool) -> BoxedTensor:
         """Args: the shape of the whole, the boxes by where they begin, and whether their values mean nothing."""
         like = next(iter(boxes.values()))
-        made: Share = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
+        made: BoxedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=like.dtype, device=like.device
+        )
         made.boxes = {torch.Size(offsets): box for offsets, box in boxes.items()}
         made.is_new = is_new
         made.was_read = False
@@ -71,7 +73,7 @@ class Share(torch.Tensor):
         return self.boxes[index.offset]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Share({len(self.boxes)} boxes of {tuple(self.shape)}, {self.dtype})"
+        return f"BoxedTensor({len(self.boxes)} boxes of {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -177,7 +179,7 @@ class ShardedState:
                 )
 
 
-class Alone:
+class OnlyRank:
     """The keeper where there is one rank: the optimizer itself.
 
     Args:
@@ -212,10 +214,10 @@ def _shares_of(one: Kept) -> State:
             lying = value[start : start + numel].view([sizes[dim] for dim in order])
             parts[offsets] = lying.permute([order.index(dim) for dim in range(len(order))])
             start += numel
-        found[key] = Share.of(one.shape, parts, is_new=one.is_new)
+        found[key] = BoxedTensor.of(one.shape, parts, is_new=one.is_new)
     for key, value in held.rest.items():
         whole = torch.is_tensor(value)
-        found[key] = Share.of(value.shape, {(0,) * value.dim(): value}, is_new=one.is_new) if whole else value
+        found[key] = BoxedTensor.of(value.shape, {(0,) * value.dim(): value}, is_new=one.is_new) if whole else value
     return found
 
 
@@ -225,7 +227,7 @@ def _rest_of(one: Kept, values: State) -> State:
 
 
 def _was_read(values: State) -> bool:
-    shares = [value for value in values.values() if isinstance(value, Share)]
+    shares = [value for value in values.values() if isinstance(value, BoxedTensor)]
     return not shares or any(share.was_read for share in shares)
 
 

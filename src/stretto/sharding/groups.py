@@ -29,7 +29,7 @@ from .kinds import options_of
 _MASK = (1 << 40) - 1
 
 
-class _Seen(NamedTuple):
+class _LastLook(NamedTuple):
     """What was looked at in the last step, and what it gave: most options stay the same objects."""
 
     mark: int
@@ -49,7 +49,7 @@ class Groups:
     def __init__(self, optimizer: torch.optim.Optimizer, queue: LaunchQueue) -> None:
         self._optimizer = optimizer
         self._queue = queue
-        self._seen = _Seen(0, (), 0)
+        self._seen = _LastLook(0, (), 0)
         self.remember()
 
     @property
@@ -115,7 +115,7 @@ class Groups:
             return seen.number
         options = [value for group in self.all for value in options_of(group).values()]
         number = hash((mark, *map(_number_of, options))) & _MASK
-        self._seen = _Seen(mark, [] if any(map(_is_changeable, options)) else values, number)
+        self._seen = _LastLook(mark, [] if any(map(_is_changeable, options)) else values, number)
         return number
 
     def refuse_others(self, peers: Peers) -> None:

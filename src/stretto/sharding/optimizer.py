@@ -292,10 +292,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             torch.distributed.checkpoint.save(everything, checkpoint_id=folder)
             torch.distributed.checkpoint.load(everything, checkpoint_id=folder)
         """
-        from .checkpoint import Alone, ShardedState  # brings 700 modules of torch: import stretto would take seconds
+        from .checkpoint import OnlyRank, ShardedState  # brings 700 modules of torch: import stretto would take seconds
 
-        def keeper() -> Shares | Alone:
-            return Alone(self.original) if self._has_it_whole() else self._usable()
+        def keeper() -> Shares | OnlyRank:
+            return OnlyRank(self.original) if self._has_it_whole() else self._usable()
 
         keeper()  # has it ended?
         return ShardedState(self.original, keeper, self._module, self._where)

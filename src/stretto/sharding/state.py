@@ -42,7 +42,7 @@ class Kept(NamedTuple):
         return self.held.flat | self.held.rest
 
 
-class _Told(NamedTuple):
+class _Header(NamedTuple):
     dtypes: dict[str, torch.dtype]
     rest: State
 
@@ -63,9 +63,9 @@ def whole_states(
         gather: the values of all ranks, for the rest.
         wait_for: waits for a collective, named by a noun.
     """
-    told: dict[int, _Told] = {}
+    told: dict[int, _Header] = {}
     mine = {
-        index: _Told({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
+        index: _Header({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
         for index, parts in held.items()
     }
     for theirs in gather(mine):

@@ -44,7 +44,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Opened:
     """What a rank has found."""
 
     ranks: tuple[int, ...]
@@ -115,7 +115,7 @@ def choose(
     if offers[0].asked == "process_group":
         return base
     peers, problem = _open(base.rank, offers)
-    seen = _exchange_seen(gather, base.rank, offers, Seen(tuple(peers), problem, secrets.token_hex(8)))
+    seen = _exchange_seen(gather, base.rank, offers, Opened(tuple(peers), problem, secrets.token_hex(8)))
     hosts = hosts_among([one.ranks for one in seen])
     why = next((f"rank {rank}: {one.problem}" for rank, one in enumerate(seen) if one.problem), "")
     if asked == "shared_memory" and len(hosts) != 1:
@@ -142,11 +142,11 @@ def choose(
 
 
 def _exchange_seen(
-    gather: Callable[[Any], list[Any]], own_rank: int, offers: Sequence[Offer], mine: Seen
-) -> list[Seen]:
+    gather: Callable[[Any], list[Any]], own_rank: int, offers: Sequence[Offer], mine: Opened
+) -> list[Opened]:
     """Raises ``PeerError`` naming a rank that has died meanwhile."""
     try:
-        seen: list[Seen] = gather(mine)
+        seen: list[Opened] = gather(mine)
     except CommunicationError:
         raise  # it names what is to blame already
     except RuntimeError as error:

@@ -47,7 +47,7 @@ _FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
-class Alone:
+class WorldOfOne:
     """The same calls in a world of one, where every sum is there already."""
 
     def all_reduce(self, tensor: torch.Tensor, operation: str, timeout: timedelta | None = None) -> None:
@@ -159,7 +159,7 @@ class Collectives:
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Return when all ranks have called."""
-        self._run([Meeting()], timeout)
+        self._run([Barrier()], timeout)
 
     def _run(self, messages: Iterable[Message], timeout: timedelta | None) -> None:
         """Post one after the other as they are made, and wait for the last: they end in order."""
@@ -249,7 +249,7 @@ class Gathering(Staged):
         del self._results
 
 
-class Meeting:
+class Barrier:
     """Nothing but that all have come."""
 
     action = b"barrier"

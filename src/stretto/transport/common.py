@@ -44,7 +44,7 @@ def own_memory(nbytes: int) -> CommonMemory:
     return CommonMemory(memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE)))
 
 
-class Offer:
+class OfferMemory:
     """The first rank's memory, opened by the others. Collective among the ranks of a host."""
 
     action = b"common memory"
@@ -77,12 +77,12 @@ class Offered:
     """Common memory on its way."""
 
     work: Work
-    _offer: Offer
+    _offer: OfferMemory
 
     @classmethod
     def by(cls, host: Host, nbytes: int) -> Offered:
         """Begin. Collective among the ranks of the host."""
-        offer = Offer(host, nbytes)
+        offer = OfferMemory(host, nbytes)
         return cls(host.post(offer), offer)
 
     @property

@@ -125,7 +125,9 @@ class HierarchicalTransport:
         """Each slice leaves the root's host by its owner there."""
         if tensor.device.type != "cpu":
             return self._base.broadcast(tensor, root)
-        return self._post([Copy(self._team, part, root) for part in torch.split(tensor.view(torch.uint8), PIECE_BYTES)])
+        return self._post(
+            [CopyAcross(self._team, part, root) for part in torch.split(tensor.view(torch.uint8), PIECE_BYTES)]
+        )
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Over ``base``."""
@@ -160,7 +162,7 @@ class HierarchicalTransport:
         self._team.counterparts.close()
         self._base.close()
 
-    def _post(self, messages: Sequence[Message | HostShares]) -> Work:
+    def _post(self, messages: Sequence[AcrossHosts | HostShares]) -> Work:
         _ = self.process_group  # raises on every rank if it was destroyed, and the connections with it
         return [self._team.host.post(message) for message in messages][-1]  # they end in order
 
@@ -196,7 +198,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Share:
+class OwnSlice:
     """The slice of a message that this rank owns, in the memory of every rank of the host."""
 
     source: torch.Tensor
@@ -205,7 +207,7 @@ class Share:
     """Cut to fit the processor's cache; the source's part comes first."""
 
 
-class Message(abc.ABC):
+class AcrossHosts(abc.ABC):
     """One message between all ranks; see host.py for when its methods are called.
 
     Args:
@@ -228,7 +230,7 @@ class Message(abc.ABC):
         self._staged = staged
         self._source = source
         self._averaged = 0  # so many elements, from the first on, are to be divided by the world size
-        self._share: Share | None = None
+        self._share: OwnSlice | None = None
 
     def begin(self, entries: Sequence[bytes]) -> Any:
         """This rank's share: what is to be done inside the host, then what goes on outside."""
@@ -239,7 +241,7 @@ class Message(abc.ABC):
         self._share = routes[key]
         return None if self._share is None else self._leave(self._share)
 
-    def _cut(self, entries: Sequence[bytes]) -> Share | None:
+    def _cut(self, entries: Sequence[bytes]) -> OwnSlice | None:
         dtype = self._flat.dtype
         low, high = self._team.slice_of(self.numel, dtype)
         if low == high:
@@ -250,10 +252,10 @@ class Message(abc.ABC):
             for start in range(begin, end, step):
                 parts = views(self._team.host, entries, dtype, start, min(start + step, end))
                 blocks.append(Block((parts.pop(self._source), *parts), divisor))
-        return Share(views(self._team.host, entries, dtype, low, high)[self._source], tuple(blocks))
+        return OwnSlice(views(self._team.host, entries, dtype, low, high)[self._source], tuple(blocks))
 
     @abc.abstractmethod
-    def _leave(self, share: Share) -> Work:
+    def _leave(self, share: OwnSlice) -> Work:
         """Begin what goes on between hosts with this rank's share."""
 
     def end(self) -> None:
@@ -270,7 +272,7 @@ class Message(abc.ABC):
             self._team.staging.give(self.tensor)
 
 
-class Sum(Message):
+class Sum(AcrossHosts):
     """The sum over all ranks, the first elements divided."""
 
     def __init__(self, team: Team, flat: torch.Tensor, averaged: int, *, staged: bool = False) -> None:
@@ -280,13 +282,13 @@ class Sum(Message):
         if staged:
             self.tensor[: flat.nbytes].view(flat.dtype).copy_(flat)
 
-    def _leave(self, share: Share) -> Work:
+    def _leave(self, share: OwnSlice) -> Work:
         for block in share.blocks:
             block.add_up()
         return self._team.counterparts.all_reduce(share.source)
 
 
-class Copy(Message):
+class CopyAcross(AcrossHosts):
     """One rank's bytes for all."""
 
     def __init__(self, team: Team, flat: torch.Tensor, root: int) -> None:
@@ -296,5 +298,5 @@ class Copy(Message):
         if self._from == team.home and place == team.host.place:
             self.tensor[: self.numel].copy_(flat)
 
-    def _leave(self, share: Share) -> Work:
+    def _leave(self, share: OwnSlice) -> Work:
         return self._team.counterparts.broadcast(share.source, self._from)

@@ -22,7 +22,7 @@ from .base import Work
 
 
 @dataclass
-class _Meeting:
+class _Collective:
     """One collective: what each rank brought, and whether all have come."""
 
     action: str
@@ -45,7 +45,7 @@ class LocalGroup:
         self.timeout = timeout
         self.store = HashStore()
         self._lock = threading.Lock()
-        self._meetings: dict[int, _Meeting] = {}
+        self._meetings: dict[int, _Collective] = {}
         self._broken: str | None = None
 
     def transport(self, rank: int) -> LocalTransport:
@@ -63,7 +63,7 @@ class LocalGroup:
     def meet(self, sequence: int, rank: int, action: str, value: Any, combine: Callable[[list[Any]], None]) -> Work:
         """Bring ``value`` to the collective number ``sequence``; whoever completes it runs ``combine``."""
         with self._lock:
-            meeting = self._meetings.setdefault(sequence, _Meeting(action))
+            meeting = self._meetings.setdefault(sequence, _Collective(action))
             if self._broken is not None:
                 meeting.failure = self._broken
                 meeting.done.set()
@@ -81,7 +81,7 @@ class LocalGroup:
 
 @dataclass
 class _LocalWork:
-    meeting: _Meeting
+    meeting: _Collective
     group: LocalGroup
 
     def is_completed(self) -> bool:

@@ -66,7 +66,7 @@ class ScatteredSum:
             self._is_in_place = True
 
 
-class Gathering:
+class GatheredShares:
     """All ranks' shares, on their way to all.
 
     Args:

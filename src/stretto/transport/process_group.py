@@ -22,7 +22,7 @@ from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
 from .base import Work, never_free
 from .exchange import ShareSum, exchange_shares
-from .native import Gathering, ScatteredSum, can_gather, can_sum
+from .native import GatheredShares, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
 from .under_way import UnderWay
 
@@ -110,7 +110,7 @@ class ProcessGroupTransport:
             share: flat, of the same dtype.
             numels: of the ranks' shares.
         """
-        gather = Gathering if can_gather(share) else exchange_shares
+        gather = GatheredShares if can_gather(share) else exchange_shares
         work = gather(self.process_group, received, share, numels)
         return work if self.under_way is None else self.under_way.add(work)
 

@@ -1,6 +1,6 @@
 """What a step has left under way over a process group, and the end that waits for it.
 
-    spread_share ──> Spread, in the list ──> waited for by whoever reads a parameter, and out of it
+    spread_share ──> SentShares, in the list ──> waited for by whoever reads a parameter, and out of it
                                         └──> else by the end of the transport or of the program
 
 [Note: letting go]  The last to let go of a tensor that Python has seen takes the interpreter's lock. A thread of Gloo
@@ -51,14 +51,14 @@ class UnderWay:
         self._rank = rank
         self._patience = patience
         self._pid = os.getpid()
-        self._spreads: list[Spread] = []
+        self._spreads: list[SentShares] = []
 
     def __len__(self) -> int:
         return len(self._spreads)
 
     def add(self, work: Work) -> Work:
         """Among them until it was waited for."""
-        self._spreads.append(spread := Spread(work, self))
+        self._spreads.append(spread := SentShares(work, self))
         return spread
 
     def remove(self, spread: object) -> None:
@@ -87,7 +87,7 @@ class UnderWay:
                         log.warning(_LASTS, self._rank, _PATIENT_SECONDS, self._patience)
 
 
-class Spread:
+class SentShares:
     """Shares on their way.
 
     Args:

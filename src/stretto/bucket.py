@@ -33,9 +33,10 @@ from .scaling import Scaling, encode_weight
 from .slots import Slots, hand_out, lies_in, which_lie_in
 from .transport.base import Transport, Work
 from .withheld import Withheld
-from .words import ALL_WELL, NOTHING_SAID, Control, ControlWords
+from .words import Control, ControlWords
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+_ALL_WELL = ControlWords()
 
 
 class Bucket:
@@ -305,9 +306,9 @@ class Bucket:
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""
         if not summed:
-            return NOTHING_SAID
+            return ControlWords(were_carried=False)
         if self.flat.device.type == "cpu":
-            return ControlWords(self.control) if any(self.control.tolist()) else ALL_WELL
+            return ControlWords(self.control) if any(self.control.tolist()) else _ALL_WELL
         words = torch.empty(len(Control), dtype=self.flat.dtype, pin_memory=True)
         words.copy_(self.control, non_blocking=True)
         arrival = torch.Event(self.flat.device)

@@ -21,7 +21,7 @@ from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
 from .usage import carry_over, ranks_that_had
-from .words import ALL_WELL, NOTHING_SAID, Control, ControlWords
+from .words import Control, ControlWords
 
 
 class Consensus:
@@ -71,7 +71,8 @@ class Consensus:
             return said
         if not scheduled:
             self._refuse_late()
-            if self._tracker.unforeseen() or self._queue.has_late():
+            left = self._queue.buckets[: self._queue.launched]
+            if self._tracker.unforeseen() or any(bucket.late() for bucket in left):
                 said.append(Control.LATE)
         if self._queue.transport.rank == 0 and self._queue.comm_hook is None:
             order, number = self._tracker.arrival_order(), self._queue.pass_number
@@ -131,21 +132,21 @@ class Consensus:
         Raises:
             PeerError: another rank gave up the pass, or forward failed before it on some ranks only.
         """
-        if words is NOTHING_SAID and self._queue.pass_number > 1:
+        presence, is_first = self._queue.presence, self._queue.pass_number == 1
+        if not (words.were_carried or is_first):
             return
-        presence = self._queue.presence
-        if words is ALL_WELL and self._queue.pass_number > 1 and not presence.active:  # as most passes end
+        if words.all_well and not (is_first or presence.active):  # as most passes end
             self._beside.hear(some_have_moved=False)
             return
         said = words.read()
-        if words is not ALL_WELL and self._ends_with(said, words.own_failure, release):
+        if self._ends_with(said, words.own_failure, release):
             return
         if words.on_host:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
-        if said[Control.WANTS_REPLAN] or self._queue.pass_number == 1:
+        if said[Control.WANTS_REPLAN] or is_first:
             self._replan()
         elif presence.active and (cuts := presence.apart(self._queue.plan)):
             self._adopt(recut(self._queue.plan, self._queue.plan.order, cuts))

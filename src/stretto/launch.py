@@ -235,10 +235,6 @@ class LaunchQueue:
         self.launched += 1
         return True
 
-    def has_late(self) -> bool:
-        """Whether a gradient arrived again after its bucket had left."""
-        return any(bucket.late() for bucket in self.buckets[: self.launched])
-
     def wait(self, *, release: bool, handed_out: bool = False) -> ControlWords:
         """Wait for every bucket, put ``.grad`` of every parameter in place, and return what ranks said.
 
@@ -246,6 +242,23 @@ class LaunchQueue:
             release: False if the pass was given up, and ``.grad`` is to be left alone.
             handed_out: the slots of what has arrived are ``.grad`` already.
         """
+        self._await_all()
+        words, mine = self.buckets[-1].control_words(summed=self.tells), self.buckets if release else ()
+        late = words.ask_for_second_round(is_first=self.pass_number == 1)
+        self._unpack(mine)
+        if late:
+            common = self.buckets, self.transport, self.scaling, self.wait_for
+            second_round(*common, weight=self._weight, says=self._says, send=self._send, idle=not release)
+        for bucket in mine:
+            if bucket.filled or not handed_out:
+                bucket.release(self.tells)
+            if bucket.withheld:
+                bucket.withhold()
+        if self.presence.active:
+            self.presence.record(self.buckets)
+        return words
+
+    def _await_all(self) -> None:
         for bucket in self.buckets:
             if bucket.work is not None:
                 self._wait_for_work(bucket.work, bucket)
@@ -254,27 +267,14 @@ class LaunchQueue:
         if self._footers is not None:
             self._footers.finish(self.wait_for)
             self._footers = None
-        last = self.buckets[-1]
-        words = last.control_words(summed=self.tells)
-        late = False
-        if words.words is not None and (words.on_host or self.pass_number == 1):
-            said = words.read()
-            late = bool(said[Control.LATE] and not said[Control.GAVE_UP])
-        factor = self.scaling.after(last.weight) if self._scales_after and self.comm_hook is None else None
-        for bucket in self.buckets if release else ():
+
+    def _unpack(self, buckets: Iterable[Bucket]) -> None:
+        """Sums into slots, scaled as the ranks' weights ask for, which have come behind the last of them."""
+        weighted = self._scales_after and self.comm_hook is None
+        factor = self.scaling.after(self.buckets[-1].weight) if weighted else None
+        for bucket in buckets:
             if not bucket.skipped and (factor is not None or bucket.slots is not bucket.payload):
                 bucket.unpack(factor)
-        if late:
-            common = self.buckets, self.transport, self.scaling, self.wait_for
-            second_round(*common, weight=self._weight, says=self._says, send=self._send, idle=not release)
-        for bucket in self.buckets if release else ():
-            if bucket.filled or not handed_out:
-                bucket.release(self.tells)
-            if bucket.withheld:
-                bucket.withhold()
-        if self.presence.active:
-            self.presence.record(self.buckets)
-        return words
 
     def reset(self) -> None:
         """Empty, for the next pass."""

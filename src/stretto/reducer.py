@@ -45,7 +45,7 @@ from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
 from .usage import NeverUsed, Statistics, statistics_of, used_by
-from .words import NOTHING_SAID, Control, ControlWords
+from .words import Control, ControlWords
 
 
 class Reducer:
@@ -341,7 +341,7 @@ class Reducer:
                 words = self._wait(buffers, release=False)
             finally:
                 self._reset()
-            self._consensus.act_on(words if words is NOTHING_SAID else replace(words, own_failure=True))
+            self._consensus.act_on(replace(words, own_failure=True))
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

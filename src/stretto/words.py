@@ -43,11 +43,18 @@ class ControlWords:
     pass begins, on all ranks alike.
     """
 
-    words: torch.Tensor | None
+    words: torch.Tensor | None = None
     """None where nothing was said, or could be."""
     arrival: torch.Event | None = None
     own_failure: bool = False
     """This rank gave up the pass itself and need not be told."""
+    were_carried: bool = True
+    """Whether ranks could say anything."""
+
+    @property
+    def all_well(self) -> bool:
+        """Whether it is known that nobody had anything to say."""
+        return self.words is None and self.were_carried
 
     @property
     def on_host(self) -> bool:
@@ -62,8 +69,9 @@ class ControlWords:
             self.arrival.synchronize()
         return [abs(word) for word in self.words.tolist()]
 
-
-NOTHING_SAID = ControlWords(None)
-"""Ranks could not say anything."""
-ALL_WELL = ControlWords(None)
-"""Nobody had anything to say."""
+    def ask_for_second_round(self, *, is_first: bool) -> bool:
+        """Whether some rank does; words on their way from an accelerator are waited for in the first pass alone."""
+        if self.words is None or not (self.on_host or is_first):
+            return False
+        said = self.read()
+        return bool(said[Control.LATE] and not said[Control.GAVE_UP])

@@ -185,6 +185,20 @@ def test_objects() -> None:
     assert shared(worker, 3) == [[{"rank": rank, "text": "x" * 100_000 * rank} for rank in range(3)]] * 3
 
 
+def test_gathered_objects_are_each_ranks_own() -> None:
+    """With threads too: what one rank changes later must not change what another was given, or has brought."""
+
+    def worker(transport: Any) -> list[list[int]]:
+        mine = [transport.rank]
+        everyone: list[list[int]] = transport.all_gather_object(mine)
+        mine.append(7)
+        everyone[0].append(8 + transport.rank)
+        transport.all_gather_object(None)
+        return everyone
+
+    assert run_ranks(worker, 2, timeout=PATIENCE) == [[[0, 8], [1]], [[0, 9], [1]]]
+
+
 # Long
 
 

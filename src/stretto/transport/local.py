@@ -9,6 +9,7 @@ The last rank to arrive at a collective does the work for all, in rank order, so
 from __future__ import annotations
 
 import datetime
+import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,16 +130,16 @@ class LocalTransport:
         return self._meet(f"broadcast of {tensor.numel()} x {tensor.dtype}", tensor, copy)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The objects themselves, not copies."""
-        gathered: list[Any] = []
-        box = (value, gathered)
+        """Pickled as between processes, so that no rank holds what another goes on to change."""
+        gathered: list[bytes] = []
+        box = (pickle.dumps(value), gathered)
 
-        def spread(boxes: list[tuple[Any, list[Any]]]) -> None:
+        def spread(boxes: list[tuple[bytes, list[bytes]]]) -> None:
             for _, target in boxes:
-                target.extend(value for value, _ in boxes)
+                target.extend(pickled for pickled, _ in boxes)
 
         self._meet("all_gather_object", box, spread).wait()
-        return gathered
+        return [pickle.loads(pickled) for pickled in gathered]
 
     def break_off(self, reason: str) -> None:
         """Nothing will ever be done again, on any rank, for this reason."""

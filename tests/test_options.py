@@ -124,8 +124,10 @@ class HalfThenSingle(torch.nn.Module):
 def test_weights_may_be_fractions_whatever_dtype_the_learnt_order_puts_last() -> None:
     """The last bucket carries them."""
 
+    start = HalfThenSingle()  # two threads that seed one generator at once would get other values
+
     def worker(transport: LocalTransport) -> list[torch.dtype]:
-        model = HalfThenSingle()
+        model = copy.deepcopy(start)
         sync = stretto.attach(model, transport=transport, weighted=True)
         sync.weight = 0.25 + 0.5 * transport.rank
         lasts = []
@@ -133,7 +135,7 @@ def test_weights_may_be_fractions_whatever_dtype_the_learnt_order_puts_last() ->
             lasts.append(sync.plan.buckets[-1].dtype)
             model.zero_grad()
             model(torch.full((2, 4), transport.rank + 1.0)).backward()
-        one = HalfThenSingle()
+        one = copy.deepcopy(start)
         (one(torch.full((2, 4), 1.0)) * 0.25 + one(torch.full((2, 4), 2.0)) * 0.75).backward()
         for parameter, alone in zip(model.parameters(), one.parameters(), strict=True):
             assert_close([parameter.grad], [alone.grad.double()], rtol=1e-2, atol=1e-3)

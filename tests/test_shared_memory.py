@@ -257,11 +257,13 @@ def descriptors() -> int:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    gc.collect()
+    """Nothing more than before. What tests before this one have left goes late: behind an error, in two collections."""
+    for _ in range(3):
+        gc.collect()
     before = mappings(), descriptors()
     yield
     gc.collect()
-    assert (mappings(), descriptors()) == before
+    assert mappings() <= before[0] and descriptors() <= before[1], (mappings(), descriptors(), before)
 
 
 def test_nothing_is_left_when_all_ranks_are_gone() -> None:

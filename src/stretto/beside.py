@@ -26,8 +26,8 @@ class Beside:
 
     def __init__(self, queue: LaunchQueue, places: BufferPlaces, sparse: SparseGradients, events: Events) -> None:
         self.sparse = sparse
+        self.places = places
         self._queue = queue
-        self._places = places
         self._events = events
         if queue.preset is not None:
             sparse.before = queue.preset.before
@@ -81,8 +81,8 @@ class Beside:
 
     def _send_buffers(self) -> CoalescedMessages:
         if not self._queue.tells:
-            self._places.wake()  # nobody can say that they have changed
-        sent = self._places.send(self._queue.transport)
+            self.places.wake()  # nobody can say that they have changed
+        sent = self.places.send(self._queue.transport)
         if sent.messages and self._events.buffers_sent:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
@@ -97,11 +97,11 @@ class Beside:
 
     def says(self) -> list[Control]:
         """What this rank has to say of its buffers."""
-        return [Control.BUFFERS] if self._places.have_moved() else []
+        return [Control.BUFFERS] if self.places.have_moved() else []
 
     def hear(self, *, some_have_moved: bool) -> None:
         """Buffers of some rank are not what all had, or of none. Collective."""
-        if self._places.hear(self._queue.pass_number, some_have_moved=some_have_moved):
+        if self.places.hear(self._queue.pass_number, some_have_moved=some_have_moved):
             self._send_buffers().finish(self._queue.wait_for, "the buffers")
 
     def forget(self) -> None:

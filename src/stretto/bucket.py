@@ -36,7 +36,7 @@ from .withheld import Withheld
 from .words import Control, ControlWords
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-_ALL_WELL = ControlWords()
+_ALL_WELL, _NOTHING_CARRIED = ControlWords(), ControlWords(were_carried=False)
 
 
 class Bucket:
@@ -306,7 +306,7 @@ class Bucket:
     def control_words(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""
         if not summed:
-            return ControlWords(were_carried=False)
+            return _NOTHING_CARRIED
         if self.flat.device.type == "cpu":
             return ControlWords(self.control) if any(self.control.tolist()) else _ALL_WELL
         words = torch.empty(len(Control), dtype=self.flat.dtype, pin_memory=True)

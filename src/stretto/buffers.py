@@ -34,7 +34,7 @@ class BufferPlaces:
         self.policy: Buffers = options.buffers
         self._options = options
         self._seen: list[int] | None = None
-        self._known: list[torch.Tensor] | None = None
+        self.known: list[torch.Tensor] | None = None
         """What all ranks had when it was looked at last; None while nobody asks whether they change."""
         self.at_rest = False
         """Whether none are sent, since none change: see [Note: at rest]."""
@@ -51,6 +51,8 @@ class BufferPlaces:
     def follow(self, module: torch.nn.Module) -> None:
         """All ranks have agreed on the buffers that the module has now. Its tables may be others than before."""
         self._places = self._places_in(module)
+        self.any = bool(self._places)
+        """Whether the module has some."""
         self._agreed = [None if (buffer := table.get(key)) is None else _kind(buffer) for table, key in self._places]
         self._to_send: list[torch.Tensor] = []
         self.wake()
@@ -114,10 +116,10 @@ class BufferPlaces:
 
     def have_moved(self) -> bool:
         """Whether this rank's are not what all had; False while nobody asks."""
-        if self._known is None:
+        if self.known is None:
             return False
         self.look()
-        return len(self._known) != len(self._to_send) or not all(map(_same, self._known, self._to_send))
+        return len(self.known) != len(self._to_send) or not all(map(_same, self.known, self._to_send))
 
     def hear(self, number: int, *, some_have_moved: bool) -> bool:
         """At the end of a pass, on all ranks alike: whether they have to be sent after all. Returns True if so.
@@ -126,19 +128,19 @@ class BufferPlaces:
             number: of the pass.
             some_have_moved: of any rank.
         """
-        rested, asked = self.at_rest, self._known is not None
+        rested, asked = self.at_rest, self.known is not None
         self.at_rest = asked and not some_have_moved
         if asked and some_have_moved:
-            self._known = None
+            self.known = None
         elif not asked and number >= _FIRST_LOOK and not number & (number - 1):
             self.look()
             if self._to_send:
-                self._known = [_bits(one).clone() for one in self._to_send] if _can_rest(self._to_send) else []
+                self.known = [_bits(one).clone() for one in self._to_send] if _can_rest(self._to_send) else []
         return rested and some_have_moved
 
     def wake(self) -> None:
         """They are sent in every pass, until it is known again that they do not change. On all ranks alike."""
-        self._known, self.at_rest = None, False
+        self.known, self.at_rest = None, False
 
 
 _FIRST_LOOK = 4

@@ -122,12 +122,13 @@ class Inspection:
     def __init__(self, module: torch.nn.Module, options: Options, gather: Callable[[Any], list[Any]]) -> None:
         self._module = weakref.ref(module)
         self._options = options
-        self._every = options.check_every
+        self.every = options.check_every
+        """Passes from one to the next; None for never."""
         self._gather = gather
 
     def due(self, number: int) -> bool:
         """Whether this pass ends with one."""
-        return self._every is not None and number % self._every == 0
+        return self.every is not None and number % self.every == 0
 
     def run(self, number: int, *, idle: bool = False) -> None:
         """Collective. ``idle``: this rank does not step any more, so its values are not those of the others."""

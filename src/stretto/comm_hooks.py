@@ -154,7 +154,7 @@ class HookWork:
         Raises:
             RuntimeError: that lasts longer than ``timeout``; wait again.
         """
-        if timeout is not None and not self._comes_within(timeout.total_seconds()):
+        if timeout is not None and not self.future.done() and not self._comes_within(timeout.total_seconds()):
             raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
         result = self.future.wait()
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
@@ -167,7 +167,7 @@ class HookWork:
 
     def _comes_within(self, seconds: float) -> bool:
         """A hook may return what knows no callbacks; then it is waited for plainly."""
-        if self.done() or not hasattr(self.future, "add_done_callback"):
+        if not hasattr(self.future, "add_done_callback"):
             return True
         came = threading.Event()
         self.future.add_done_callback(lambda _: came.set())

@@ -55,7 +55,8 @@ class Consensus:
         self._beside = beside
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
-        self._late_words: ControlWords | None = None
+        self.late_words: ControlWords | None = None
+        """Of the last pass, on their way from a device."""
         self._failure_of_peer: PeerError | None = None
 
     def says(self, *, scheduled: bool) -> list[Control]:
@@ -64,7 +65,9 @@ class Consensus:
         Args:
             scheduled: whether the pass was what the schedule foresaw.
         """
-        said, seat = self._forward.says(self._queue.pass_number) + self._beside.says(), self._queue.peers.seat
+        said, seat = self._forward.says(self._queue.pass_number), self._queue.peers.seat
+        if self._beside.places.known is not None:
+            said += self._beside.says()
         if seat.with_others and not seat.all_know:
             said.append(Control.WITH_OTHERS)
         if scheduled and not self._replan_policy.deferred:
@@ -105,22 +108,21 @@ class Consensus:
             at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
         """
-        if at_once or words.on_host or self._queue.pass_number == 1:
+        if at_once or words.arrival is None or self._queue.pass_number == 1:
             self.act_on(words)
         else:
-            self._late_words = words
+            self.late_words = words
         if self._failure_of_peer is not None:
             error, self._failure_of_peer = self._failure_of_peer, None
             raise error
 
-    def catch_up(self) -> None:
+    def catch_up(self, words: ControlWords) -> None:
         """Before a pass: act on words of the last one that were not there yet."""
-        if self._late_words is not None:
-            words, self._late_words = self._late_words, None
-            try:
-                self.act_on(words)
-            except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
-                self._failure_of_peer = error
+        self.late_words = None
+        try:
+            self.act_on(words)
+        except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
+            self._failure_of_peer = error
 
     def act_on(self, words: ControlWords, *, release: bool = True) -> None:
         """Do what all ranks do after these words. Collective.
@@ -136,7 +138,8 @@ class Consensus:
         if not (words.were_carried or is_first):
             return
         if words.all_well and not (is_first or presence.active):  # as most passes end
-            self._beside.hear(some_have_moved=False)
+            if self._beside.places.any:
+                self._beside.hear(some_have_moved=False)
             return
         said = words.read()
         if self._ends_with(said, words.own_failure, release):

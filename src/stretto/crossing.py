@@ -32,6 +32,11 @@ def goes_behind(one: LaunchQueue, others: Iterable[LaunchQueue]) -> bool:
     return any(share_channel(one, other) for other in others if other.peers.seat.number < number)
 
 
+def waits_for_others(queue: LaunchQueue) -> bool:
+    """Whether it may wait for ranks that are in a backward of other groups: see family.py, [Note: other groups]."""
+    return (queue.peers.seat.all_know or not queue.pass_number) and queue.waits_within
+
+
 def group_of(transport: Transport) -> object | None:
     """The process group beneath a transport; None if there is none, or if it was destroyed."""
     return None if is_destroyed(transport) else getattr(transport, "process_group", None)

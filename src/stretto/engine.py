@@ -76,7 +76,7 @@ class OutermostEnd:
                 self._ended()
             except PeerError as error:  # of another rank: how it was waited for here is of no use to anybody
                 raise error.with_traceback(None) from error.__cause__
-            self.ends()
+            self._held = None
             return
 
         def again(*_: object) -> None:

@@ -12,16 +12,15 @@ trained in turns should not send for each other. But in a backward that reaches 
 family for that pass: at the first gradient they are asked for, those that come begin in the order of attaching, and of
 those that share a channel the first alone sends before it ends. It takes that all ranks reach the same handles in one
 backward, as all ranks run the same passes. While a reentrant checkpoint is alive an absence cannot be foreseen, so
-whoever is not the first waits. What cannot be foreseen either is a backward that an autograd function of the program's
-own starts inside backward: if a handle is met there when one that was attached later has sent already, a warning says
-so, and from then on that one waits.
+whoever is not the first waits. Nor can a backward be foreseen that an autograd function of the program's own starts
+inside backward: a handle met there behind a later one that has sent is warned of, and from then on that one waits.
 
 [Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, mix nothing
 up. But each waits at its end for ranks that may be at the end of another. So whichever ends first ends all that this
 backward has reached, in the order of attaching. Some wait within backward already: for a map of absences on a process
 group, for the future of a comm hook. These send nothing before the end, from the pass on that follows one in which some
-rank has reached handles on several groups, which it says behind the last bucket, since all ranks of a group must send
-alike; and in the first pass. Who has met begins together: backward may fail before it has reached one of them.
+rank has reached handles on several groups (said behind the last bucket, since all ranks of a group must send alike),
+and in the first pass. Who has met begins together: backward may fail before it has reached one of them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import Protocol
 
 import torch
 
-from .crossing import goes_behind, share_channel
+from .crossing import goes_behind, share_channel, waits_for_others
 from .engine import ReentrantCheckpoints, current_task, will_arrive
 from .errors import SetupError, name_list
 from .failing import Failing
@@ -102,6 +101,7 @@ class Family:
         self._warned = False
         self._place = (-1, -1)
         self._met: weakref.WeakSet[Family] = weakref.WeakSet()  # in one backward, on other process groups
+        self._has_met = False  # the set's own answer runs Python, in every pass
         self._checkpoints = ReentrantCheckpoints()
         for member in self.members():
             member.family = self
@@ -142,9 +142,10 @@ class Family:
 
     def begin(self) -> None:
         """A gradient of one of them has arrived. From its hook."""
-        if not self._met and (alone := self._alone()) is not None:
+        if not self._has_met and (alone := self._alone()) is not None:
             if alone.synchronize and not alone.running:
-                self._set_out((current_task(), threading.get_ident()), [])
+                amid().add(self)
+                self._place, alone.waits = (current_task(), threading.get_ident()), waits_for_others(alone.queue)
                 alone.begin()
             return
         if self._is_running():
@@ -170,9 +171,7 @@ class Family:
         amid().add(self)
         others = [one.queue for family in company if family is not self for one in family.members()]
         for member in self.members():
-            queue = member.queue
-            member.waits = queue.waits_within and (queue.peers.seat.all_know or not queue.pass_number)
-            member.waits = member.waits or (bool(others) and goes_behind(queue, others))
+            member.waits = waits_for_others(member.queue) or (bool(others) and goes_behind(member.queue, others))
 
     def _due(self) -> list[Member]:
         """Those that are to begin."""
@@ -263,7 +262,8 @@ class Family:
         """All that this backward has reached, on any process group: see [Note: other groups]. They are amid no more."""
         if amid() == {self} and len(self._members) == 1:
             amid().discard(self)
-            return [member for member in self.members() if member.running]
+            member = self._members[0]()
+            return [member] if member is not None and member.running else []
         found = {family for family in self._company() if family is self or family._is_at(self._place)}
         found |= {family for family in amid().copy() if family._is_beside(self)}
         amid().difference_update(found)
@@ -272,6 +272,7 @@ class Family:
         if any([one.queue.peers.seat.row is not running[0].queue.peers.seat.row for one in running]):
             for member in running:
                 member.family._met.update(met - {member.family})
+                member.family._has_met = True
                 member.queue.peers.seat.with_others = True
         return running
 

@@ -118,14 +118,14 @@ class Synchronizer:
             sync.weight = len(x)
             model(x).mean().backward()
         """
-        return self._reducer.weight if self._reducer else 1.0
+        return self._reducer.queue.weight if self._reducer else 1.0
 
     @weight.setter
     def weight(self, value: float) -> None:
         try:
             weight = weight_of(value, self._options)
             if self._reducer is not None:
-                self._reducer.weight = weight
+                self._reducer.queue.weight = weight
         except SetupError as problem:
             raise SetupError(f"rank {self.rank}: {problem}") from None
 

@@ -114,6 +114,7 @@ class LaunchQueue:
                     view.copy_(inside[id(parameter)])
                     hand_out(parameter, parameter.grad, view)
         self.bucket_of = [home[index] for index in range(len(self.names))]
+        self._unpacks = self._scales_after or any([bucket.slots is not bucket.payload for bucket in self.buckets])
         self.withhold(self.in_shares)
 
     def withhold(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -244,8 +245,9 @@ class LaunchQueue:
         """
         self._await_all()
         words, mine = self.buckets[-1].control_words(summed=self.tells), self.buckets if release else ()
-        late = words.ask_for_second_round(is_first=self.pass_number == 1)
-        self._unpack(mine)
+        late = words.words is not None and words.ask_for_second_round(is_first=self.pass_number == 1)
+        if self._unpacks:
+            self._unpack(mine)
         if late:
             common = self.buckets, self.transport, self.scaling, self.wait_for
             second_round(*common, weight=self._weight, says=self._says, send=self._send, idle=not release)
@@ -270,8 +272,7 @@ class LaunchQueue:
 
     def _unpack(self, buckets: Iterable[Bucket]) -> None:
         """Sums into slots, scaled as the ranks' weights ask for, which have come behind the last of them."""
-        weighted = self._scales_after and self.comm_hook is None
-        factor = self.scaling.after(self.buckets[-1].weight) if weighted else None
+        factor = self.scaling.after(self.buckets[-1].weight) if self._scales_after and self.comm_hook is None else None
         for bucket in buckets:
             if not bucket.skipped and (factor is not None or bucket.slots is not bucket.payload):
                 bucket.unpack(factor)

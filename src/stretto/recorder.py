@@ -52,26 +52,27 @@ class Recorder:
     def __init__(self, watched: Reducer, keep: Callable[[PassRecord, BucketPlan], object]) -> None:
         self._watched = weakref.ref(watched)
         self._keep = keep
-        self._listens = False
+        self.listens = False
+        """Whether passes are being recorded."""
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # an id is given again when its tensor is gone
         self._forget()
 
     def start(self) -> None:
         """From now on. Harmless twice."""
         watched = self._watched()
-        if self._listens or watched is None:
+        if self.listens or watched is None:
             return
         self._forget()
         self._follow(watched)
-        self._listens = True
+        self.listens = True
         listen(self._stepping)
         watched.start_watching(self)
 
     def stop(self) -> None:
         """Look no more. Harmless twice, and then it costs nothing."""
-        if not self._listens:
+        if not self.listens:
             return
-        self._listens = False
+        self.listens = False
         stop_listening(self._stepping)
         if (watched := self._watched()) is not None:
             watched.stop_watching(self)
@@ -335,7 +336,7 @@ class Sampler:
         following = pass_number + 1
         if following in FIRST_PASSES or not following % self.every:
             self._recorder.start()
-        else:
+        elif self._recorder.listens:
             self._recorder.stop()
 
     def stop(self) -> None:

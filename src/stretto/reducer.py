@@ -138,15 +138,6 @@ class Reducer:
         return self._tracker.graph_changed
 
     @property
-    def weight(self) -> float:
-        """What this rank's gradients count for."""
-        return self.queue.weight
-
-    @weight.setter
-    def weight(self, value: float) -> None:
-        self.queue.weight = value
-
-    @property
     def comm_hook(self) -> CommHook | None:
         """What is called in place of the all-reduce. Can be set once."""
         return self.queue.comm_hook
@@ -217,7 +208,8 @@ class Reducer:
             self.queue.peers.meet()
         if self._buffers_of_given_up is not None:
             self._drain(self._buffers_of_given_up)
-        self._consensus.catch_up()
+        if self._consensus.late_words is not None:
+            self._consensus.catch_up(self._consensus.late_words)
         self.queue.pass_number += 1
         self.queue.peers.seat.begins(self.queue.pass_number)
 
@@ -250,45 +242,51 @@ class Reducer:
             without_graph(self._settle)
 
     def _settle(self) -> None:
+        queue, tracker, beside = self.queue, self._tracker, self._beside
+        carries = beside.sparse.any or beside.places.any or queue.preset is not None  # each call costs, of every pass
         try:
-            shares, scheduled = self._beside.prepare(), self._tracker.as_scheduled()
-            contributed = self._tracker.contributed(scheduled=scheduled)
+            shares, scheduled = beside.prepare() if carries else None, tracker.as_scheduled()
+            contributed = tracker.contributed(scheduled=scheduled)
             changed = self._rejoin.noticed()
             says = self._consensus.says(scheduled=scheduled) + [Control.CHANGED] * changed
-            self.queue.launch_rest(contributed - self.queue.loose, says)
+            queue.launch_rest(contributed - queue.loose, says)
         except BaseException as error:
             self.failing.at_the_end(error, self.give_up)
             raise
         try:
-            words = self._wait(self._beside.send(shares), scheduled and self._tracker.hands_out, release=True)
+            sent = beside.send(shares) if carries else None
+            words = self._wait(sent, scheduled and tracker.hands_out, release=True)
             if self._never_used.looking:
-                self._never_used.look(self._tracker.gone)
+                self._never_used.look(tracker.gone)
         finally:
-            self._tracker.unsynchronized.clear()
-            self._beside.forget()
+            tracker.unsynchronized.clear()
+            if carries:
+                beside.forget()
             self._reset()
         self._passes += 1
         if self._events.pass_settled:
-            self._events.emit(self._events.pass_settled, self.queue.pass_number)
-        if changed and not self.queue.tells:
+            self._events.emit(self._events.pass_settled, queue.pass_number)
+        if changed and not queue.tells:
             self._rejoin.refuse()
-        inspected = self._inspection.due(self.queue.pass_number)
+        inspected = self._inspection.every is not None and self._inspection.due(queue.pass_number)
         self._consensus.hear(words, at_once=changed or inspected)
-        if self._beside.given_up:
-            raise self._consensus.failure(self._beside.given_up)
+        if carries and beside.given_up:
+            raise self._consensus.failure(beside.given_up)
         if inspected:
-            self._inspection.run(self.queue.pass_number)
+            self._inspection.run(queue.pass_number)
 
-    def _wait(self, beside: CoalescedMessages, handed_out: bool = False, *, release: bool) -> ControlWords:
+    def _wait(self, sent: CoalescedMessages | None, handed_out: bool = False, *, release: bool) -> ControlWords:
         words = self.queue.wait(release=release, handed_out=handed_out)
-        self._beside.finish(beside, release=release)
+        if sent is not None:
+            self._beside.finish(sent, release=release)
         return words
 
     def _reset(self) -> None:
         self.running = False
         self._tracker.end()
         self.queue.reset()
-        self._beside.reset()
+        if self._beside.sparse.any:
+            self._beside.reset()
 
     def begin_idle(self) -> None:
         """Begin a pass of the other ranks with nothing to give. Collective."""

@@ -101,7 +101,8 @@ class Rejoin:
         queue, members = self._queue, self._members
         self._arrived, self._before, self._waiting = set(), {}, set()
         members.look(queue.pass_number)
-        self._places.look()
+        if self._places.any:
+            self._places.look()
         incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]
         if incomplete and queue.comm_hook is None and not members.suspect and self._some_are_frozen(incomplete):
             members.expect_change()

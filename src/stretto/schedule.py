@@ -20,6 +20,7 @@ from .bucket import Bucket
 from .parts import Kinds, MisfitError, Part, take_gradients
 from .slots import hand_out, which_lie_in
 
+_grad = operator.attrgetter("grad")
 CHUNK_BYTES = 256 * 1024
 CHUNK_ARRIVALS = 128
 WORTH_A_RUN = 4
@@ -80,7 +81,7 @@ class Chunk:
             for part in self.parts:
                 part.take()
             return
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        gradients: list[Any] = [*map(_grad, parameters)]
         in_place = False
         for part in self.parts:
             in_place = in_place or part.bucket.in_place

@@ -145,7 +145,7 @@ class Layout:
             self._moved = [i for i, new, old in zip(self.views, now, self._addresses, strict=True) if new != old]
             self.views |= {index: self._view(index) for index in self._moved}
 
-    def refuse_other_sizes(self, indices: Iterable[int], where: str, plan: BucketPlan) -> None:
+    def refuse_other_sizes(self, indices: Collection[int], where: str, plan: BucketPlan) -> None:
         """Of parameters that have been changed by hand. Strides that have are told in a line of the log.
 
         Args:
@@ -156,6 +156,8 @@ class Layout:
         Raises:
             SetupError: with the name of one.
         """
+        if not (indices or self._moved):  # as in most steps
+            return
         restrided, strides = [], {spec.name: spec.strides for spec in plan.parameters}
         for index in indices:
             parameter, spec = self.parameters[index], self.plan.parameters[index]

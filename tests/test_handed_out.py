@@ -314,7 +314,7 @@ class Shapes(nn.Module):
         self.parts.append(nn.Parameter(torch.ones(1, 3)))
 
     def forward(self, scale: float) -> torch.Tensor:
-        return sum((scale * (i + 1) * part**2).sum() for i, part in enumerate(self.parts))
+        return sum((scale * (i + 1) * part.double() ** 2).sum() for i, part in enumerate(self.parts))
 
 
 def resize(model: Shapes, how: str) -> None:
@@ -331,12 +331,23 @@ def resize(model: Shapes, how: str) -> None:
         parts[6].data = parts[6].data[0]
     elif how == "more of them":
         parts[0].data = torch.ones(2, 2, 3)
+    elif how == "as many bytes of another type":
+        parts[2].data = torch.ones(2, 3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize(
-    "how", ["rows go over", "one row less", "one row", "transposed", "a dimension less", "more of them"]
+    "how",
+    [
+        "rows go over",
+        "one row less",
+        "one row",
+        "transposed",
+        "a dimension less",
+        "more of them",
+        "as many bytes of another type",
+    ],
 )
 def test_shapes_that_change_by_data_are_followed(how: str, at: int, cap: str) -> None:
     def worker(transport):
@@ -349,5 +360,23 @@ def test_shapes_that_change_by_data_are_followed(how: str, at: int, cap: str) ->
             model(1.0 + transport.rank).backward()
             for i, part in enumerate(model.parts):
                 torch.testing.assert_close(part.grad, torch.full_like(part, 3.0 * (i + 1)))
+
+    run_ranks(worker, 2)
+
+
+def test_all_of_a_run_may_change_their_shape_alike() -> None:
+    """They still fit each other, and take as many bytes."""
+
+    def worker(transport):
+        model = nn.ParameterList([nn.Parameter(torch.ones(4, 3)) for _ in range(6)])
+        stretto.attach(model, transport=transport)
+        for number in range(8):
+            model.zero_grad()
+            if number == 5:
+                for part in model:
+                    part.data = torch.ones(2, 6)
+            sum((part * (i + 1)).sum() for i, part in enumerate(model)).mul(1 + transport.rank).backward()
+            for i, part in enumerate(model):
+                torch.testing.assert_close(part.grad, torch.full_like(part, 1.5 * (i + 1)))
 
     run_ranks(worker, 2)

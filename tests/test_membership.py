@@ -444,6 +444,33 @@ def test_a_layer_that_is_inserted_late_is_seen_in_its_first_pass(container, plac
     run_ranks(worker, 2)
 
 
+@pytest.mark.parametrize("edit", ["a list that was cut", "two taken, two put in"])
+def test_lists_are_compared_by_what_they_hold(edit: str) -> None:
+    """Neither their length nor where their table lies tells: a key is written over, a table's memory is used again."""
+
+    def worker(transport):
+        layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(5)]
+        if edit == "a list that was cut":
+            model = torch.nn.Sequential(*layers)[1:]
+        else:
+            model = torch.nn.ModuleList(layers)
+            del model[4:]
+        stretto.attach(model, transport=transport)
+        for number in range(25):
+            if number == 17 and edit == "a list that was cut":
+                model.insert(len(model), torch.nn.Linear(1, 1, bias=False))
+            elif number == 17:
+                for _ in range(2):
+                    model.pop(1)
+                for _ in range(2):
+                    model.insert(1, torch.nn.Linear(1, 1, bias=False))
+            model.zero_grad()
+            sum(layer.weight.sum() * (1 + transport.rank) for layer in model).backward()
+            assert [layer.weight.grad.item() for layer in model] == [1.5] * len(model)
+
+    run_ranks(worker, 2)
+
+
 def test_halves_that_are_trained_in_turn_change_the_plan_no_more_than_needed() -> None:
     def worker(transport):
         model, plans = Chain(), Plans()

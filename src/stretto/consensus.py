@@ -55,8 +55,7 @@ class Consensus:
         self._beside = beside
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
-        self.late_words: ControlWords | None = None
-        """Of the last pass, on their way from a device."""
+        self._late_words: ControlWords | None = None
         self._failure_of_peer: PeerError | None = None
 
     def says(self, *, scheduled: bool) -> list[Control]:
@@ -111,18 +110,19 @@ class Consensus:
         if at_once or words.arrival is None or self._queue.pass_number == 1:
             self.act_on(words)
         else:
-            self.late_words = words
+            self._late_words = words
         if self._failure_of_peer is not None:
             error, self._failure_of_peer = self._failure_of_peer, None
             raise error
 
-    def catch_up(self, words: ControlWords) -> None:
+    def catch_up(self) -> None:
         """Before a pass: act on words of the last one that were not there yet."""
-        self.late_words = None
-        try:
-            self.act_on(words)
-        except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
-            self._failure_of_peer = error
+        if self._late_words is not None:
+            words, self._late_words = self._late_words, None
+            try:
+                self.act_on(words)
+            except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
+                self._failure_of_peer = error
 
     def act_on(self, words: ControlWords, *, release: bool = True) -> None:
         """Do what all ranks do after these words. Collective.

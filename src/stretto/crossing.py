@@ -1,4 +1,7 @@
-"""Whether collectives of one handle can come between those of another: then all ranks must send both in one order."""
+"""Whether collectives of one handle can come between those of another, or wait for ranks that are amid another's.
+
+Then all ranks must send both in one order.
+"""
 
 from __future__ import annotations
 

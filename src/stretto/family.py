@@ -144,8 +144,8 @@ class Family:
         """A gradient of one of them has arrived. From its hook."""
         if not self._has_met and (alone := self._alone()) is not None:
             if alone.synchronize and not alone.running:
-                amid().add(self)
                 self._place, alone.waits = (current_task(), threading.get_ident()), waits_for_others(alone.queue)
+                amid().add(self)
                 alone.begin()
             return
         if self._is_running():
@@ -260,9 +260,9 @@ class Family:
 
     def _reached(self) -> list[Member]:
         """All that this backward has reached, on any process group: see [Note: other groups]. They are amid no more."""
-        if amid() == {self} and len(self._members) == 1:
+        if amid() == {self} and len(members := self._members) == 1:  # read once, as above
             amid().discard(self)
-            member = self._members[0]()
+            member = members[0]()
             return [member] if member is not None and member.running else []
         found = {family for family in self._company() if family is self or family._is_at(self._place)}
         found |= {family for family in amid().copy() if family._is_beside(self)}
@@ -271,8 +271,8 @@ class Family:
         met = {member.family for member in running}
         if any([one.queue.peers.seat.row is not running[0].queue.peers.seat.row for one in running]):
             for member in running:
-                member.family._met.update(met - {member.family})
                 member.family._has_met = True
+                member.family._met.update(met - {member.family})
                 member.queue.peers.seat.with_others = True
         return running
 

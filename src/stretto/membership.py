@@ -257,16 +257,13 @@ class Membership:
         tables = (table for one in alive for table in (one._parameters, one._modules))
         return [*map(id, itertools.chain.from_iterable(table.values() for table in tables))]
 
-    def _listed_now(self) -> list[tuple[int, int]]:
-        lists = self._lists
-        return [(id(one._modules), len(one._modules)) for ref in lists if (one := ref()) is not None]
+    def _listed_now(self) -> list[list[int]]:
+        alive = [one for reference in self._lists if (one := reference()) is not None]
+        return [[*map(id, one._modules.values())] for one in alive]
 
     def look(self, number: int) -> None:
         """The net for what no hook tells. ``insert`` of torch's lists is looked for in every pass, whatever else is
-        written into a module's tables in every ``EVERY``-th only.
-
-        A list that was inserted into has become longer; one that has lost a layer has another table.
-        """
+        written into a module's tables in every ``EVERY``-th only."""
         inserted = bool(self._lists) and self._listed_now() != self._listed
         if inserted or ((number <= FIRST or not number % EVERY) and self._now() != self._members):
             self.suspect = True

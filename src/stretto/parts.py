@@ -76,18 +76,15 @@ def fits(parameter: torch.Tensor, view: torch.Tensor) -> bool:
 class Kinds:
     """What gradients must have in common with their slots before they are copied, looked at in few calls.
 
-    Sizes in bytes and dtypes tell all that a copy would not raise for, but where the slot's first dimension is 1. In
-    four bytes only float32 has gradients (complex32 aside, to which a model is converted as a whole if at all): of
-    such slots the first alone is asked for its dtype.
+    Sizes in bytes and dtypes tell all that a copy would not raise for, but where the slot's first dimension is 1.
     """
 
-    __slots__ = ("_broadcast", "_devices", "_dtypes", "_nbytes", "_places", "_slots")
+    __slots__ = ("_broadcast", "_devices", "_dtypes", "_nbytes", "_slots")
 
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self._slots = slots
         self._nbytes = [*map(_nbytes, slots)]
-        self._places = [place for place, slot in enumerate(slots) if not place or slot.dtype is not torch.float32]
-        self._dtypes = [slots[place].dtype for place in self._places]
+        self._dtypes = [*map(_dtype, slots)]
         self._devices = [*map(_device, slots)] if torch.accelerator.is_available() else []
         self._broadcast = [place for place, slot in enumerate(slots) if slot.dim() and len(slot) == 1]
 
@@ -96,7 +93,7 @@ class Kinds:
         try:
             fit = (
                 [*map(_nbytes, gradients)] == self._nbytes
-                and [*map(_dtype, map(gradients.__getitem__, self._places))] == self._dtypes
+                and [*map(_dtype, gradients)] == self._dtypes
                 and (not self._devices or [*map(_device, gradients)] == self._devices)
                 and (not self._broadcast or self._same_shapes(gradients, self._broadcast))
             )

@@ -208,8 +208,7 @@ class Reducer:
             self.queue.peers.meet()
         if self._buffers_of_given_up is not None:
             self._drain(self._buffers_of_given_up)
-        if self._consensus.late_words is not None:
-            self._consensus.catch_up(self._consensus.late_words)
+        self._consensus.catch_up()
         self.queue.pass_number += 1
         self.queue.peers.seat.begins(self.queue.pass_number)
 
@@ -243,7 +242,7 @@ class Reducer:
 
     def _settle(self) -> None:
         queue, tracker, beside = self.queue, self._tracker, self._beside
-        carries = beside.sparse.any or beside.places.any or queue.preset is not None  # each call costs, of every pass
+        carries = beside.sparse.any or beside.places.any or queue.preset is not None  # else no call: each runs cold
         try:
             shares, scheduled = beside.prepare() if carries else None, tracker.as_scheduled()
             contributed = tracker.contributed(scheduled=scheduled)

@@ -103,7 +103,10 @@ class Chunk:
                 take_gradients(gradients, views)
                 return
             for run in self.runs:
-                torch.cat(run.pick(gradients), out=run.region)
+                picked = run.pick(gradients)
+                if picked[0].shape[1:] != run.region.shape[1:]:  # of all alike: cat would give the region another shape
+                    raise MisfitError
+                torch.cat(picked, out=run.region)
             if not self.runs:
                 torch._foreach_copy_(views, gradients)
             elif self.alone:

@@ -199,8 +199,7 @@ class ArrivalTracker:
             pass
         if not self._in_order:
             self._take_one_by_one()
-        if not self._queue.buckets[self._queue.launched].pending:  # else nothing can leave
-            self._progressed()
+        self._progressed()
 
     def _take_chunk(self, with_graph: bool) -> bool:
         """Take the next chunk of the schedule, if it is complete. Leaves the schedule if something else has arrived."""
@@ -329,7 +328,7 @@ class ArrivalTracker:
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""
-        if not (self._in_order and self._looked_at == len(self.arrivals.order)):
+        if not self.as_scheduled():
             self._learn([*map(id, self.arrivals.order)])
         self.stop()
         self._count.clear()

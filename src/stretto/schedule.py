@@ -37,6 +37,8 @@ class Run:
     """This run's gradients out of the chunk's, without a loop in Python."""
     region: torch.Tensor
     """The slots as one tensor, one behind the other along the first dimension."""
+    first: torch.Size
+    """The shape of the first."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Chunk:
                 return
             for run in self.runs:
                 picked = run.pick(gradients)
-                if picked[0].shape[1:] != run.region.shape[1:]:  # of all alike: cat would give the region another shape
+                if picked[0].shape != run.first:  # where all have another shape alike, cat gives it to the region
                     raise MisfitError
                 torch.cat(picked, out=run.region)
             if not self.runs:
@@ -198,5 +200,6 @@ def _runs(part: Part, arrivals: Sequence[int]) -> list[Run]:
                 rows = sum(len(bucket.views[place]) for place in run)
                 chunk_places = [place_in_chunk[bucket.indices[place]] for place in run]
                 region = bucket.memory.region(run[0], run[-1], rows)
-                found.append(Run(chunk_places, operator.itemgetter(*chunk_places), region))
+                first = bucket.views[run[0]].shape
+                found.append(Run(chunk_places, operator.itemgetter(*chunk_places), region, first))
     return found

@@ -255,15 +255,21 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def in_use() -> tuple[int, int]:
+    """Both, when collecting frees nothing more: behind an error, of an earlier test too, it takes two collections."""
+    before = None
+    while (now := (mappings(), descriptors())) != before:
+        before = now
+        for _ in range(2):
+            gc.collect()
+    return now
+
+
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Nothing more than before. What tests before this one have left goes late: behind an error, in two collections."""
-    for _ in range(3):
-        gc.collect()
-    before = mappings(), descriptors()
+    before = in_use()
     yield
-    gc.collect()
-    assert mappings() <= before[0] and descriptors() <= before[1], (mappings(), descriptors(), before)
+    assert in_use() == before
 
 
 def test_nothing_is_left_when_all_ranks_are_gone() -> None:

@@ -146,10 +146,6 @@ class TestAlone:
         model(torch.ones(1, 2)).sum().backward()
         assert torch.equal(model.module.weight.grad, torch.ones(1, 2))
 
-    def test_mixed_precision_is_refused_by_name(self):
-        with pytest.raises(UnsupportedError, match=r"mixed_precision=.*use torch\.autocast"):
-            DistributedDataParallel(torch.nn.Linear(1, 1), mixed_precision=object())
-
     def test_delayed_parameters_come_in_pairs_of_arguments(self):
         model = torch.nn.Linear(1, 1)
         with pytest.raises(ValueError, match="need to be set at the same time"):

@@ -303,14 +303,9 @@ ALONE = [
         "Only 1D device mesh is supported, but got Mesh(ndim=2).\nGive one of its dimensions' group.",
     ),
     (
-        lambda: with_a_mesh(),
-        "device_mesh is cut out of a larger mesh (DDP with tensor parallelism), which is not supported yet.\n"
-        "If the parameters are plain tensors, give its group: process_group=mesh.get_group().",
-    ),
-    (
         lambda: DDP(model(), mixed_precision=1),
-        "DistributedDataParallel(mixed_precision=...) is not honoured by stretto: use torch.autocast, or cast the "
-        "module before wrapping it.",
+        "DistributedDataParallel: mixed_precision=1 must be a torch.nn.parallel.distributed._MixedPrecision, or None.\n"
+        "For one dtype: _MixedPrecision(param_dtype=...).",
     ),
     (
         lambda: DDP(model(), param_to_hook_all_reduce=1),

@@ -44,7 +44,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"handle"},
     {"attach"},
     {"tensors"},
-    {"ddp_faces"},
+    {"ddp_substitutes", "ddp_faces"},
     {"ddp_compat"},
     {"ddp"},
     {"shard"},

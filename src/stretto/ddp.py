@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel.distributed import _BucketCapacityConfig
+from torch.nn.parallel.distributed import _BucketCapacityConfig, _MixedPrecision
 
 from .comm_hooks import Hook, check_hook
 from .ddp_compat import TorchSurface
 from .ddp_faces import Logger, ReducerFace
-from .errors import SetupError, UnsupportedError
+from .errors import SetupError
 from .options import Buffers, listed
 from .scaling import Reduce
 from .transport import TransportName
@@ -48,7 +48,7 @@ class DistributedDataParallel(TorchSurface):
     Args:
         module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb, device_mesh,
         bucket_cap_mb_list, forward_sync_buffers: as in torch; of a list of caps the largest counts.
-        mixed_precision: refused by name.
+        mixed_precision: as in torch; outside of forward, and in ``state_dict``, parameters are never in low precision.
         buffers, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after, process_groups, check_every,
             sparse, transport: as in :func:`stretto.attach`.
 
@@ -98,13 +98,13 @@ class DistributedDataParallel(TorchSurface):
         sparse: Iterable[str] = (),
         transport: TransportName = "auto",
     ) -> None:
-        _refuse_arguments(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        _refuse_half(delay_all_reduce_named_params, param_to_hook_all_reduce)
         _warn_of_deprecated(broadcast_buffers, check_reduction)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.device_mesh = device_mesh
         self.process_group = _group_of(process_group, process_groups, device_mesh)  # None: a world of one
-        self._hold(module)
+        self._hold(module, mixed_precision)
         self._set_devices(device_ids, output_device)
         self.dim = dim
         ignore = self._set_buffers(broadcast_buffers, forward_sync_buffers, buffers)
@@ -121,7 +121,7 @@ class DistributedDataParallel(TorchSurface):
             "reduce": reduce,
             "weighted": weighted,
             "predivide_factor": predivide_factor,
-            "reduce_dtype": reduce_dtype,
+            "reduce_dtype": self._travels_as() if reduce_dtype is None else reduce_dtype,
             "delay": delay,
             "launch_after": listed(launch_after),
             "process_groups": tuple(process_groups),
@@ -134,14 +134,21 @@ class DistributedDataParallel(TorchSurface):
         smallest: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
         self.bucket_bytes_cap = max(int(self._synchronizer.plan.cap_bytes), smallest)
 
-    def _hold(self, module: torch.nn.Module) -> None:
+    def _hold(self, module: torch.nn.Module, mixed_precision: Any) -> None:
         """The module, and which of its parameters are reduced."""
         self.logger = Logger(self)
         self.reducer = ReducerFace(self)
         self._comm_hooks = []
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.mixed_precision = _config(mixed_precision)
+        self._substitute()
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _travels_as(self) -> torch.dtype | None:
+        """By torch's rule gradients travel in the dtype in which they were computed, where no other is asked for."""
+        config = self.mixed_precision
+        return None if config is None else config.reduce_dtype or config.param_dtype
 
     def _set_buffers(self, former: bool | None, flag: bool | None, policy: Buffers | None) -> set[str]:
         """By torch's flags, the former one too; returns the names of what is neither sent nor compared."""
@@ -166,7 +173,6 @@ class DistributedDataParallel(TorchSurface):
 
     def _stand_for_torchs(self) -> None:
         """What torch's forward, its compiler and frameworks read, and nothing here does."""
-        self.mixed_precision = None
         self.require_forward_param_sync = True
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         self.broadcast_bucket_size = 250 * 1024 * 1024
@@ -249,7 +255,7 @@ class DistributedDataParallel(TorchSurface):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        out = ("process_group", "_synchronizer", "reducer", "logger", "_comm_hooks", "_join_config")
+        out = ("process_group", "_synchronizer", "reducer", "logger", "_comm_hooks", "_join_config", "_substitutes")
         return {key: value for key, value in self.__dict__.items() if key not in out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -259,6 +265,7 @@ class DistributedDataParallel(TorchSurface):
         self.logger = Logger(self)
         self.reducer = ReducerFace(self)
         self._comm_hooks = []
+        self._substitute()
         # One rank alone may make a copy, to keep an average of the weights: nothing is asked of the others.
         self._attach(init_sync=False, transport="process_group")
 
@@ -280,11 +287,6 @@ def _group_of(
         raise SetupError(
             f"Only 1D device mesh is supported, but got {device_mesh}.\nGive one of its dimensions' group."
         )
-    if device_mesh._get_root_mesh() != device_mesh:
-        raise UnsupportedError(
-            "device_mesh is cut out of a larger mesh (DDP with tensor parallelism), which is not supported yet.\n"
-            "If the parameters are plain tensors, give its group: process_group=mesh.get_group()."
-        )
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
 
@@ -293,12 +295,16 @@ def _index(device: Any) -> int:
     return device if isinstance(device, int) else int(torch.device(device).index or 0)
 
 
-def _refuse_arguments(mixed_precision: object, delayed: object, delayed_with: object) -> None:
-    if mixed_precision is not None:
-        raise UnsupportedError(
-            "DistributedDataParallel(mixed_precision=...) is not honoured by stretto: "
-            "use torch.autocast, or cast the module before wrapping it."
+def _config(asked: Any) -> _MixedPrecision | None:
+    if asked is not None and not isinstance(asked, _MixedPrecision):
+        raise SetupError(
+            f"DistributedDataParallel: mixed_precision={asked!r} must be a "
+            "torch.nn.parallel.distributed._MixedPrecision, or None.\nFor one dtype: _MixedPrecision(param_dtype=...)."
         )
+    return asked
+
+
+def _refuse_half(delayed: object, delayed_with: object) -> None:
     if (delayed is None) != (delayed_with is None):
         raise SetupError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.\n"

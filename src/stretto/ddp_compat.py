@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.utils import _to_kwargs
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .attach import attach
 from .comm_hooks import Hook, StepInBackward
 from .crossing import group_of, is_destroyed
+from .ddp_substitutes import Substitute, Substitutes, lower, whole
 from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
 from .handle import Synchronizer
 from .options import Buffers
@@ -40,6 +41,9 @@ class TorchSurface(TorchDDP):
     logger: Any
     reducer: Any
     process_group: Any
+    mixed_precision: Any
+    parameters_to_ignore: set[str]
+    _substitutes: Substitutes | None
 
     def _attach(self, *, init_sync: bool, **other: Any) -> None:
         """(Again) put hooks on the module's parameters. A comm hook moves along."""
@@ -76,8 +80,26 @@ class TorchSurface(TorchDDP):
         if self.device_ids:
             target = torch.device(self.device_type, self.device_ids[0])
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, target, self.use_side_stream_for_tensor_copies)
-            return moved[0], moved_kwargs[0]
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self.mixed_precision is not None:
+            return _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._substitutes is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        with self._substitutes.in_forward(self.module):
+            return super()._run_ddp_forward(*inputs, **kwargs)
+
+    def _substitute(self) -> None:
+        """See ddp_substitutes.py. Before anything is attached: parameters may be replaced here."""
+        config, mesh = self.mixed_precision, self.__dict__.get("device_mesh")
+        chain: list[Substitute] = []
+        if config is not None:
+            chain.append(lower(self.module, config, self.parameters_to_ignore))
+        if mesh is not None and mesh._get_root_mesh() != mesh:
+            chain.append(whole(self.module))
+        self._substitutes = Substitutes(chain) if chain else None
 
     def _post_forward(self, output: Any) -> Any:
         if "buffer_hook" in self.__dict__ and self._synchronizing_forward() and self._check_sync_bufs_post_fwd():
@@ -284,7 +306,7 @@ def hand_over(ddp: TorchSurface) -> None:
 
 REFUSED: dict[str, str] = dict.fromkeys(
     ("_root_copy_hook", "_module_wait_for_copy_hook", "_fire_reducer_autograd_hook"),
-    "it serves mixed_precision; use torch.autocast",
+    "mixed_precision does without it: what forward finds is a part of the graph",
 ) | {
     "_set_sparse_metadata": "sparse gradients are reduced without it",
     "_ddp_init_helper": "it builds torch's reducer; wrap the module again instead",

@@ -1,7 +1,6 @@
 """Tests of torch's that do not run here, or that end in a complaint, and why. Anything else must pass as it is."""
 
 SYNC_BATCH_NORM = "trains SyncBatchNorm, whose kernels exist for accelerators only"
-MIXED_PRECISION = "asks for mixed_precision=, which is refused by name: torch.autocast does it"
 
 CANNOT_RUN = {
     "test_DistributedDataParallel_non_default_stream": "is about CUDA streams",
@@ -15,11 +14,6 @@ CANNOT_RUN = {
     "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process": SYNC_BATCH_NORM,
     "test_DistributedDataParallel_SyncBatchNorm_half": SYNC_BATCH_NORM,
     "test_ddp_sync_bn_training_vs_eval": SYNC_BATCH_NORM,
-    "test_ddp_native_mixed_precision_ignored_params": MIXED_PRECISION,
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": MIXED_PRECISION,
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": MIXED_PRECISION,
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": MIXED_PRECISION,
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": MIXED_PRECISION,
     "test_ddp_profiling_execution_trace": "reads NCCL's metadata in a trace",
     "test_ddp_hook_pickling_powerSGD": "fails in torch too: it loads its pickle without weights_only=False",
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": "hands ddp.logger to torch's C++ bucketing",

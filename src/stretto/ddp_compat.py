@@ -27,7 +27,7 @@ from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_lis
 from .handle import Synchronizer
 from .options import Buffers
 from .reducer import reducer_of
-from .sharding import refuse_idle
+from .sharding import refuse_anew, refuse_half_joined
 from .specs import MIB
 
 
@@ -74,6 +74,7 @@ class TorchSurface(TorchDDP):
         if (self._join_config.enable or "buffer_hook" in self.__dict__) and self._synchronizing_forward():
             if self._join_config.enable:
                 self._synchronizer.buffers = "none"  # they follow a rank that has not joined, before forward
+                refuse_half_joined(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
                 Join.notify_join_context(self)
             if self._check_sync_bufs_pre_fwd():
                 self._sync_buffers()
@@ -228,11 +229,11 @@ class TorchSurface(TorchDDP):
         With ``divide_by_initial_world_size=False`` the mean is over the ranks that still have batches. A comm hook does
         its own division, as in torch.
         """
-        refuse_idle(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
         self.logger.joins = True
         effective = not kwargs.get("divide_by_initial_world_size", True)
         weigh = effective and not self._comm_hooks and not self._attach_options["weighted"]
         if weigh:
+            refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
         return _ShadowHook(self, back_to_options=weigh)
 

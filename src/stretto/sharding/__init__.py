@@ -1,8 +1,17 @@
 """Optimizers stepped in shares, by all ranks together: kinds ──> ownership ──> layout ──> stretches ──> shares."""
 
-from .begin import Asked, begin, refuse_idle
+from .begin import Asked, begin, refuse_anew, refuse_half_joined, refuse_idle
 from .clip import clip
 from .memory import with_memory
 from .optimizer import ShardedOptimizer
 
-__all__ = ["Asked", "ShardedOptimizer", "begin", "clip", "refuse_idle", "with_memory"]
+__all__ = [
+    "Asked",
+    "ShardedOptimizer",
+    "begin",
+    "clip",
+    "refuse_anew",
+    "refuse_half_joined",
+    "refuse_idle",
+    "with_memory",
+]

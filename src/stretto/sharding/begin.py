@@ -146,9 +146,26 @@ def _shown(asked: Asked) -> str:
 
 def refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
     """Raise where a rank would take part in passes without stepping: its share of the model would stand still."""
-    if any(not one.ended for one in others):
+    if any(not one.ended and not one.joins for one in others):
         raise SetupError(
             f"{where}: a rank without batches cannot leave the step to the others while an optimizer is sharded: its "
-            "share of the model would stand still.\nGive all ranks equally many batches, or let it step too: one of "
-            "zeros, parameter.backward(torch.zeros_like(parameter)), then optimizer.step()."
+            "share of the model would stand still.\nGive all ranks equally many batches; or say so of the optimizer "
+            "too, with Join([model, optimizer]); or let it step, a backward of zeros, "
+            "parameter.backward(torch.zeros_like(parameter)), then optimizer.step()."
+        )
+
+
+def refuse_half_joined(others: Sequence[ShardedOptimizer], where: str) -> None:
+    """A forward inside ``Join`` begins: raise if ranks without batches wait for steps in vain, or take none."""
+    refuse_idle(others, where)
+    for one in others:
+        one.refuse_to_leave_out()
+
+
+def refuse_anew(others: Sequence[ShardedOptimizer], where: str) -> None:
+    """Raise where attaching anew would end them."""
+    if any(not one.ended for one in others):
+        raise SetupError(
+            f"{where}: join(divide_by_initial_world_size=False) makes the handle anew, and the sharded optimizer would "
+            "end.\nWrap with weighted=True before the optimizer is sharded: then the handle stays."
         )

@@ -124,14 +124,18 @@ class Groups:
         Raises:
             ModelMismatchError: with the first difference. On all ranks.
         """
-        names = {id(one()): name for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
-        told = peers.gather(facts(self._optimizer, names))
+        told = peers.gather(self.facts())
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
                 raise ModelMismatchError(
                     f"{peers.where}: {difference(rank, theirs, told[0])}\n"
                     "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
                 )
+
+    def facts(self) -> list[Any]:
+        """See the function of this name."""
+        names = {id(one()): name for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
+        return facts(self._optimizer, names)
 
     def refuse_patchwork(self, numbers: Sequence[int], rank: int, where: str) -> NoReturn:
         """Raise since ranks have stepped with groups that are not alike.
@@ -180,15 +184,17 @@ def facts(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[An
     return [options, *members]
 
 
-def difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
-    """In words, between what ``facts`` gave on a rank and on rank 0, which are not equal."""
+def difference(rank: int, theirs: list[Any], first: list[Any], from_rank: int = 0) -> str:
+    """In words, between what ``facts`` gave on a rank and on another, which are not equal."""
     if len(theirs) != len(first):
-        return f"rank {rank} has {len(theirs) - 1} parameter groups, rank 0 {len(first) - 1}."
+        return f"rank {rank} has {len(theirs) - 1} parameter groups, rank {from_rank} {len(first) - 1}."
     for number, (names, other_names) in enumerate(zip(theirs[1:], first[1:], strict=True)):
         if names != other_names:
             here = sorted({*names} ^ {*other_names}) or names
-            return f"parameter group {number} differs between rank 0 and rank {rank}: {name_list(here)}."
+            return f"parameter group {number} differs between rank {from_rank} and rank {rank}: {name_list(here)}."
     number = next(i for i, (one, other) in enumerate(zip(theirs[0], first[0], strict=True)) if one != other)
     one, other = theirs[0][number], first[0][number]
     key = next(key for key in one | other if one.get(key) != other.get(key))
-    return f"parameter group {number} has {key}={one.get(key)} on rank {rank}, {key}={other.get(key)} on rank 0."
+    return (
+        f"parameter group {number} has {key}={one.get(key)} on rank {rank}, {key}={other.get(key)} on rank {from_rank}."
+    )

@@ -14,7 +14,8 @@ from __future__ import annotations
 import array
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,6 +24,32 @@ from ..errors import CommunicationError, PeerError
 from ..peers import Peers
 from ..transport import Transport, Work
 from .awaited import Arrival
+
+
+class Coming(IntEnum):
+    """What a rank has come to the first meeting for. Ranks count each kind by adding up these."""
+
+    TO_STEP = 0
+    TO_REFUSE = 1
+    IDLE = 1 << 20
+    """To step without a gradient of its own: see joining.py."""
+
+
+class Met(NamedTuple):
+    """What the first meeting has shown."""
+
+    alike: bool
+    """Whether all ranks have come with the same number."""
+    idle: int
+    """How many have no gradients of their own."""
+
+
+ALIKE = Met(alike=True, idle=0)
+
+
+def _unknown() -> bool:
+    """What a process group carries may have begun."""
+    return False
 
 
 class Meetings:
@@ -38,7 +65,7 @@ class Meetings:
         self._peers = peers
         self._said = array.array("q", (0, 0))  # to index a tensor costs some microseconds
         self._words = torch.frombuffer(self._said, dtype=torch.int64)
-        """How many ranks refuse, and the sum of what their groups say."""
+        """How many ranks have come otherwise than to step, by ``Coming``, and the sum of what groups say."""
         self.broken: BaseException | None = None
         """Why no step can follow."""
         self.is_spoiled = False
@@ -54,45 +81,51 @@ class Meetings:
         Args:
             what: a noun, for messages.
         """
-        self._peers.wait_for(self._come(0), what)
+        self._peers.wait_for(self._come(Coming.TO_STEP), what)
 
-    def _come(self, refused: int, number: int = 0) -> Work:
-        self._said[0], self._said[1] = refused, number
+    def _come(self, coming: Coming, number: int = 0) -> Work:
+        self._said[0], self._said[1] = coming, number
         carrier = self._transport
         named = hasattr(carrier, "meet")
         work: Work = carrier.meet(self._said, b"optimizer.step") if named else carrier.all_reduce(self._words)
         return work
 
-    def meet_before(self, parameters: Iterable[torch.nn.Parameter], number: int = 0, *, refused: bool = False) -> bool:
-        """The first meeting: whether all ranks have come with the same number. Collective.
+    def meet_before(
+        self, parameters: Iterable[torch.nn.Parameter], number: int = 0, coming: Coming = Coming.TO_STEP
+    ) -> Met:
+        """The first meeting. Collective.
 
         Args:
             parameters: what is to be stepped.
             number: less than 2**40.
-            refused: this rank will not step.
+            coming: what this rank has come for.
 
         Raises:
-            PeerError: another rank will not.
+            PeerError: another rank refuses the step.
         """
         work: Any = None
         try:
-            work = self._come(int(refused), number)
+            work = self._come(coming, number)
             self._peers.wait_for(work, "the optimizer's step")
         except BaseException as error:
             self.fail(error)
-            if work is None or not work.will_never_begin():
+            if work is None or not getattr(work, "will_never_begin", _unknown)():
                 self.spoil(error, parameters)
             raise
-        count, total = self._said
-        if count and not refused:
-            told = self._peers.failures("step", count)
-            ranks = describe_ranks([note.rank for note in told]) if told else f"{count} of the other ranks"
-            quoted = "".join(f"  {note}\n" for note in told)
-            raise PeerError(
-                f"{self._peers.where}: the step of an optimizer was refused on {ranks}, before any rank had stepped.\n"
-                f"{quoted}Remove the cause; then all ranks can go on."
-            )
-        return bool(total == number * self._transport.world_size)
+        others, total = self._said
+        idle, refused = divmod(others, Coming.IDLE)
+        if refused and coming is not Coming.TO_REFUSE:
+            self._refuse_with(refused)
+        return Met(total == number * self._transport.world_size, idle)
+
+    def _refuse_with(self, count: int) -> NoReturn:
+        told = self._peers.failures("step", count)
+        ranks = describe_ranks([note.rank for note in told]) if told else f"{count} of the other ranks"
+        quoted = "".join(f"  {note}\n" for note in told)
+        raise PeerError(
+            f"{self._peers.where}: the step of an optimizer was refused on {ranks}, before any rank had stepped.\n"
+            f"{quoted}Remove the cause; then all ranks can go on."
+        )
 
     @contextlib.contextmanager
     def tell_in_time(self, parameters: Iterable[torch.nn.Parameter], *, meets: bool) -> Iterator[None]:
@@ -109,7 +142,7 @@ class Meetings:
             self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets)
             self._peers.left = had_left  # nothing was sent: where all ranks refuse alike, all can go on
             if meets:
-                self.meet_before(parameters, refused=True)
+                self.meet_before(parameters, coming=Coming.TO_REFUSE)
             raise
         except BaseException as error:  # whoever has pressed Ctrl-C is not to wait for the others
             self.fail(error)

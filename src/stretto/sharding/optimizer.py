@@ -12,6 +12,7 @@ import torch
 from ..errors import CommunicationError, SetupError, StrettoError, UnsupportedError
 from ..report import Footprint
 from ..withheld import Withheld
+from .joining import Joins
 from .kinds import bare_step
 from .members import refuse_others, refuse_taken, refuse_twins
 from .shares import Shares
@@ -110,7 +111,7 @@ def _refuse_the_original(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Joins):
     """An optimizer of which each rank keeps and steps a share; see :func:`stretto.shard`.
 
     ``param_groups`` are those of the optimizer that was sharded: learning rates and other options can be changed there,
@@ -131,6 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shares: Shares | None = None
         self._elsewhere: _Elsewhere | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        Joins.__init__(self)
         self._elsewhere = None if shares is None else _Elsewhere(optimizer, where)
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
@@ -181,7 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         shares = self._usable()
         with torch.no_grad():
-            shares.step()
+            shares.step(joins=self.joins)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -20,16 +20,17 @@ from ..report import Footprint
 from .compiled import CompilerWatch
 from .groups import Groups
 from .inner import Inner
+from .joining import Attendance, lent
 from .keeping import Keeping
-from .kinds import Kind, KindWatch, groups_of, keys_by_element
+from .kinds import Kind, KindWatch, groups_of
 from .layout import Layout
-from .meetings import Meetings
+from .meetings import ALIKE, Meetings, Met
 from .members import all_reduced, refuse_unreduced, refuse_where_one_cannot
 from .memory import describe_shares, footprint_of
 from .ownership import Piece, pieces_of, whole_pieces_of
 from .spread import Spread
-from .state import Kept, State, flat_state, follow_dtype, refuse_unlike, shaped, whole_states
-from .stretches import Stretches, most_elements, part_of_state
+from .state import Kept, State, follow_dtype, refuse_unlike, shaped, whole_states
+from .stretches import Stretches, most_elements, part_of_state, states_of_pieces
 from .trial import misfit
 from .withholding import Withholding
 
@@ -62,11 +63,12 @@ class Shares:
         self._overlap = overlap
         self._compiler = CompilerWatch()
         self._reducer = reducer
-        self.rank = reducer.transport.rank
+        self.transport, self.rank = reducer.transport, reducer.transport.rank
         self._peers = peers
         self.meetings = Meetings(reducer.transport, peers)
         self._groups = Groups(optimizer, reducer.queue)
         divisible = kind is Kind.ELEMENTWISE
+        self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
         self._withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
         self._number = len(peers.seat.steps)
         peers.seat.steps.append(0)
@@ -127,18 +129,8 @@ class Shares:
         Args:
             states: what the optimizer keeps, as it would of whole parameters.
         """
-        mine, plan = self.layout.parameters, self.layout.plan
-        own: dict[Piece, State] = {}
-        if self._kind is Kind.ELEMENTWISE:
-            known = {i: one for i, one in mine.items() if one in states}
-            keys = keys_by_element(self._optimizer, [one for one in known.values() if not one.dim()])
-            flat = {i: flat_state(states[one], plan.parameters[i], keys.get(one, ())) for i, one in known.items()}
-            own = {
-                piece: part_of_state(flat[piece.index], plan.parameters[piece.index].numel, piece.first, piece.end)
-                for piece in self._pieces
-                if piece.index in flat
-            }
-        self._cut(own, states)
+        pieces = self._pieces if self._kind is Kind.ELEMENTWISE else []
+        self._cut(states_of_pieces(pieces, self._optimizer, self.layout, states), states)
 
     def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State]) -> None:
         """The same with the state of each piece, and of the parameters that this rank steps whole.
@@ -207,20 +199,27 @@ class Shares:
 
     # The step
 
-    def step(self) -> None:
-        """Step this rank's share; all of the model is stepped when this returns. Collective."""
+    def step(self, *, joins: bool = False, idle: bool = False) -> None:
+        """Step this rank's share; all of the model is stepped when this returns. Collective.
+
+        Some ranks may have no batches any more if it ``joins``, and this one has none if it is ``idle``.
+        """
         self._spread.finish()
-        with self.meetings.tell_in_time(self.layout.parameters.values(), meets=self.layout.is_shared):
+        meets = self.layout.is_shared or joins or idle
+        with self.meetings.tell_in_time(self.layout.parameters.values(), meets=meets):
             has_moved = self._groups.have_moved()
             moves = has_moved or self._reducer.plan is not self.layout.plan
             strayed = self.layout.strayed()
             self._refuse(strayed, has_moved=has_moved)
             copies = {} if moves else self.layout.copies(strayed, self._pieces)
             number = self._groups.number(has_moved=has_moved)
-        self._agree(number, moves=moves)
-        if moves:
-            self._follow()
-        self._write([] if moves else strayed, copies, number)
+        met = self._agree(number, moves=moves, meets=meets, idle=idle)
+        with lent(self._groups, self.transport, self._peers, idle=idle) if met.idle else contextlib.nullcontext():
+            if moves:
+                self._follow()
+            if idle:
+                number = self._groups.number(has_moved=False)
+            self._write([] if moves else strayed, copies, number)
         if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
             self._withholding.follow()
@@ -235,12 +234,12 @@ class Shares:
         if has_moved or any(one.grad is not None for one in self._apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 
-    def _agree(self, number: int, *, moves: bool) -> None:
+    def _agree(self, number: int, *, moves: bool, meets: bool, idle: bool) -> Met:
         """All have come, with groups that are alike: without shared memory that is seen in what they send."""
-        is_shared = self.layout.is_shared
-        alike = not is_shared or self.meetings.meet_before(self._everything(), number)
-        if not alike or (moves and not is_shared):
+        met = self.attendance.meet(self._everything(), number, idle=idle) if meets else ALIKE
+        if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(self._peers)
+        return met
 
     def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int) -> None:
         """What makes another model of it: see [Note: half a step]."""

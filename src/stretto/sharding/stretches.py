@@ -20,9 +20,10 @@ import torch
 from ..bucket import Bucket
 from ..slots import lies_in, which_lie_in
 from ..withheld import Withheld
+from .kinds import keys_by_element
 from .layout import Layout
 from .ownership import Piece
-from .state import State, laid_flat
+from .state import State, flat_state, laid_flat
 
 
 @dataclass(eq=False)
@@ -59,6 +60,21 @@ def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -
     return {
         key: value[first:stop] if by_element(value, numel) else value.clone() if torch.is_tensor(value) else value
         for key, value in state.items()
+    }
+
+
+def states_of_pieces(
+    pieces: Sequence[Piece], optimizer: torch.optim.Optimizer, layout: Layout, states: Mapping[torch.Tensor, State]
+) -> dict[Piece, State]:
+    """What belongs to each piece, of states as the optimizer keeps them of whole parameters, where there is one."""
+    specs = layout.plan.parameters
+    known = {index: one for index, one in layout.parameters.items() if one in states} if pieces else {}
+    keys = keys_by_element(optimizer, [one for one in known.values() if not one.dim()])
+    flat = {index: flat_state(states[one], specs[index], keys.get(one, ())) for index, one in known.items()}
+    return {
+        piece: part_of_state(flat[piece.index], specs[piece.index].numel, piece.first, piece.end)
+        for piece in pieces
+        if piece.index in flat
     }
 
 

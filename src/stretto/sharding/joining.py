@@ -1,0 +1,180 @@
+"""torch's ``Join`` over a sharded optimizer: a rank that has run out of batches goes on stepping its share.
+
+    without batches  shadow pass ──> meet ──> options and gradients of the lowest rank that has batches ──> step
+    with batches     backward, clipping, schedules ──> meet ──> lend them ──> step
+
+torch's ``ZeroRedundancyOptimizer`` steps with what each rank has: where others clip, or change the learning rate, the
+share of a rank without batches is stepped otherwise. Here such a rank has no say: its groups follow the others'.
+
+[Note: a step a pass]  A rank without batches waits for a step behind each pass. Others that leave one out, as gradient
+scalers do, find out in their next forward and fail. It cannot go on otherwise: ``Join``'s own messages begin before
+anybody could tell it, and over a process group two messages that cross end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from ..broadcast import broadcast_coalesced
+from ..crossing import group_of
+from ..errors import ModelMismatchError, SetupError
+from ..launch import LaunchQueue
+from ..peers import Peers
+from ..transport import Transport
+from .groups import Groups, difference
+from .kinds import options_of
+from .meetings import Coming, Meetings, Met
+
+if TYPE_CHECKING:
+    from .shares import Shares
+
+
+class Joins(Joinable):
+    """What ``Join`` asks of a sharded optimizer: ``with Join([model, optimizer]): ...``, the drop-in first."""
+
+    _shares: Shares | None
+
+    def _usable(self) -> Shares:
+        raise NotImplementedError
+
+    @property
+    def joins(self) -> bool:
+        """Whether it is inside ``Join``. Raises ``SetupError`` if it is the first there."""
+        config: Any = self._join_config
+        if config.enable and config.is_first_joinable:
+            raise SetupError("Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).")
+        return bool(config.enable)
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """For ``Join``. Raises ``SetupError`` if gradients are not kept: there would be none to lend."""
+        if self._shares is None:
+            return JoinHook()
+        self._usable().attendance.begins()
+        return _StepHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where its first parameter is."""
+        found: torch.device = self.param_groups[0]["params"][0].device  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def join_process_group(self) -> Any:
+        """That of the handle."""
+        return None if self._shares is None else group_of(self._shares.transport)
+
+    def refuse_to_leave_out(self) -> None:
+        """A forward begins: see [Note: a step a pass]."""
+        if self._shares is not None:
+            self._shares.attendance.refuse_to_leave_out()
+
+
+class Attendance:
+    """Who comes to a step, and whether one has followed each pass.
+
+    Args:
+        meetings: where ranks meet.
+        queue: counts passes.
+        whole_grads: whether ``.grad`` is the mean on every rank.
+    """
+
+    def __init__(self, meetings: Meetings, queue: LaunchQueue, *, whole_grads: bool) -> None:
+        self._meetings = meetings
+        self._queue = queue
+        self._whole_grads = whole_grads
+        self._answered = 0
+
+    def begins(self) -> None:
+        """``Join`` does. Raises ``SetupError`` if there would be no gradients to lend."""
+        if not self._whole_grads:
+            raise SetupError(
+                f"{self._queue.where}: with keep_grads=False each rank has its share of the gradients alone, so nobody "
+                "could step for a rank without batches.\nLeave keep_grads=False out, or give all ranks equally many."
+            )
+        self._answered = self._queue.pass_number
+
+    def meet(self, parameters: Sequence[torch.nn.Parameter], number: int, *, idle: bool) -> Met:
+        """Before a step. Collective; see :meth:`Meetings.meet_before`."""
+        self._answered = self._queue.pass_number
+        return self._meetings.meet_before(parameters, number, Coming.IDLE if idle else Coming.TO_STEP)
+
+    def refuse_to_leave_out(self) -> None:
+        """Raise ``SetupError`` if the last pass was not stepped. The others are told."""
+        if self._queue.pass_number > self._answered:
+            error = SetupError(
+                f"{self._queue.where} was not followed by a step of the sharded optimizer: inside Join, ranks without "
+                "batches wait for one behind each pass.\nStep after each backward; accumulate inside no_sync()."
+            )
+            self._meetings.fail(error)
+            raise error
+
+
+class _StepHook(JoinHook):
+    def __init__(self, optimizer: Joins) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        with torch.no_grad():
+            self.optimizer._usable().step(idle=True)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        Joinable.__init__(self.optimizer)
+
+
+@contextlib.contextmanager
+def lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> Iterator[None]:
+    """A rank without batches has options of the groups, and inside ``.grad``, from one that has some. Collective.
+
+    Raises:
+        ModelMismatchError: ranks have different groups; options count where there are batches. On all ranks.
+    """
+    offers = peers.gather((idle, groups.facts(), [] if idle else _offer(groups)))
+    lender = next(rank for rank, (is_idle, *_) in enumerate(offers) if not is_idle)
+    _, wanted, (options, kinds) = offers[lender]
+    for rank, (is_idle, stated, _) in enumerate(offers):
+        if stated[1:] != wanted[1:] or (stated != wanted and not is_idle):
+            raise ModelMismatchError(
+                f"{peers.where}: {difference(rank, stated, wanted, lender)}\n"
+                "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+            )
+    gradients = _broadcast(groups.parameters, kinds, transport, peers, lender)
+    if not idle:
+        yield
+        return
+    for group, theirs in zip(groups.all, options, strict=True):
+        group.update(theirs)
+    kept = [one.grad for one in groups.parameters]
+    try:
+        for one, gradient in zip(groups.parameters, gradients, strict=True):
+            one.grad = gradient
+        yield
+    finally:
+        for one, gradient in zip(groups.parameters, kept, strict=True):
+            one.grad = gradient
+
+
+def _offer(groups: Groups) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Options, and of each gradient whether there is one. Sparse ones, which are rare, go along."""
+    gradients = [one.grad for one in groups.parameters]
+    kinds = [one if one is not None and one.is_sparse else one is not None for one in gradients]
+    return [options_of(group) for group in groups.all], kinds
+
+
+def _broadcast(
+    parameters: Sequence[torch.nn.Parameter], kinds: Sequence[Any], transport: Transport, peers: Peers, lender: int
+) -> list[torch.Tensor | None]:
+    """The lender's gradients."""
+    found: list[torch.Tensor | None] = []
+    for one, kind in zip(parameters, kinds, strict=True):
+        if kind is True and transport.rank == lender:
+            found.append(one.grad)
+        else:
+            found.append(torch.empty_like(one) if kind is True else None if kind is False else kind)
+    dense = [one.detach() for one in found if one is not None and not one.is_sparse]
+    broadcast_coalesced(dense, transport, peers.wait_for, root=lender)
+    return found

@@ -1,0 +1,210 @@
+"""torch's Join over a model and its sharded optimizer: ranks without batches go on stepping their share."""
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+
+import stretto
+from stretto import DistributedDataParallel
+from stretto.testing import spawn_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class Net(torch.nn.Module):
+    def __init__(self, *, sparse=False):
+        super().__init__()
+        self.words = torch.nn.Embedding(9, 8, sparse=sparse)
+        self.first = torch.nn.Linear(8, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.last = torch.nn.Linear(16, 3)
+        self.unused = torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, words):
+        return self.last(torch.relu(self.norm(self.first(self.words(words)))))
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "sparse": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "whole": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+}
+
+
+def build(name, sharded, transport, **options):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(sparse=name == "sparse"), transport=transport, bucket_cap_mb=0.0005)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return model, stretto.shard(optimizer, model, **options) if sharded else optimizer
+
+
+def backward(model, rank, step):
+    words = torch.randint(9, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+    model(words).pow(2).sum().backward()
+
+
+def trained(rank, name, counts, transport, sharded):
+    """The model at the end, after clipping and with a schedule; all ranks go on together behind Join."""
+    model, optimizer = build(name, sharded, transport)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    with Join([model, optimizer] if sharded else [model]):
+        for step in range(counts[rank]):
+            optimizer.zero_grad()
+            if step % 2:
+                with model.no_sync():
+                    backward(model, rank, step + 50)
+            backward(model, rank, step)
+            torch.nn.utils.clip_grad_norm_([*model.module.first.parameters(), *model.module.last.parameters()], 0.3)
+            optimizer.step()
+            schedule.step()
+    kept = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+    for group in optimizer.param_groups:  # a schedule has gone on where there were batches
+        group["lr"] = 0.01
+    optimizer.zero_grad()
+    backward(model, rank, 99)
+    own = [one.clone() for one in model.module.state_dict().values()]
+    if sharded:  # without shares the state of a rank that was idle is behind
+        optimizer.step()
+    return own, kept
+
+
+def everything(rank, counts, names, transport):
+    return {name: [trained(rank, name, counts, transport, sharded) for sharded in (False, True)] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("counts", "names", "transport"),
+    [
+        ((1, 4, 6), ("AdamW", "momentum", "sparse", "whole"), "auto"),
+        ((5, 0), ("AdamW", "sparse"), "auto"),
+        ((0, 2, 2), ("momentum",), "process_group"),
+    ],
+)
+def test_the_model_is_that_of_a_plain_optimizer(counts, names, transport):
+    ranks = spawn_ranks(everything, len(counts), counts, names, transport)
+    for name in names:
+        for (plain, plain_grads), (sharded, grads) in [found[name] for found in ranks]:
+            assert all(torch.equal(one, other) for one, other in zip(sharded, plain, strict=True)), name
+            assert [one is None for one in grads] == [one is None for one in plain_grads], name
+
+
+def outcome(run):
+    try:
+        run()
+    except stretto.StrettoError as error:
+        return type(error).__name__, str(error)
+    return "no error"
+
+
+def other_groups(rank):
+    """The learning rate differs between ranks 1 and 2, which have batches; then all agree and go on."""
+    model, optimizer = build("AdamW", True, "auto")
+    found = []
+
+    def run():
+        with Join([model, optimizer]):
+            for step in range(1 + (rank > 0)):
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                if step:
+                    optimizer.param_groups[0]["lr"] = 0.1 * rank
+                optimizer.step()
+
+    found.append(outcome(run))
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.zero_grad()
+    torch.distributed.barrier()
+    backward(model.module, rank, 0)
+    optimizer.step()
+    return found
+
+
+def test_groups_must_be_alike_where_there_are_batches():
+    assert spawn_ranks(other_groups, 3) == [
+        [
+            (
+                "ModelMismatchError",
+                f"rank {rank}, pass 2: parameter group 0 has lr=0.2 on rank 2, lr=0.1 on rank 1.\n"
+                "No rank has stepped. Set the same on all ranks, schedules included; then all can go on.",
+            )
+        ]
+        for rank in range(3)
+    ]
+
+
+def refused(rank):
+    found = {}
+    model, optimizer = build("AdamW", True, "auto", keep_grads=False)
+    found["shares"] = outcome(lambda: Join([model, optimizer]))
+    optimizer.unshard()
+    model, optimizer = build("AdamW", True, "auto")
+
+    def alone():
+        with model.join():
+            backward(model, rank, 0)
+
+    found["alone"] = outcome(alone)
+    torch.distributed.barrier()
+    found["anew"] = outcome(lambda: Join([model, optimizer], divide_by_initial_world_size=False))
+
+    def first():
+        with Join([optimizer, model]):
+            optimizer.step()
+
+    found["first"] = outcome(first)
+    return found
+
+
+def test_what_is_refused_by_name():
+    for rank, found in enumerate(spawn_ranks(refused, 2)):
+        assert found == {
+            "shares": (
+                "SetupError",
+                f"rank {rank}, pass 0: with keep_grads=False each rank has its share of the gradients alone, so nobody "
+                "could step for a rank without batches.\nLeave keep_grads=False out, or give all ranks equally many.",
+            ),
+            "alone": (
+                "SetupError",
+                f"rank {rank}: a rank without batches cannot leave the step to the others while an optimizer is "
+                "sharded: its share of the model would stand still.\nGive all ranks equally many batches; or say so of "
+                "the optimizer too, with Join([model, optimizer]); or let it step, a backward of zeros, "
+                "parameter.backward(torch.zeros_like(parameter)), then optimizer.step().",
+            ),
+            "anew": (
+                "SetupError",
+                f"rank {rank}: join(divide_by_initial_world_size=False) makes the handle anew, and the sharded "
+                "optimizer would end.\nWrap with weighted=True before the optimizer is sharded: then the handle stays.",
+            ),
+            "first": (
+                "SetupError",
+                "Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).",
+            ),
+        }
+
+
+def left_out(rank):
+    """Rank 1 has more batches, and leaves a step out."""
+    model, optimizer = build("AdamW", True, "auto")
+
+    def run():
+        with Join([model, optimizer]):
+            for step in range(1 + 3 * rank):
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                if step != 1:
+                    optimizer.step()
+
+    found = outcome(run)
+    return found, outcome(lambda: optimizer.step())
+
+
+def test_a_step_that_is_left_out_is_named_on_all_ranks():
+    (idle, idle_later), (other, later) = spawn_ranks(left_out, 2)
+    said = (
+        "rank 1, pass 2 was not followed by a step of the sharded optimizer: inside Join, ranks without batches wait "
+        "for one behind each pass.\nStep after each backward; accumulate inside no_sync()."
+    )
+    assert other == ("SetupError", said)
+    assert idle[0] == "PeerError" and said.partition("\n")[0] in idle[1]
+    assert idle_later[0] == later[0] == "CommunicationError"

@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -31,6 +31,21 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import PeerError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def left_uncompiled(called: F) -> F:
+    """Keep torch's compiler away from what torch calls, and from all that it calls.
+
+    Within ``torch.compile`` of a whole step a backward runs with the compiler listening. It would compile each of our
+    functions that a hook leads to, and what those write into tensors and tables then gets lost.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(called.__code__, skip)
+    vars(called)["_torchdynamo_disable"] = True  # where a compiled function itself calls it
+    return called
 
 
 class OutermostEnd:
@@ -64,11 +79,13 @@ class OutermostEnd:
         self._held = weakref.ref(callback, self._died)
         return give(callback)
 
+    @left_uncompiled
     def _died(self, reference: weakref.ref[functools.partial[None]]) -> None:
         if reference is self._held:
             self._held = None
             self._dropped()
 
+    @left_uncompiled
     def _task_ended(self) -> None:
         enclosing: Any = torch._C._current_autograd_node()
         if enclosing is None:
@@ -79,6 +96,7 @@ class OutermostEnd:
             self._held = None
             return
 
+        @left_uncompiled
         def again(*_: object) -> None:
             self.watch()
             handle.remove()

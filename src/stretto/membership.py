@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .arrivals import hook_gradient
+from .engine import left_uncompiled
 from .options import Options, names_of_sparse
 from .plan import BucketPlan, plan_buckets
 from .preset import Preset
@@ -291,6 +292,7 @@ class Membership:
             return
         self._hooks[id(parameter)] = weakref.ref(parameter), hook_gradient(parameter, self._outsider_came)
 
+    @left_uncompiled
     def _outsider_came(self, parameter: torch.Tensor) -> None:
         if self._came is None:
             return

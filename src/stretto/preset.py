@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .engine import current_task
+from .engine import current_task, left_uncompiled
 
 
 @dataclass
@@ -106,6 +106,7 @@ class Preset:
         self.forget()
 
 
+@left_uncompiled
 def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Tensor) -> None:
     parameter = reference()
     if parameter is None or (known.running and id(parameter) in known):

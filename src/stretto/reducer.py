@@ -30,7 +30,7 @@ from .buffers import BufferPlaces
 from .check import Inspection
 from .comm_hooks import CommHook
 from .consensus import Consensus
-from .engine import OutermostEnd, without_graph
+from .engine import OutermostEnd, left_uncompiled, without_graph
 from .events import Events
 from .failing import Failing
 from .family import Family, Member
@@ -164,6 +164,7 @@ class Reducer:
 
     # Backward
 
+    @left_uncompiled
     def _first_arrival(self, parameter: torch.Tensor) -> None:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
         with self.queue.lock:

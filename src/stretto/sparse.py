@@ -28,6 +28,7 @@ import torch
 
 from .arrivals import hook_for
 from .broadcast import CoalescedMessages, start_broadcast
+from .engine import left_uncompiled
 from .errors import name_list
 from .scaling import Scaling
 from .transport.base import Transport, Work
@@ -161,6 +162,7 @@ class SparseGradients:
         if self._hook is not None:
             self._handles += [self._hook(parameter, name) for name, parameter in alive.items()]
 
+    @left_uncompiled
     def _arrived(self, name: str, tell: Callable[[str], None], _: torch.Tensor) -> None:
         with self._lock:
             self._seen.add(name)

@@ -11,7 +11,7 @@ import torch
 
 from .arrivals import Arrivals, has_other_hooks
 from .bucket import Bucket
-from .engine import ReentrantCheckpoints, current_task, will_arrive, without_graph
+from .engine import ReentrantCheckpoints, current_task, left_uncompiled, will_arrive, without_graph
 from .errors import UnsupportedError, name_list
 from .events import Events
 from .launch import LaunchQueue
@@ -164,6 +164,7 @@ class ArrivalTracker:
         self.arrivals.close()
         self.arrivals.order.clear()
 
+    @left_uncompiled
     def _look(self, parameter: torch.Tensor) -> None:
         if not self._running:
             return
@@ -179,6 +180,7 @@ class ArrivalTracker:
         self.arrivals.put_last(self.index_of[id(parameter)], parameter)
         self._see(parameter)
 
+    @left_uncompiled
     def _see(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._seen.add(self.index_of[id(parameter)])

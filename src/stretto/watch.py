@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from .engine import left_uncompiled
 from .listeners import Listeners
 
 ENTRY: Any = "stretto"
@@ -23,6 +24,7 @@ Listener = Callable[[torch.nn.Module, object], None]
 class RegistrationWatch(Listeners):
     """The entry in torch's tables; it lives there and nowhere else."""
 
+    @left_uncompiled
     def __call__(self, owner: torch.nn.Module, _: str, item: object) -> None:
         self.tell(owner, item)
 

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import torch
 
+from ..engine import left_uncompiled
 from ..errors import CommunicationError, SetupError, StrettoError, UnsupportedError
 from ..report import Footprint
 from ..withheld import Withheld
@@ -162,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             self._elsewhere.refuse()
         self.original.state = value
 
+    @left_uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's share; all of the model is stepped when this returns. Collective.
 

@@ -122,7 +122,22 @@ def modules_made(rank: int) -> None:
         assert torch.equal(run(batch(rank, 0)), inner(batch(rank, 0)))
 
 
-PROGRAMS: list[Callable[[int], None]] = [changing, steady, sharded, modules_made]
+def compiled_autograd(rank: int) -> None:
+    import torch._dynamo.compiled_autograd as compiled
+
+    model = build()
+    with contextlib.closing(Handle(stretto.attach(model))):
+        loss = model(batch(rank, 0), -1).square().mean()
+        with pytest.raises(stretto.UnsupportedError) as raised, compiled._enable(torch.compile(backend="eager")):
+            loss.backward()
+        assert str(raised.value) == (
+            f"rank {rank}, pass 0: this backward is run by torch's compiled autograd, in which gradients cannot be "
+            "reduced.\nLeave torch._dynamo.config.compiled_autograd False; torch.compile(model) alone is fine."
+        )
+        backward(model, rank, 0, steady=True)
+
+
+PROGRAMS: list[Callable[[int], None]] = [changing, steady, sharded, modules_made, compiled_autograd]
 
 
 def all_programs(rank: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction
 
-from .errors import PeerError
+from .errors import PeerError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,6 +103,20 @@ class OutermostEnd:
 
         handle = self._hold(enclosing.register_hook, again)
         self._paused()
+
+
+def refuse_compiled(where: str) -> None:
+    """Raise if torch's compiled autograd runs this backward: it traces hooks, and never calls what is to end a task.
+
+    Raises:
+        UnsupportedError: with ``where`` in front.
+    """
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise UnsupportedError(
+            f"{where}: this backward is run by torch's compiled autograd, in which gradients cannot be reduced.\n"
+            "Leave torch._dynamo.config.compiled_autograd False; torch.compile(model) alone is fine."
+        )
 
 
 def without_graph(call: Callable[..., object], *arguments: object) -> None:

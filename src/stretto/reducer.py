@@ -30,7 +30,7 @@ from .buffers import BufferPlaces
 from .check import Inspection
 from .comm_hooks import CommHook
 from .consensus import Consensus
-from .engine import OutermostEnd, left_uncompiled, without_graph
+from .engine import OutermostEnd, left_uncompiled, refuse_compiled, without_graph
 from .events import Events
 from .failing import Failing
 from .family import Family, Member
@@ -203,6 +203,7 @@ class Reducer:
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
+        refuse_compiled(self.queue.where)
         self.queue.peers.refuse_fork()
         self.failing.refuse_if_lost()
         if not self.queue.pass_number:

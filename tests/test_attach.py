@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_programs
+from torch.testing._internal.two_tensor import TwoTensor
 
 import stretto
 from stretto.reducer import reducer_of
@@ -55,6 +56,48 @@ def test_lazy_parameters_are_named() -> None:
         ]
         * 3
     )
+
+
+def two_in_one(rank: int) -> torch.nn.Parameter:
+    """As quantised weights are, and DTensor."""
+    return torch.nn.Parameter(TwoTensor(torch.full((2,), 1.0 + rank), torch.full((2,), 5.0 + rank)))
+
+
+def test_tensors_that_wrap_others_are_named() -> None:
+    def build(rank: int) -> torch.nn.Module:
+        model = linear()
+        model.trained, model.frozen = two_in_one(rank), two_in_one(rank).requires_grad_(False)
+        return model
+
+    models = [build(rank) for rank in range(3)]  # the first of such tensors imports much of torch, which takes seconds
+    assert (
+        refusals(models.__getitem__)
+        == [
+            "attach: trained (TwoTensor), frozen (TwoTensor) have their values in other tensors, which cannot be "
+            "averaged or sent.\nLeave them out by ignore=, and see to it that all ranks hold the same."
+        ]
+        * 3
+    )
+
+
+def test_tensors_that_wrap_others_can_be_left_out_and_not_put_in_later() -> None:
+    def worker(transport):
+        model = linear()
+        model.frozen = two_in_one(transport.rank).requires_grad_(False)
+        stretto.attach(model, transport=transport, ignore=["frozen"])
+        model(torch.ones(1, 3)).sum().backward()
+        model.later = two_in_one(transport.rank).requires_grad_(False)
+        with pytest.raises(stretto.SetupError) as caught:
+            model(torch.ones(1, 3)).sum().backward()
+        return str(caught.value), model.frozen.a.tolist(), model.later.b.tolist()
+
+    (told, *first), (other, *second) = run_ranks(worker, 2)
+    for rank, text in enumerate((told, other)):
+        assert text == (
+            f"pass 2, rank {rank}: later (TwoTensor) have their values in other tensors: "
+            "attach again, with ignore= for these"
+        )
+    assert first == [[1.0, 1.0], [5.0, 5.0]] and second == [[2.0, 2.0], [6.0, 6.0]]
 
 
 def test_attached_already() -> None:

@@ -80,7 +80,7 @@ def agree(
     fingerprints = gather((statement.fingerprint, statement.problem))
     problems = {rank: problem for rank, (_, problem) in enumerate(fingerprints) if problem}
     if statement.problem:
-        raise SetupError(statement.problem)
+        raise SetupError(f"{occasion}, rank {rank}: {statement.problem}")
     if problems:
         told = "\n".join(f"  rank {rank}: {problem}" for rank, problem in problems.items())
         raise ModelMismatchError(f"{occasion}, rank {rank}: other ranks cannot take part, so this one cannot:\n{told}")

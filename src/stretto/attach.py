@@ -16,7 +16,7 @@ from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
-from .membership import named, plan_for, stand_in, trained
+from .membership import named, plan_for, stand_in, trained, wrapping
 from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns
 from .peers import Peers
 from .reducer import Reducer, reducer_of
@@ -266,14 +266,7 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
         )
-    looked_at = named(module, options, "parameters")
-    looked_at |= named(module, options, "buffers") if options.buffers != "none" else {}
-    if empty := [name for name, tensor in looked_at.items() if tensor.is_meta]:
-        raise SetupError(
-            f"attach: {name_list(empty)} are on the meta device, which keeps no values.\n"
-            "Give them some before stretto.attach(model), as by model.to_empty(device=...) and an initialisation, or "
-            "leave them out by ignore=."
-        )
+    _refuse_valueless(module, options)
     if vain := _in_vain(options.ignore, everything):
         raise SetupError(
             f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
@@ -290,6 +283,23 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
         raise AlreadyAttachedError(
             f"attach: {name_list(taken)} already attached, here or as part of another module.\n"
             "Call detach() on the first handle, or attach only once."
+        )
+
+
+def _refuse_valueless(module: torch.nn.Module, options: Options) -> None:
+    """Raise where tensors that are to be sent have no values of their own."""
+    looked_at = named(module, options, "parameters")
+    looked_at |= named(module, options, "buffers") if options.buffers != "none" else {}
+    if empty := [name for name, tensor in looked_at.items() if tensor.is_meta]:
+        raise SetupError(
+            f"attach: {name_list(empty)} are on the meta device, which keeps no values.\n"
+            "Give them some before stretto.attach(model), as by model.to_empty(device=...) and an initialisation, or "
+            "leave them out by ignore=."
+        )
+    if wrapped := wrapping(looked_at):
+        raise SetupError(
+            f"attach: {wrapped} have their values in other tensors, which cannot be averaged or sent.\n"
+            "Leave them out by ignore=, and see to it that all ranks hold the same."
         )
 
 

@@ -17,9 +17,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arrivals import hook_gradient
 from .engine import left_uncompiled
+from .errors import name_list
 from .options import Options, names_of_sparse
 from .plan import BucketPlan, plan_buckets
 from .preset import Preset
@@ -44,6 +46,22 @@ def trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Par
     return {
         name: parameter for name, parameter in named(module, options, "parameters").items() if parameter.requires_grad
     }
+
+
+def wrapping(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Names and classes of those whose values lie in other tensors: a message would not hold all of them."""
+    several: list[tuple[str, Any]] = [*tensors.items()]
+    found = [f"{name} ({type(one).__name__})" for name, one in several if is_traceable_wrapper_subclass(one)]
+    return name_list(found) if found else ""
+
+
+def unfit(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Why some of them can be neither averaged nor sent; empty if all can."""
+    if lazy := [name for name, one in tensors.items() if torch.nn.parameter.is_lazy(one)]:
+        return f"{name_list(lazy)} are not initialised yet (lazy modules): run one forward before the next backward"
+    if wrapped := wrapping(tensors):
+        return f"{wrapped} have their values in other tensors: attach again, with ignore= for these"
+    return ""
 
 
 STAND_IN = "(no dense parameter)"

@@ -34,7 +34,7 @@ from .errors import SetupError, name_list
 from .events import Events
 from .launch import LaunchQueue
 from .loose import Contribution, LooseRows, reduce_dense
-from .membership import Membership, named, plan_for
+from .membership import Membership, named, plan_for, unfit
 from .plan import BucketPlan
 from .preset import Preset
 from .sparse import SparseGradients
@@ -248,12 +248,11 @@ class Rejoin:
     ) -> Statement:
         mine = self._tracker.arrivals.owner
         everything = self._members.everything()
-        lazy = [name for name, one in everything.items() if torch.nn.parameter.is_lazy(one)]
         foreign = [name for name, one in wanted.items() if owner_of(one) not in (None, mine)]
         if module is None or not wanted:
             return Statement((), "the module was freed, or has no parameter any more that requires a gradient")
-        if lazy:
-            return Statement((), f"{name_list(lazy)} are not initialised yet (lazy modules)")
+        if reason := unfit(everything):
+            return Statement((), reason)
         if foreign:
             return Statement((), f"{name_list(foreign)} are attached already, as part of another module")
         return state_model(everything, named(module, self._members.options, "buffers"), facts)

@@ -105,6 +105,16 @@ def sharded(rank: int) -> None:
         dist.barrier()  # parameters are shared: nobody leaves while another looks
 
 
+def tensors_reduced(rank: int) -> None:
+    @torch.compile(backend="eager")
+    def run(values: torch.Tensor) -> torch.Tensor:
+        doubled = values * 2
+        stretto.reduce([doubled])
+        return doubled + 1
+
+    assert run(torch.full((3,), 1.0 + rank)).tolist() == [4.0] * 3
+
+
 def modules_made(rank: int) -> None:
     """A module is registered in a frame that the compiler was told to pass over, but not what it calls."""
     inner = nn.Linear(4, 4)
@@ -137,7 +147,7 @@ def compiled_autograd(rank: int) -> None:
         backward(model, rank, 0, steady=True)
 
 
-PROGRAMS: list[Callable[[int], None]] = [changing, steady, sharded, modules_made, compiled_autograd]
+PROGRAMS: list[Callable[[int], None]] = [changing, steady, sharded, tensors_reduced, modules_made, compiled_autograd]
 
 
 def all_programs(rank: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .agreement import Statement, agree
 from .broadcast import start_reduce
+from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
 from .peers import Peers
 from .scaling import Reduce
@@ -20,6 +21,7 @@ from .transport.choose import carrier_of
 ADVICE = "Give the same tensors in the same order on every rank."
 
 
+@left_uncompiled
 def reduce(
     tensors: Iterable[torch.Tensor | None],
     *,

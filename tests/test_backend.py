@@ -296,6 +296,8 @@ def refusals(rank):
         lambda one: dist.all_gather([torch.zeros(3)], torch.ones(3), one),
         lambda one: dist.all_gather_into_tensor(torch.zeros(5), torch.ones(3), one),
         lambda one: dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(5), group=one),
+        lambda one: dist.broadcast(torch.ones(2), group=one, group_src=-1),
+        lambda one: dist.broadcast(torch.ones(2), group=one, group_src=2),
     ):
         texts = []
         for one in (group, dist.group.WORLD):

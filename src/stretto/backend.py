@@ -150,7 +150,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, **more: Any) -> Work:
         """``dist.broadcast``."""
         options = _options(BroadcastOptions, opts, more)
-        if options is None or not _is_one(tensors) or (shared := self._shared(tensors)) is None:
+        fits = options is not None and _is_one(tensors) and 0 <= options.rootRank < self.size()
+        if not fits or (shared := self._shared(tensors)) is None:
             return self._gloo.broadcast(tensors, *_if_given(opts), **more)
         with self._named("broadcast"), _Flat(tensors) as (row,):
             shared.broadcast(row, options.rootRank, _timeout(options))

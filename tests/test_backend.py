@@ -665,11 +665,12 @@ def test_who_waits_for_a_killed_rank_raises_within_seconds(model, call, what):
     )
 
 
-def late(rank):
-    import stretto.backend  # noqa: F401
+def late(rank, name):
+    import stretto.backend
 
-    group = dist.new_group(backend="stretto", timeout=timedelta(seconds=1))
+    group = dist.new_group(backend=name, timeout=timedelta(seconds=1))
     dist.barrier(group)
+    assert stretto.transport.ProcessGroupTransport(group).patience == 1
     began = time.monotonic()
     if rank == 0:
         with pytest.raises(RuntimeError) as caught:
@@ -679,8 +680,9 @@ def late(rank):
 
 
 @pytest.mark.ranks
-def test_who_does_not_come_within_the_timeout():
-    spawn_ranks(late, 2)
+@pytest.mark.parametrize("name", ["stretto", "cpu:stretto", "cpu:stretto,cuda:gloo"])
+def test_who_does_not_come_within_the_timeout(name):
+    spawn_ranks(late, 2, name)
 
 
 def given_up(rank, numel):

@@ -52,7 +52,7 @@ class ProcessGroupTransport:
         self.world_size = dist.get_world_size(group)
         self.name = f"process_group ({dist.get_backend(group)})"
         # NCCL's start-up cost is hidden by larger messages. What suits Gloo depends on the link, and is measured.
-        self.caps_follow_link = _waits_on_host(group) and dist.get_backend(group) != "stretto"
+        self.caps_follow_link = _waits_on_host(group) and "stretto" not in dist.get_backend(group)
         self.bucket_cap_bytes = 4 * MIB if _waits_on_host(group) else 25 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
@@ -143,10 +143,13 @@ class ProcessGroupTransport:
 
 
 def _waits_on_host(group: dist.ProcessGroup) -> bool:
-    """Whether ``Work.wait`` stops the host anyhow; a group made without naming a backend has one for each device."""
+    """Whether ``Work.wait`` stops the host anyhow; a group made without naming a backend has one for each device.
+
+    One of stretto, as of ``cpu:stretto,cuda:nccl``, is so for all of them: torch makes no other beside it.
+    """
     backend = dist.get_backend(group)
     several = backend == "undefined" or "gloo" in backend
-    return backend in ("gloo", "mpi", "stretto") or (several and not torch.cuda.is_available())
+    return backend in ("gloo", "mpi") or "stretto" in backend or (several and not torch.cuda.is_available())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:

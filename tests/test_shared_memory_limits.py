@@ -383,6 +383,30 @@ def test_a_limit_of_descriptors_is_told_and_nothing_is_left() -> None:
     assert run_ranks(worker, 1) == [NO_MEMORY.format(0, "Too many open files")]
 
 
+def test_memory_of_a_peer_that_cannot_be_mapped_is_told() -> None:
+    """There may be descriptors and addresses for a rank's own memory, and none for that of all others."""
+
+    def cannot(location: object, nbytes: int) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def worker(base: Any) -> str:
+        transport: Any = choose(base, "shared_memory")
+        tensor = transport.allocate(100_000, torch.float32, CPU)
+        if base.rank == 1:
+            transport.host.peers[0].memory.bytes_at = cannot
+        with pytest.raises(stretto.CommunicationError) as caught:
+            transport.all_reduce(tensor).wait()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    assert run_ranks(worker, 2) == [
+        "PeerError: rank 0: rank 1 cannot go on: the memory of another rank cannot be mapped: Too many open files.\n"
+        "Remove the cause and start again, on all ranks.",
+        "CommunicationError: rank 1: the memory of another rank cannot be mapped: Too many open files.\n"
+        "Raise the limits of this process (ulimit -n, ulimit -v) or of the container, or attach with "
+        'transport="process_group".',
+    ]
+
+
 # A control group that is really full
 
 

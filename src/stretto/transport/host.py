@@ -31,6 +31,7 @@ import torch
 from ..errors import CallsDifferError, CommunicationError, PeerError
 from ..listeners import in_children
 from . import memory
+from .mapped import not_mapped
 from .memory import Location
 from .message import Message, Posted
 from .ordinary import Routes
@@ -307,11 +308,12 @@ class Host:
                     posted.outside.wait()
 
     def _stopped_by(self, error: BaseException) -> None:
-        opening = isinstance(error, OSError)  # somebody's memory
-        dead = first_dead([peer.address for peer in self._others]) if opening else None
-        if dead is not None:
-            self.break_off(_died(next(peer for peer in self._others if peer.address == dead)), error, by_peer=True)
-        elif isinstance(error, (OSError, RuntimeError)):
+        if isinstance(error, OSError):  # in opening somebody's memory
+            if (dead := first_dead([peer.address for peer in self._others])) is not None:
+                gone = next(peer for peer in self._others if peer.address == dead)
+                return self.break_off(_died(gone), error, by_peer=True)
+            self.break_off(not_mapped(self._me.rank, error), error)
+        elif isinstance(error, RuntimeError):
             self.break_off(f"{error}", error)
         else:
             self.break_off(f"stopped by {type(error).__name__}", error)

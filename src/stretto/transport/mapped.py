@@ -24,6 +24,15 @@ class Segment(NamedTuple):
     """All its bytes."""
 
 
+def not_mapped(rank: int, error: OSError) -> str:
+    """What that rank says of an error of ``bytes_at`` or ``buffer_at``."""
+    return (
+        f"rank {rank}: the memory of another rank cannot be mapped: {error.strerror or error}.\n"
+        "Raise the limits of this process (ulimit -n, ulimit -v) or of the container, or attach with "
+        'transport="process_group".'
+    )
+
+
 class PeersMemory:
     """The segments of one rank (this one, too), mapped for moving data.
 

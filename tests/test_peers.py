@@ -251,15 +251,16 @@ def test_a_killed_process_is_named(tmp_path: Path, when: str, world: int, meetin
 
 
 @pytest.mark.ranks
-def test_the_rank_that_has_the_store_is_killed(tmp_path: Path) -> None:
-    body = """
+@pytest.mark.parametrize(("transport", "after"), [("auto", 1.5), ("process_group", 0.0)])
+def test_the_rank_that_has_the_store_is_killed(tmp_path: Path, transport: str, after: float) -> None:
+    body = f"""
         step()
-        time.sleep(1.5)
+        time.sleep({after})
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         told()
     """
-    found = ranks(tmp_path, body, 2, "tcp")
+    found = ranks(tmp_path, body, 2, "tcp", transport=transport)
     assert found[1][0] == 0, found
     assert within(found[1][1], "PeerError", 3) == DIED.replace("rank 1 (pid", "rank 0 (pid").format(1)
 

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -65,7 +65,8 @@ class Channel:
         """Models whose attaching has begun, in one order on all ranks."""
         self._lock = threading.Lock()  # the thread reads notes too
         self._people: dict[int, Person] = {}
-        self._me = myself()
+        self.me = myself()
+        """This process, and the thread that made this."""
         self._ended = False
         self._lookout: Lookout | None = None
         self._finalizer: Finalize | None = None
@@ -76,7 +77,7 @@ class Channel:
 
     def _is_mine(self) -> bool:
         """Not inherited by a fork, together with its connection."""
-        return os.getpid() == self._me.pid
+        return os.getpid() == self.me.pid
 
     # Handles come and go
 
@@ -87,7 +88,7 @@ class Channel:
         if len(self._seats) > 1:
             return
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"who/{self._rank}", json.dumps(asdict(self._me)))
+            self._store.set(f"who/{self._rank}", json.dumps(asdict(self.me)))
         if not self.in_one_process:
             self._lookout = Lookout(self, self._store)
             # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
@@ -144,7 +145,7 @@ class Channel:
             return
         with contextlib.suppress(RuntimeError):
             number = self._store.add("notes", 1)
-            self._store.set(f"note/{number}", json.dumps(asdict(replace(note, process=self._me.name))))
+            self._store.set(f"note/{number}", json.dumps(asdict(replace(note, process=self.me.name))))
 
     def read(self, store: Store | None = None) -> None:
         """What is new. The thread gives its own connection."""
@@ -163,11 +164,8 @@ class Channel:
 
     def told(self, handle: str) -> list[Note]:
         """What was read about a handle, and about the processes that ranks are now; this rank's own too."""
-        return [
-            note.about(handle)
-            for note in self.notes
-            if (note.handle == handle if note.handle else self._is_current(note))
-        ]
+        notes = [note for note in self.notes if (note.handle == handle if note.handle else self._is_current(note))]
+        return [note.about(handle) for note in notes]
 
     def _is_current(self, note: Note) -> bool:
         person = self._people.get(note.rank)
@@ -183,6 +181,10 @@ class Channel:
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self._world_size) if rank != self._rank]
+
+    def know(self, people: Sequence[Person | None]) -> None:
+        """Who all ranks are, as they have said in a gather: the one with the store may take it along a moment later."""
+        self._people.update((rank, one) for rank, one in enumerate(people) if one is not None)
 
     def person(self, rank: int, store: Store | None = None, *, fresh: bool = False) -> Person | None:
         """Who that is, if it has said so and has a handle."""
@@ -253,7 +255,7 @@ class Channel:
         told = {}
         for rank, key in keys.items():
             person = self.person(rank, fresh=self.in_one_process)
-            if person is not None and person.pid == self._me.pid and person.host == self._me.host:
+            if person is not None and person.pid == self.me.pid and person.host == self.me.host:
                 frame = sys._current_frames().get(person.thread)
                 told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {})
             elif self._store.check([key]):
@@ -290,7 +292,7 @@ class Channel:
         return {"": [self.begun], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
 
     def _where(self, handle: str) -> Answer:
-        place = standing(sys._current_frames().get(self._me.thread))
+        place = standing(sys._current_frames().get(self.me.thread))
         progress: list[int] = []
         beside: dict[str, list[int]] = {}
         while (progress, beside) != (progress := self._progress(handle), beside := self.beside()):

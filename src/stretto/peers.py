@@ -30,7 +30,7 @@ from .notes import Note, text_of
 from .seat import Answer, Seat
 from .transport.base import Transport, Work, abandon, done_within
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time
-from .whereabouts import place_of_failure
+from .whereabouts import Person, place_of_failure
 
 GONE_SECONDS = 1.0
 """How long, when a collective failed, for a note or for a process to be seen dead."""
@@ -146,7 +146,8 @@ class Peers:
         self.seat.calls += 1
         try:
             self._come_together(sys._getframe(1))
-            brought = (self._offer, 0 if self._channel is None else self._channel.begun), value
+            about = (0, None) if self._channel is None else (self._channel.begun, self._channel.me)
+            brought = (self._offer, *about), value
             if self._patience is None:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
@@ -154,7 +155,7 @@ class Peers:
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
         if not self.seat.handle:
-            self._name(everyone[0][0][0], max(begun for (_, begun), _ in everyone))
+            self._name([told for told, _ in everyone])
         return [other for _, other in everyone]
 
     def _come_together(self, caller: FrameType) -> None:
@@ -181,15 +182,15 @@ class Peers:
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
 
-    def _name(self, handle: str, begun: int) -> None:
-        self.seat.handle = handle
+    def _name(self, told: Sequence[tuple[str, int, Person | None]]) -> None:
+        self.seat.handle = told[0][0]
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
-            channel.begun = max(
-                channel.begun, begun
-            )  # a rank that was without a handle for a while began to count anew
+            # A rank that was without a handle for a while began to count anew.
+            channel.begun = max(channel.begun, *(begun for _, begun, _ in told))
+            channel.know([person for _, _, person in told])
             for note in notes:
-                channel.post(dataclasses.replace(note, handle=handle))
+                channel.post(dataclasses.replace(note, handle=self.seat.handle))
 
     def refuse_fork(self) -> None:
         """Raise in a forked child, before anything of its parent is touched."""

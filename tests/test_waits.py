@@ -81,6 +81,20 @@ def test_a_rank_that_ends_before_the_others_attach_is_quoted(tmp_path: Path, wor
 
 
 @pytest.mark.ranks
+def test_a_rank_that_cannot_start_its_thread_is_quoted(tmp_path: Path) -> None:
+    body = """
+        def refuse(self):
+            raise RuntimeError("can't start new thread")
+        if rank == 1:
+            stretto.channel.Lookout.start = refuse
+        told(lambda: stretto.attach(Model())) if rank == 0 else stretto.attach(Model())
+    """
+    found = ranks_without_a_model(tmp_path, body, 2, end=False)
+    told = within(found[0][1], "PeerError", 6)
+    assert "rank 1, outside backward: RuntimeError: can't start new thread (train.py:" in told, told
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_is_killed_while_others_attach_is_named(tmp_path: Path, world: int) -> None:
     body = """

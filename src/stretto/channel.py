@@ -90,11 +90,11 @@ class Channel:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"who/{self._rank}", json.dumps(asdict(self.me)))
         if not self.in_one_process:
-            self._lookout = Lookout(self, self._store)
             # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
             # os._exit and run their finalizers alone.
             atexit.register(self.end)
             self._finalizer = Finalize(None, self.end, exitpriority=1000)
+            self._lookout = Lookout(self, self._store)  # last: no thread may be had, and the end has to tell that
 
     def close(self, seat: Seat, how: str) -> None:
         """A handle leaves. With the last, the rank is silent. Harmless twice."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -811,6 +812,22 @@ def test_a_process_lives_whatever_bytes_its_name_has() -> None:
         assert not is_over(os.getpid(), started)
     finally:
         name.write_bytes(before)
+
+
+def test_a_process_of_which_nothing_can_be_read_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another user where /proc hides it, or for want of descriptors."""
+
+    def hidden(path: Path) -> bytes:
+        raise FileNotFoundError(path)
+
+    with subprocess.Popen(["sleep", "100"]) as process:
+        started = started_at(process.pid)
+        with monkeypatch.context() as limited:
+            limited.setattr(Path, "read_bytes", hidden)
+            assert started_at(process.pid) == "" and not is_over(process.pid, started)
+        process.kill()
+        process.wait()
+    assert is_over(process.pid, started)
 
 
 def test_a_rank_that_waits_long_asks_again_ever_more_rarely() -> None:

@@ -18,7 +18,9 @@ def started_at(pid: int) -> str:
 def is_over(pid: int, started: str) -> bool:
     """Whether that process has ended, reaped or not. A killed child that nobody reaped is ``Z``."""
     state, now = _state_of(pid)
-    return state in ("", "Z", "X") or now != started
+    if not state:
+        return not _exists(pid)
+    return state in ("Z", "X") or now != started
 
 
 class Life:
@@ -39,8 +41,19 @@ class Life:
         return is_over(self._pid, self._started) if self._poll is None else bool(self._poll.poll(0))
 
 
+def _exists(pid: int) -> bool:
+    """Where nothing of it can be read: /proc may hide it, as another user's, or there is no descriptor left."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def _state_of(pid: int) -> tuple[str, str]:
-    """State letter and start time; empty where there is no such process."""
+    """State letter and start time; empty where there is no such process, or it cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

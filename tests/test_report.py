@@ -839,6 +839,14 @@ def test_more_communication_than_backward_cannot_be_hidden() -> None:
     )
 
 
+def test_nobody_is_sent_out_of_shared_memory() -> None:
+    """A comm hook speaks to the process group, over which half the bytes take longer."""
+    inside = report(breakdown=breakdown(hidden=45, exposed=60, step=140), transport="shared_memory")
+    assert advise(inside, {}) == (
+        "Communication is 2.1x backward: overlap cannot hide it. Send less often, by accumulating under no_sync().",
+    )
+
+
 def test_a_bucket_that_waits_for_one_gradient_is_named() -> None:
     both = ("h.bias", "embed.weight")
     late = bucket(1, parameters=both, closed_by="embed.weight", before_last=0.020, before="h.bias", full=0.032)
@@ -866,6 +874,8 @@ def test_a_large_last_bucket_is_named() -> None:
     assert advise(report(buckets=(bucket(0), bucket(1), bucket(2), single)), {})[0].endswith(
         "a parameter is never cut, so freeze it, or send it as bf16 by a comm hook."
     )
+    inside = report(buckets=(bucket(0), bucket(1), bucket(2), single), transport="shared_memory")
+    assert advise(inside, {})[0].endswith("(`3.weight` comes last); a parameter is never cut, so freeze it.")
 
 
 def test_many_small_buckets_are_named() -> None:

@@ -18,6 +18,10 @@ TOO_MUCH = 1.2
 SMALL = 256 * 1024
 """Bytes in a bucket, on average, below which it is worth a thought that there are many."""
 
+IN_MEMORY = "shared_memory"
+"""The transport beside which no comm hook is advised: it would send over the process group, where half the bytes take
+longer than all of them in memory."""
+
 
 def advise(report: Report, tied: Mapping[str, str]) -> tuple[str, ...]:
     """At most three sentences.
@@ -88,10 +92,13 @@ def _too_much(report: Report) -> Said:
     exposed = mine.exposed - _waiting(report)
     if report.straggler is not None or not mine.backward or mine.hidden + exposed <= TOO_MUCH * mine.backward:
         return None
+    fewer = "less, by register_comm_hook(None, bf16_compress_hook), or "
+    if report.transport == IN_MEMORY:
+        fewer = ""
     return (
         exposed,
-        f"Communication is {(mine.hidden + exposed) / mine.backward:.1f}x backward: overlap cannot hide it. Send less, "
-        "by register_comm_hook(None, bf16_compress_hook), or less often, by accumulating under no_sync().",
+        f"Communication is {(mine.hidden + exposed) / mine.backward:.1f}x backward: overlap cannot hide it. Send "
+        f"{fewer}less often, by accumulating under no_sync().",
     )
 
 
@@ -125,7 +132,8 @@ def _last_bucket(report: Report) -> Said:
         return None
     exposed, size = last.seen - last.launched, format_bytes(last.nbytes)
     if len(last.parameters) == 1:
-        change = "a parameter is never cut, so freeze it, or send it as bf16 by a comm hook"
+        or_less = "" if report.transport == IN_MEMORY else ", or send it as bf16 by a comm hook"
+        change = f"a parameter is never cut, so freeze it{or_less}"
     else:
         change = "lower attach(last_bucket_cap_mb=)"
     return (

@@ -348,6 +348,26 @@ def test_plan_of_one_bucket(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPa
     assert "\nBackward can hide nothing of it: the only bucket leaves when backward has ended.\n" in told
 
 
+def test_plan_has_no_sparse_gradients_in_buckets(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel by rows, so that the size of the table says nothing of what is sent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    table = "torch.nn.Embedding(1000, 8, sparse=True)"
+    Path("words.py").write_text(
+        f"import torch\ndef both():\n    return torch.nn.Sequential({table}, torch.nn.Linear(8, 2))\n"
+        f"def alone():\n    return {table}"
+    )
+    assert execute(["plan", "words.py:both"]) == 0
+    told = capsys.readouterr().out
+    assert ": 2 parameters, 72 B, in 1 bucket\n" in told
+    assert "\nbeside it, by rows, since their gradients are sparse: 0.weight\n\n" in told
+    assert execute(["plan", "words.py:both", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["bytes"] == 72 and value["sparse"] == ["0.weight"]
+    assert execute(["plan", "words.py:alone"]) == 2
+    assert "words.py:alone gives a module whose gradients are sparse: they travel by rows" in capsys.readouterr().err
+
+
 def test_plan_imports_a_script_from_where_it_lies_and_modules_from_here(tmp_path: Path) -> None:
     done = command("plan", ROOT / "examples" / "digits.py:digits_net", "--ranks", 1, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("One rank sends nothing.") == 1

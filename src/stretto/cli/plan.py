@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..bench.factory import model_of
 from ..errors import name_list
+from ..options import names_of_sparse
 from ..plan import BucketPlan, plan_buckets
 from ..report import ms, share
 from ..sizing import PROBE_BYTES, AllReduceCost
@@ -50,17 +51,25 @@ def plan(
         model = model_of(target)
     if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
         raise CommandError(f"{target} gives a module whose {name_list(lazy)} have no size yet: call it once before")
-    specs = describe_parameters({name: one for name, one in model.named_parameters() if one.requires_grad})
-    if not specs:
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    if not trained:
         raise CommandError(f"{target} gives a module without a parameter that requires a gradient")
+    sparse = names_of_sparse(model, ())
+    by_rows = [name for name in trained if name in sparse]
+    specs = describe_parameters({name: one for name, one in trained.items() if name not in sparse})
+    if not specs:
+        raise CommandError(f"{target} gives a module whose gradients are sparse: they travel by rows, in no bucket")
     cap_mb = _cap_for(specs, link) if bucket_cap_mb is None else bucket_cap_mb
     made = _plan(specs, cap_mb)
     if as_json:
-        say_json(_as_value(made, link, specs, cap_mb))
-    elif ranks == 1:
-        say(f"{made}\n\nOne rank sends nothing.")
+        say_json(_as_value(made, link, specs, cap_mb) | {"sparse": by_rows})
+        return FINE
+    rows = f"\nbeside it, by rows, since their gradients are sparse: {name_list(by_rows)}" if by_rows else ""
+    if ranks == 1:
+        say(f"{made}{rows}\n\nOne rank sends nothing.")
     else:
-        say(f"{made}\n\n{_costs(made, link, f'{bandwidth}, {latency}')}\n\n{_other_caps(specs, link, cap_mb)}")
+        costs = _costs(made, link, f"{bandwidth}, {latency}")
+        say(f"{made}{rows}\n\n{costs}\n\n{_other_caps(specs, link, cap_mb)}")
     return FINE
 
 

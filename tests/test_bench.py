@@ -59,6 +59,9 @@ class Pair(nn.Linear):
 class Silent(nn.Linear):
     def forward(self, x): return None
 
+class Unlabelled(nn.Linear):
+    def forward(self, x): return Answer(None)
+
 count = [0]
 def counted():
     count[0] += 1
@@ -69,6 +72,7 @@ def keywords(): return Keywords(4, 4), {"x": torch.ones(3, 4), "scale": 2}
 def pair(): return Pair(4, 4), (torch.ones(3, 4), 1)
 def three(): return nn.Linear(4, 4), counted, lambda model, batch: model(batch).sum()
 def silent(): return Silent(4, 4), torch.ones(3, 4)
+def unlabelled(): return Unlabelled(4, 4), torch.ones(3, 4)
 def lone(): return nn.Linear(4, 4)
 def images(): return nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten())
 def tokens(): return nn.Sequential(nn.Embedding(7, 2), nn.Flatten())
@@ -332,6 +336,11 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
         (
             lambda: try_out(f"{mine}:silent"),
             "the model returns NoneType, of which no loss can be made.\n"
+            "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
+        ),
+        (
+            lambda: try_out(f"{mine}:unlabelled"),
+            "the model returns Answer, whose .loss is None, of which no loss can be made.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
         ),
         (lambda: compare(ranks=0), "ranks=0 and threads=1 must be 1 or more"),

@@ -158,12 +158,14 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         made = model(*batch)
     else:
         made = model(batch)
-    made = getattr(made, "loss", made)
+    returned, made = made, getattr(made, "loss", made)
+    lacks = made is None and returned is not None
     while isinstance(made, (tuple, list)):
         made = made[0]
     if not isinstance(made, torch.Tensor):
+        what = f"{type(returned).__name__}, whose .loss is None," if lacks else f"{type(made).__name__},"
         raise SetupError(
-            f"the model returns {type(made).__name__}, of which no loss can be made.\n"
+            f"the model returns {what} of which no loss can be made.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step."
         )
     return made if made.dim() == 0 else made.square().mean()

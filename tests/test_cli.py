@@ -766,6 +766,14 @@ def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
     assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
 
 
+@pytest.mark.parametrize("asked, code", [("--version >&-", 0), ("fly 2>&-", 2), ("fly <&- >&- 2>&-", 2)])
+def test_streams_that_are_closed_cost_no_traceback(asked: str, code: int) -> None:
+    line = f"'{sys.executable}' -m stretto {asked}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr and "No such command" not in done.stdout
+
+
 def test_a_file_is_replaced_only_by_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.html"
     path.write_text("old")

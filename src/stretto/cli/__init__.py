@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: default, those of the process.
     """
+    _open_streams()
     code = execute(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()
@@ -74,6 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             code = WRONG
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter tries again when it ends
     raise SystemExit(code)
+
+
+def _open_streams() -> None:
+    """Python has None for those that were closed before it began, as `>&-` and some services do."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def execute(arguments: Sequence[str]) -> int:

@@ -766,6 +766,14 @@ def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
     assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
 
 
+def test_names_that_a_terminal_cannot_show_cost_no_result(tmp_path: Path) -> None:
+    script(tmp_path, "import torch\ndef net():\n    return torch.nn.ModuleDict({'größe': torch.nn.Linear(2, 1)})")
+    line = [sys.executable, "-m", "stretto", "plan", "script.py:net", "-n", "1"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "") and "gr\\xf6\\xdfe.bias .. gr\\xf6\\xdfe.weight" in done.stdout
+
+
 @pytest.mark.parametrize("asked, code", [("--version >&-", 0), ("fly 2>&-", 2), ("fly <&- >&- 2>&-", 2)])
 def test_streams_that_are_closed_cost_no_traceback(asked: str, code: int) -> None:
     line = f"'{sys.executable}' -m stretto {asked}"

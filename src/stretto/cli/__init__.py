@@ -6,6 +6,7 @@ Exit codes: 0, all is well; 1, what was asked about has failed or is broken; 2, 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: default, those of the process.
     """
     _open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # a name it cannot show, say
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = execute(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()

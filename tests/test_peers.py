@@ -408,7 +408,8 @@ def test_ranks_that_call_two_different_things_are_told_which(tmp_path: Path, tra
             f"rank {rank}, pass 1: ranks have called different things: rank 0 is in report() at train.py:LINE in "
             "<lambda>; rank 1 is in check() at train.py:LINE in <lambda>.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), state_dict()."
+            "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), "
+            "state_dict()."
         )
 
 

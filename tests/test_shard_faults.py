@@ -455,7 +455,8 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
         assert text == (
             f"rank {rank}, pass {6 + rank}: rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), state_dict()."
+            "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), "
+            "state_dict()."
         )
         assert took < 5 and code == 0
 
@@ -523,7 +524,8 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
     begin, place = "ranks have gone apart, so nobody can complete this: ", r"test_shard_faults\.py:LINE in \w+"
     advice = (
         "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), state_dict()."
+        "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), "
+        "state_dict()."
     )
     last = rf"\.\n{re.escape(advice)}"
     own = (

@@ -413,6 +413,16 @@ def folder(recorded: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("columns, most", [("60", 60), ("400", 100)])
+def test_a_sketch_fits_the_terminal(recorded: Path, capsys, monkeypatch: pytest.MonkeyPatch, columns, most) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert execute(["trace", str(recorded), "--text"]) == 0
+    rows = [
+        line for line in capsys.readouterr().out.splitlines() if re.match(r"(backward|bucket \d|exposed) +[-=#]", line)
+    ]
+    assert rows and max(map(len, rows)) <= most and (most == 60) == all(len(row) <= 60 for row in rows)
+
+
 def test_trace_tells_and_draws(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page, picture = tmp_path / "a.html", tmp_path / "a.svg"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,7 @@ from ..trace import RankTrace, TraceError, WhichPasses, files_of, read_trace
 from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, progress, say, say_json, write
 
 WIDTH = 100
-"""Of the picture in the terminal."""
+"""Of the picture in the terminal, at most: a line that wraps cannot be read as a bar."""
 PICTURES = (".png", ".svg")
 MOST_DRAWN = 3
 """Passes in a picture; of more, the typical one is drawn."""
@@ -68,7 +69,8 @@ def trace(
         ended = {str(one.rank): one.end for one in traces}
         say_json({"reports": [one.to_dict() for one in reports], "ends": ended, "written": written, "notes": notes})
     else:
-        pictures = [sketch(timeline, WIDTH, drawn)] if text else []
+        width = min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns)
+        pictures = [sketch(timeline, width, drawn)] if text else []
         files = ["\n".join(f"{kind}: {path}" for kind, path in asked.items())] if asked else []
         mine = reports[0] if rank is None else next(one for one in reports if one.rank == rank)
         say("\n\n".join([str(mine), *pictures, *files]))

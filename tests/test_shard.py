@@ -1099,7 +1099,7 @@ def test_long_shares_are_stepped_in_stretches_that_fit_the_cache(monkeypatch: py
         assert_alike(transport, model, sharded, plain, optimizer)
 
     shared(worker, 2)
-    assert max(Listed.largest) == 70 * 40, "the plain one steps whole parameters"
+    assert 70 * 40 in Listed.largest, "the plain one steps whole parameters"
     assert Listed.largest[-1] <= 512
     assert Listed.largest[-2] <= 512
 

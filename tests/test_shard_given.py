@@ -348,6 +348,94 @@ def test_hooks_of_state_dicts_are_called_wherever_they_were_put(world: int) -> N
     assert told == [[f"save {0 if rank else 6}", "load 2", "loaded 6"] for rank in range(world)]
 
 
+# State that is not kept for each element
+
+
+class Slow(Signed):
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+class Lists(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        buffers = self.state[parameter].setdefault("buffers", {beta: torch.zeros_like(parameter) for beta in (0, 0.9)})
+        for beta, buffer in buffers.items():
+            buffer.mul_(beta).add_(parameter.grad)
+        return sum(buffers.values())
+
+
+class Stacked(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        last = self.state[parameter].setdefault("last", torch.zeros(2, *parameter.shape))
+        last.copy_(torch.stack([parameter.grad, last[0]]))
+        return last.mean(0)
+
+
+class Remembering(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        steps = self.state[parameter].setdefault("steps", torch.zeros(20))  # as long as a bias
+        steps[int(steps.sum())] = 1
+        return parameter.grad / steps.sum()
+
+
+class WithADimension(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        step = self.state[parameter].setdefault("step", torch.zeros(1)).add_(1)
+        return self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 1 / step[0])
+
+
+class InBlocks(Slow):
+    """Large ones in 8 bits, with a scale for every 64 elements."""
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        state, numel = self.state[parameter], parameter.numel()
+        if numel < 1000:
+            return state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+        scale = state.setdefault("scale", torch.ones(-(-numel // 64), 1))
+        eight = state.setdefault("eight", torch.zeros(numel, dtype=torch.int8))
+        blocks = torch.nn.functional.pad(eight.float(), (0, -numel % 64)).view(-1, 64) * scale
+        mean = blocks.flatten()[:numel].view_as(parameter).lerp(parameter.grad, 0.5)
+        blocks = torch.nn.functional.pad(mean.flatten(), (0, -numel % 64)).view(-1, 64)
+        scale.copy_(blocks.abs().amax(1, keepdim=True) / 127)
+        eight.copy_((blocks / scale).round().flatten()[:numel])
+        return mean
+
+
+class ByRowsAndColumns(Slow):
+    """Large matrices alone."""
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        state, squares = self.state[parameter], parameter.grad.square() + 1e-12
+        if parameter.dim() < 2 or min(parameter.shape) < 16:
+            return parameter.grad / state.setdefault("square", torch.zeros_like(parameter)).lerp_(squares, 0.5).sqrt()
+        rows, columns = squares.mean(1), squares.mean(0)
+        rows = state.setdefault("rows", torch.zeros_like(rows)).lerp_(rows, 0.5)
+        columns = state.setdefault("columns", torch.zeros_like(columns)).lerp_(columns, 0.5)
+        return parameter.grad * (rows.mean() / (rows[:, None] * columns)).sqrt()
+
+
+KEPT = (Lists, Stacked, Remembering, WithADimension, InBlocks, ByRowsAndColumns)
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("make", KEPT, ids=lambda one: one.__name__)
+def test_what_is_not_kept_for_each_element_stays_whole(make: Any, keep_grads: bool) -> None:
+    def worker(transport: Any) -> None:
+        rank = transport.rank
+        model, sharded, _, plain, optimizer = pair(transport, make, keep_grads=keep_grads)
+        train(model, sharded, rank)
+        train(plain, optimizer, rank)
+        assert_same(model, plain)
+        mine, theirs = transport.all_gather_object(sharded.state_dict())[0], optimizer.state_dict()
+        assert comparable(mine) == comparable(theirs)
+        sharded.load_state_dict(mine)
+        train(model, sharded, rank, range(3, 5))
+        train(plain, optimizer, rank, range(3, 5))
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
 # State
 
 

@@ -62,7 +62,7 @@ def hand_on(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> s
     for key, value in _attributes(optimizer).items():
         if key in theirs and comparable(theirs[key]) == comparable(value):
             continue
-        if not _is_plain(value):
+        if not is_plain(value):
             return key
         vars(other)[key] = copy.deepcopy(value)
     return None
@@ -76,12 +76,13 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, or made of such: nothing of which there is one for each element."""
     if isinstance(value, torch.Tensor):
         return not value.dim() and _has_values(value)
     if isinstance(value, Mapping):
-        return all(map(_is_plain, (*value, *value.values())))
-    return is_scalar(value) or (isinstance(value, _SEQUENCES) and all(map(_is_plain, value)))
+        return all(map(is_plain, (*value, *value.values())))
+    return is_scalar(value) or (isinstance(value, _SEQUENCES) and all(map(is_plain, value)))
 
 
 def is_scalar(value: Any) -> bool:

@@ -12,8 +12,8 @@ from .inner import Inner
 from .kinds import Kind, first_states, groups_of
 from .layout import Layout
 from .ownership import Piece
-from .state import Held, Kept, State
-from .stretches import Stretch, by_element, part_of_state
+from .state import Held, Kept, State, by_element
+from .stretches import Stretch, part_of_state
 
 
 @dataclass(frozen=True)

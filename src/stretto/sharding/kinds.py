@@ -3,6 +3,9 @@
 [Note: the probe]  Names say little about optimizers that others have written. So a copy with the options of each group
 steps small parameters whole, cut into flat parts, and each by an optimizer of its own. If the parts come out alike,
 each element is stepped by itself; if parameters by themselves do, each parameter is; else they depend on each other.
+Some optimizers treat large parameters otherwise (in 8 bits, by rows and columns), so one is tried that is as large as
+those of the group, within bounds. And what is kept for a part must be kept for each of its elements, or be the same
+for all: no share of a state could be told from any other one (a list of buffers, a scale for every 256 elements).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -18,7 +21,8 @@ from typing import Any
 import torch
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import are_same, hand_on
+from .attributes import are_same, hand_on, is_plain
+from .state import by_element
 
 _STEPS = 8
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
@@ -30,6 +34,10 @@ _SHAPES = {
     4: ((2, 3, 2, 2), (4, 1, 3, 3)),
 }
 """By the number of dimensions: some optimizers take matrices alone."""
+_MOST = 1 << 14
+"""Elements of the large one."""
+_LEVELS = 8191
+"""A prime, so that there is no pattern; and small enough for exact numbers: see ``_gradient``."""
 
 
 class Kind(Enum):
@@ -230,10 +238,10 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     options = options_of(group)
     options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm
     options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
-    whole = _numbers({parameter.dim() for parameter in group["params"]})
+    whole = _numbers(group["params"])
     try:
-        together = _stepped(optimizer, options, whole, [whole], name)
-        alone = _stepped(optimizer, options, whole, [[one] for one in whole], name)
+        together, _ = _stepped(optimizer, options, whole, [whole], name)
+        alone, _ = _stepped(optimizer, options, whole, [[one] for one in whole], name)
     except UnsupportedError:
         raise
     except Exception as error:
@@ -246,22 +254,45 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
             "the others.\nUse it as it is, without stretto.shard()."
         )
-    parts = [*torch.split(_joined(whole), 20)]  # neighbours are stepped as one: see stretches.py
+    joined = _joined(whole)  # neighbours are stepped as one: see stretches.py
+    cuts = {*range(20, min(len(joined), 260), 20), *(len(joined) * part // 5 for part in (2, 3))}
+    parts = [*torch.tensor_split(joined, sorted(cuts))]
     try:
-        divided = _stepped(optimizer, options, parts, [parts], name)
+        divided, is_by_element = _stepped(optimizer, options, parts, [parts], name)
     except Exception:
         return Kind.WHOLE  # Muon takes matrices alone
-    return Kind.ELEMENTWISE if _equal(together, divided) else Kind.WHOLE
+    return Kind.ELEMENTWISE if is_by_element and _equal(together, divided) else Kind.WHOLE
 
 
-def _numbers(dimensions: Iterable[int]) -> list[torch.Tensor]:
-    """Two small tensors for each number of dimensions."""
+def _numbers(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Two small tensors for each number of dimensions, and one about as large as the parameters are."""
+    shapes: dict[int, list[torch.Size]] = {}
+    for one in parameters:
+        shapes.setdefault(one.dim(), []).append(one.shape)
+    wanted = [
+        shape
+        for number in sorted(shapes) or (2,)
+        for shape in (
+            *_SHAPES.get(number, [(1,) * (number - 2) + rest for rest in _SHAPES[2]]),
+            *_large_shape(shapes.get(number, ())),
+        )
+    ]
     found: list[torch.Tensor] = []
-    for number in sorted(dimensions) or (2,):
-        for shape in _SHAPES.get(number, [(1,) * (number - 2) + rest for rest in _SHAPES[2]]):
-            wave = [math.sin(1.7 * each + len(found)) for each in range(math.prod(shape))]
-            found.append(torch.tensor(wave, dtype=torch.float32).view(shape))
+    for shape in wanted:
+        levels = (torch.arange(math.prod(shape)) * 3571 + 1009 * len(found)) % _LEVELS - _LEVELS // 2
+        found.append((levels / 4096).view(shape))
     return found
+
+
+def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
+    """As the largest of these are in each dimension, or less."""
+    sizes = [*map(max, zip(*shapes, strict=True))]
+    if math.prod(sizes) <= 64:
+        return
+    while math.prod(sizes) > _MOST:
+        place = sizes.index(max(sizes))
+        sizes[place] = -(-sizes[place] // 2)
+    yield sizes
 
 
 def _stepped(
@@ -270,8 +301,8 @@ def _stepped(
     values: Sequence[torch.Tensor],
     divided: Sequence[Sequence[torch.Tensor]],
     name: str,
-) -> torch.Tensor:
-    """All elements after some steps, by one optimizer for each part of what is divided."""
+) -> tuple[torch.Tensor, bool]:
+    """All elements after some steps, by one optimizer for each part of what is divided; whether state is by element."""
     parameters = {id(value): torch.nn.Parameter(value.clone()) for value in values}
     optimizers = [
         build_like(optimizer, [{**options, "params": [parameters[id(value)] for value in part]}], name)
@@ -285,12 +316,18 @@ def _stepped(
             step()
     for one, part in zip(optimizers, divided, strict=True):  # as happens when shares are laid out anew
         build_like(one, [{**options, "params": [parameters[id(value)] for value in part]}], name)
-    return _joined(parameters.values())
+    states = chain.from_iterable(one.state.items() for one in optimizers)
+    kept = ((value, parameter.numel()) for parameter, state in states for value in state.values())
+    is_by_element = all(by_element(value, numel) or is_plain(value) for value, numel in kept)
+    return _joined(parameters.values()), is_by_element
 
 
 def _gradient(value: torch.Tensor, number: int) -> torch.Tensor:
-    """Of Python's own cosine: the first that two threads ask of torch (of MKL) at once may be off by 1e-4."""
-    return value.new_tensor([math.cos(3 * each + number) for each in value.flatten().tolist()]).view_as(value)
+    """Made of its value, so that an element has the same in whatever part, by steps that are exact in float32.
+
+    The first cosine that two threads ask of torch (of MKL) at once may be off by 1e-4.
+    """
+    return (((value * 4096 + _LEVELS // 2) * 1201 + 2503 * number) % _LEVELS - _LEVELS // 2) / 4096
 
 
 def _joined(parameters: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -115,6 +115,11 @@ def refuse_unlike(
             )
 
 
+def by_element(value: Any, numel: int) -> bool:
+    """Whether it is a state of each element of a flat parameter."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
+
+
 def _cut(message: torch.Tensor, numel: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
     """The widest first, so that each begins where it may."""
     found, start = {}, 0

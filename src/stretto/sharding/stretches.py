@@ -23,7 +23,7 @@ from ..withheld import Withheld
 from .kinds import keys_by_element
 from .layout import Layout
 from .ownership import Piece
-from .state import State, flat_state, laid_flat
+from .state import State, by_element, flat_state, laid_flat
 
 
 @dataclass(eq=False)
@@ -48,11 +48,6 @@ class Stretch:
     def bucket(self) -> int:
         """Number of the bucket."""
         return self.pieces[0].bucket
-
-
-def by_element(value: Any, numel: int) -> bool:
-    """Whether it is a state of each element of a flat parameter."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
 
 
 def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -> State:

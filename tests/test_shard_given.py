@@ -436,6 +436,32 @@ def test_what_is_not_kept_for_each_element_stays_whole(make: Any, keep_grads: bo
     shared(worker, 2)
 
 
+class CountingInADict(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        counts = self.state[parameter].setdefault("counts", {"steps": 0})
+        counts["steps"] += 1
+        return parameter.grad / counts["steps"]
+
+
+def test_parameters_that_part_ways_have_no_object_of_their_state_in_common() -> None:
+    """Neighbours are stepped as one until one of them has no gradient, and had one dict between them from then on."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, CountingInADict)
+        for step in range(5):
+            for net, one in ((model, sharded), (plain, optimizer)):
+                one.zero_grad()
+                x = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+                (net.first(x).sum() if step in (2, 3) else net(x).sum()).backward()
+                one.step()
+            assert_same(model, plain)
+        state = sharded.state_dict()
+        if transport.rank == 0:
+            assert state["state"] == optimizer.state_dict()["state"]
+
+    shared(worker, 2)
+
+
 # State
 
 

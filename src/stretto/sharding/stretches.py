@@ -9,6 +9,7 @@ part ways (one has no gradient in this pass, so its state must not move), it is 
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -51,10 +52,12 @@ class Stretch:
 
 
 def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -> State:
-    """What belongs to some elements of a flat parameter. By-element tensors are views; the rest is copied."""
+    """What belongs to some elements of a flat parameter. By-element tensors are views; the rest is copied.
+
+    Deeply: a dict that two stretches had in common would be counted up by the step of each.
+    """
     return {
-        key: value[first:stop] if by_element(value, numel) else value.clone() if torch.is_tensor(value) else value
-        for key, value in state.items()
+        key: value[first:stop] if by_element(value, numel) else copy.deepcopy(value) for key, value in state.items()
     }
 
 

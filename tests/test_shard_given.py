@@ -324,6 +324,24 @@ def test_hooks_of_the_step_are_called_once_alone() -> None:
     assert called == ["before", "before", "after", "after"] * 2
 
 
+class WithoutClosure(Twice):
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_whose_step_takes_no_closure(world: int) -> None:
+    """It could not be stepped alone."""
+
+    def worker(transport: Any = None) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport, WithoutClosure)
+        train(model, sharded, sync.rank)
+        train(plain, optimizer, sync.rank)
+        assert_same(model, plain)
+
+    shared(worker, 2) if world > 1 else worker()
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_hooks_of_state_dicts_are_called_wherever_they_were_put(world: int) -> None:
     def worker(transport: Any = None) -> list[str]:

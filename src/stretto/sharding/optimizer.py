@@ -178,7 +178,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """
         self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         if self._shares is None and not self.ended:
-            return bare_step(self.original)(closure)
+            step = bare_step(self.original)
+            return step() if closure is None else step(closure)  # some optimizers take none
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -280,6 +280,27 @@ def test_what_is_comparable() -> None:
     assert comparable(torch.empty(2, device="meta")) == "torch.Tensor"
 
 
+@pytest.mark.parametrize("which", ["sharded", "original"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_that_are_assigned_are_followed(world: int, which: str) -> None:
+    """Those of the one that was sharded stayed: rates in the new ones had no effect, in silence."""
+
+    def worker(transport: Any = None) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, sync.rank)
+            owner = sharded.original if net is model and which == "original" else one
+            first, *others = one.param_groups[0]["params"]
+            owner.param_groups = [{**one.param_groups[0], "params": [first]}]
+            owner.add_param_group({"params": others, "lr": 0.2})
+            one.param_groups[0]["lr"] = 0.01
+            train(net, one, sync.rank, range(3, 6))
+        assert sharded.param_groups is sharded.original.param_groups
+        assert_same(model, plain)
+
+    shared(worker, 2) if world > 1 else worker()
+
+
 # Hooks
 
 

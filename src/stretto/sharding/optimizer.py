@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 
 from ..engine import left_uncompiled
-from ..errors import CommunicationError, SetupError, StrettoError, UnsupportedError
+from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
+from .elsewhere import Elsewhere
 from .joining import Joins
 from .kinds import bare_step
 from .members import refuse_others, refuse_taken, refuse_twins
@@ -20,76 +21,6 @@ from .shares import Shares
 
 if TYPE_CHECKING:
     from .checkpoint import ShardedState
-
-
-class _Elsewhere(defaultdict[torch.Tensor, Any]):
-    """In place of a state by parameter: empty, and refuses what would have no effect on the shares.
-
-    It says that it is not empty: torch.distributed.checkpoint would else step, to have a state to load into. What is no
-    parameter of the optimizer, like one that has been replaced, may be taken out.
-
-    Args:
-        optimizer: has the parameters.
-        where: how messages begin.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, where: str) -> None:
-        super().__init__(dict)
-        self._optimizer = optimizer
-        self._where = where
-
-    def __bool__(self) -> bool:
-        return True
-
-    def refuse(self) -> NoReturn:
-        """Raise."""
-        raise UnsupportedError(
-            f"{self._where}: the ranks keep the state of this optimizer in shares, and none of it by parameter.\n"
-            "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). To begin without one: unshard(), "
-            "then build the optimizer anew, and shard that."
-        )
-
-    def _refuse_own(self, key: object) -> None:
-        if any(key is one for group in self._optimizer.param_groups for one in group["params"]):
-            self.refuse()
-
-    def __missing__(self, key: torch.Tensor) -> Any:
-        self._refuse_own(key)
-        return super().__missing__(key)
-
-    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        self._refuse_own(key)
-        super().__setitem__(key, value)
-
-    def pop(self, key: torch.Tensor, *default: Any) -> Any:
-        """As of a dict, where it is no parameter of the optimizer."""
-        self._refuse_own(key)
-        return super().pop(key, *default)
-
-    def setdefault(self, key: torch.Tensor, default: Any = None) -> Any:
-        """As of a dict, where it is no parameter of the optimizer."""
-        self._refuse_own(key)
-        return super().setdefault(key, default)
-
-    def clear(self) -> None:
-        """Raises ``UnsupportedError``."""
-        self.refuse()
-
-    def update(self, *_: Any, **__: Any) -> None:
-        """Raises ``UnsupportedError``."""
-        self.refuse()
-
-    def copy(self) -> NoReturn:
-        """Raises ``UnsupportedError``: a copy to go back to would be empty."""
-        self.refuse()
-
-    def __ior__(self, _: Any) -> NoReturn:  # type: ignore[misc]
-        self.refuse()
-
-    __copy__ = copy
-
-    def __reduce__(self) -> NoReturn:
-        self.refuse()
 
 
 _HOOKS = (
@@ -131,10 +62,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self.original = optimizer
         """The one that was sharded. It keeps the groups, and no state."""
         self._shares: Shares | None = None
-        self._elsewhere: _Elsewhere | None = None
+        self._elsewhere: Elsewhere | None = None
+        self._of_torch: list[dict[str, Any]] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         Joins.__init__(self)
-        self._elsewhere = None if shares is None else _Elsewhere(optimizer, where)
+        self._elsewhere = None if shares is None else Elsewhere(optimizer, where)
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
         self._refusal = None if shares is None else optimizer.register_step_pre_hook(_refuse_the_original)
@@ -148,7 +80,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """By ``unshard()``, or with the handle."""
         self._handed_back = False
         """By ``unshard()``: the original has the state."""
-        self.param_groups = optimizer.param_groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer that was sharded, whoever of the two is given others."""
+        return self.original.param_groups if "beside" in self.__dict__ else self._of_torch
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        if "beside" in self.__dict__:
+            self.original.param_groups = value
+        else:  # torch's constructor, which adds each group to a list of its own
+            self._of_torch = value
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
@@ -279,7 +222,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             self.original.param_groups = groups
             raise
         finally:
-            self.param_groups = self.original.param_groups
             if shares is not None:
                 self.original.state.clear()
 

@@ -49,6 +49,19 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         self._refuse_own(key)
         super().__setitem__(key, value)
 
+    def __delitem__(self, key: torch.Tensor) -> None:
+        self._refuse_own(key)
+        super().__delitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._refuse_own(key)
+        return super().__contains__(key)
+
+    def get(self, key: torch.Tensor, default: Any = None) -> Any:
+        """As of a dict, where it is no parameter of the optimizer."""
+        self._refuse_own(key)
+        return super().get(key, default)
+
     def pop(self, key: torch.Tensor, *default: Any) -> Any:
         """As of a dict, where it is no parameter of the optimizer."""
         self._refuse_own(key)

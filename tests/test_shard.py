@@ -513,12 +513,13 @@ def test_a_large_gradient_put_in_place_of_the_mean_is_laid_flat_once_a_step(monk
     assert laid == [torch.Size([512, 2048])] * 4
 
 
-def test_the_optimizer_that_was_sharded_does_not_step_by_itself(carrier: Any) -> None:
-    """Every rank would step all of the parameters that they share."""
+def test_the_optimizer_that_was_sharded_is_not_used_by_itself(carrier: Any) -> None:
+    """Every rank would step all of the parameters that they share; what it saved was empty, and it loaded in vain."""
 
     def worker(transport: Any) -> None:
         model, sync = attached(transport)
         optimizer = torch.optim.AdamW(model.parameters())
+        saved = optimizer.state_dict()
         sharded = stretto.shard(optimizer, sync)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # the groups are its own still
         backward(model, transport.rank, 0)
@@ -530,12 +531,21 @@ def test_the_optimizer_that_was_sharded_does_not_step_by_itself(carrier: Any) ->
             "Step what stretto.shard() has returned: optimizer = stretto.shard(optimizer, sync)."
         )
         assert all(map(torch.equal, before, model.parameters()))
+        for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+            with pytest.raises(stretto.SetupError) as caught:
+                use()
+            assert str(caught.value) == (
+                "this AdamW was sharded: it has no state any more, to be saved or loaded.\n"
+                "Call state_dict() and load_state_dict() of what stretto.shard() has returned, on all ranks."
+            )
+        sharded.load_state_dict(saved)
         sharded.step()
         schedule.step()
         back = sharded.unshard()
         assert back is optimizer
         backward(model, transport.rank, 1)
         back.step()
+        back.load_state_dict(back.state_dict())
 
     carrier(worker, 2)
 

@@ -1,13 +1,15 @@
-"""What stands in ``optimizer.state`` where ranks keep it in shares."""
+"""What stands in ``optimizer.state`` where ranks keep it in shares, and what keeps from the one that was sharded."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import SetupError, UnsupportedError
 
 
 class Elsewhere(defaultdict[torch.Tensor, Any]):
@@ -91,3 +93,48 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
 
     def __reduce__(self) -> NoReturn:
         self.refuse()
+
+
+class Guard:
+    """What was sharded is not used by itself: it has no state to save, and shares would not see what it loads.
+
+    Args:
+        optimizer: the one that was sharded. The sharded one has the same hooks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._is_open = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._refuse_step),
+            optimizer.register_state_dict_pre_hook(self._refuse_state, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(self._refuse_state, prepend=True),
+        ]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, it may save and load: its state is there for that time."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def end(self) -> None:
+        """It goes on by itself."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Every rank would step the whole of a model that ranks share, one after the other."""
+        if not isinstance(optimizer.state, Elsewhere):
+            raise SetupError(
+                f"this {type(optimizer).__name__} was sharded: it has no state any more, and is not to step by "
+                "itself.\nStep what stretto.shard() has returned: optimizer = stretto.shard(optimizer, sync)."
+            )
+
+    def _refuse_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_open:
+            raise SetupError(
+                f"this {type(optimizer).__name__} was sharded: it has no state any more, to be saved or loaded.\n"
+                "Call state_dict() and load_state_dict() of what stretto.shard() has returned, on all ranks."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from ..engine import left_uncompiled
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
-from .elsewhere import Elsewhere
+from .elsewhere import Elsewhere, Guard
 from .joining import Joins
 from .kinds import bare_step
 from .members import refuse_others, refuse_taken, refuse_twins
@@ -32,15 +33,6 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """Where torch keeps them."""
-
-
-def _refuse_the_original(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Every rank would step the whole of a model that ranks share, one after the other. Both have the same hooks."""
-    if not isinstance(optimizer, ShardedOptimizer):
-        raise SetupError(
-            f"this {type(optimizer).__name__} was sharded: it has no state any more, and is not to step by itself.\n"
-            "Step what stretto.shard() has returned: optimizer = stretto.shard(optimizer, sync)."
-        )
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joins):
@@ -69,7 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self._elsewhere = None if shares is None else Elsewhere(optimizer, where)
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
-        self._refusal = None if shares is None else optimizer.register_step_pre_hook(_refuse_the_original)
+        self._guard = None if shares is None else Guard(optimizer)
         self._module = module
         self._shares = shares
         self._where = where
@@ -140,6 +132,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
                     parameter.grad = None
         super().zero_grad(set_to_none)
 
+    def _own_use(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._guard is None else self._guard.opened()
+
     def _has_it_whole(self) -> bool:
         """Whether the original has the state: alone, or since ``unshard()``."""
         return self._handed_back or (self._shares is None and not self.ended)
@@ -195,7 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             for parameter, state in shares.states():
                 if keep:
                     self.original.state[parameter] = state
-            return self.original.state_dict()
+            with self._own_use():
+                return self.original.state_dict()
         finally:
             self.original.state.clear()
 
@@ -211,7 +207,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         groups, problem = self.original.param_groups, None
         try:
             try:
-                self.original.load_state_dict(state_dict)
+                with self._own_use():
+                    self.original.load_state_dict(state_dict)
             except Exception as error:
                 if shares is None:
                     raise
@@ -279,8 +276,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
 
     def end(self) -> None:
         """Parameters get memory of their own. Not collective, so the state of this rank's share is lost."""
-        if self._refusal is not None:
-            self._refusal.remove()
+        if self._guard is not None:
+            self._guard.end()
         if self._shares is not None:
             self._shares.release()
         self.beside.discard(self)

@@ -1133,6 +1133,32 @@ def test_a_compiled_model_is_compiled_once_and_right() -> None:
     assert first == second <= 2 * 2, "each model once, also where a plan was learnt"
 
 
+def _step_compiled(rank: int) -> None:
+    model, sharded, _, plain, optimizer = pair(ProcessGroupTransport())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(sharded, 0.9)
+    other = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        sharded.step()
+        schedule.step()
+
+    for number in range(4):
+        for net, one in ((model, sharded), (plain, optimizer)):
+            one.zero_grad()
+            backward(net, rank, number)
+        step()
+        optimizer.step()
+        other.step()
+    assert_same(model, plain)
+
+
+@pytest.mark.ranks
+def test_a_step_that_is_compiled_is_taken_as_it_is() -> None:
+    """The compiler traced the meeting of the ranks, and failed in it."""
+    spawn_ranks(_step_compiled, 2)
+
+
 def test_a_new_layout_does_not_forget_that_the_compiler_is_at_work() -> None:
     from torch._dynamo.callback import callback_handler
 

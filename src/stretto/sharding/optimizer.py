@@ -14,6 +14,7 @@ from ..engine import left_uncompiled
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
+from .compiled import not_compiled
 from .elsewhere import Elsewhere, Guard
 from .joining import Joins
 from .kinds import bare_step
@@ -62,6 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
         self._guard = None if shares is None else Guard(optimizer)
+        self._outside = ShardedOptimizer._step_share if shares is None else not_compiled(ShardedOptimizer._step_share)
         self._module = module
         self._shares = shares
         self._where = where
@@ -115,6 +117,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if self._shares is None and not self.ended:
             step = bare_step(self.original)
             return step() if closure is None else step(closure)  # some optimizers take none
+        return self._outside(self, closure)
+
+    def _step_share(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

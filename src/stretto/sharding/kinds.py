@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -22,22 +21,11 @@ import torch
 
 from ..errors import SetupError, UnsupportedError
 from .attributes import are_same, hand_on, is_plain
+from .probe import equal, gradient, joined, numbers
 from .state import by_element
 
 _STEPS = 8
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
-_SHAPES = {
-    0: ((), ()),
-    1: ((7,), (48,)),
-    2: ((6, 8), (3, 5)),
-    3: ((2, 3, 4), (5, 2, 2)),
-    4: ((2, 3, 2, 2), (4, 1, 3, 3)),
-}
-"""By the number of dimensions: some optimizers take matrices alone."""
-_MOST = 1 << 14
-"""Elements of the large one."""
-_LEVELS = 8191
-"""A prime, so that there is no pattern; and small enough for exact numbers: see ``_gradient``."""
 
 
 class Kind(Enum):
@@ -238,7 +226,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     options = options_of(group)
     options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm
     options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
-    whole = _numbers(group["params"])
+    whole = numbers(group["params"])
     try:
         together, _ = _stepped(optimizer, options, whole, [whole], name)
         alone, _ = _stepped(optimizer, options, whole, [[one] for one in whole], name)
@@ -249,50 +237,19 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: a step with gradients alone "
             f"raised {type(error).__name__}: {error}\nUse it as it is, without stretto.shard()."
         ) from error
-    if not _equal(together, alone):
+    if not equal(together, alone):
         raise UnsupportedError(
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
             "the others.\nUse it as it is, without stretto.shard()."
         )
-    joined = _joined(whole)  # neighbours are stepped as one: see stretches.py
-    cuts = {*range(20, min(len(joined), 260), 20), *(len(joined) * part // 5 for part in (2, 3))}
-    parts = [*torch.tensor_split(joined, sorted(cuts))]
+    flat = joined(whole)  # neighbours are stepped as one: see stretches.py
+    cuts = {*range(20, min(len(flat), 260), 20), *(len(flat) * part // 5 for part in (2, 3))}
+    parts = [*torch.tensor_split(flat, sorted(cuts))]
     try:
         divided, is_by_element = _stepped(optimizer, options, parts, [parts], name)
     except Exception:
         return Kind.WHOLE  # Muon takes matrices alone
-    return Kind.ELEMENTWISE if is_by_element and _equal(together, divided) else Kind.WHOLE
-
-
-def _numbers(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Two small tensors for each number of dimensions, and one about as large as the parameters are."""
-    shapes: dict[int, list[torch.Size]] = {}
-    for one in parameters:
-        shapes.setdefault(one.dim(), []).append(one.shape)
-    wanted = [
-        shape
-        for number in sorted(shapes) or (2,)
-        for shape in (
-            *_SHAPES.get(number, [(1,) * (number - 2) + rest for rest in _SHAPES[2]]),
-            *_large_shape(shapes.get(number, ())),
-        )
-    ]
-    found: list[torch.Tensor] = []
-    for shape in wanted:
-        levels = (torch.arange(math.prod(shape)) * 3571 + 1009 * len(found)) % _LEVELS - _LEVELS // 2
-        found.append((levels / 4096).view(shape))
-    return found
-
-
-def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
-    """As the largest of these are in each dimension, or less."""
-    sizes = [*map(max, zip(*shapes, strict=True))]
-    if math.prod(sizes) <= 64:
-        return
-    while math.prod(sizes) > _MOST:
-        place = sizes.index(max(sizes))
-        sizes[place] = -(-sizes[place] // 2)
-    yield sizes
+    return Kind.ELEMENTWISE if is_by_element and equal(together, divided) else Kind.WHOLE
 
 
 def _stepped(
@@ -311,7 +268,7 @@ def _stepped(
     steps = [*map(bare_step, optimizers)]
     for number in range(_STEPS):
         for value in values:
-            parameters[id(value)].grad = _gradient(value, number)
+            parameters[id(value)].grad = gradient(value, number)
         for step in steps:
             step()
     for one, part in zip(optimizers, divided, strict=True):  # as happens when shares are laid out anew
@@ -319,20 +276,4 @@ def _stepped(
     states = chain.from_iterable(one.state.items() for one in optimizers)
     kept = ((value, parameter.numel()) for parameter, state in states for value in state.values())
     is_by_element = all(by_element(value, numel) or is_plain(value) for value, numel in kept)
-    return _joined(parameters.values()), is_by_element
-
-
-def _gradient(value: torch.Tensor, number: int) -> torch.Tensor:
-    """Made of its value, so that an element has the same in whatever part, by steps that are exact in float32.
-
-    The first cosine that two threads ask of torch (of MKL) at once may be off by 1e-4.
-    """
-    return (((value * 4096 + _LEVELS // 2) * 1201 + 2503 * number) % _LEVELS - _LEVELS // 2) / 4096
-
-
-def _joined(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in parameters])
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+    return joined(parameters.values()), is_by_element

@@ -1,0 +1,70 @@
+"""The numbers on which an optimizer is tried: see [Note: the probe] in kinds.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+_SHAPES = {
+    0: ((), ()),
+    1: ((7,), (48,)),
+    2: ((6, 8), (3, 5)),
+    3: ((2, 3, 4), (5, 2, 2)),
+    4: ((2, 3, 2, 2), (4, 1, 3, 3)),
+}
+"""By the number of dimensions: some optimizers take matrices alone."""
+_MOST = 1 << 14
+"""Elements of the large one."""
+_LEVELS = 8191
+"""A prime, so that there is no pattern; and small enough for exact numbers: see ``gradient``."""
+
+
+def numbers(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Two small tensors for each number of dimensions, and one about as large as the parameters are."""
+    shapes: dict[int, list[torch.Size]] = {}
+    for one in parameters:
+        shapes.setdefault(one.dim(), []).append(one.shape)
+    wanted = [
+        shape
+        for number in sorted(shapes) or (2,)
+        for shape in (
+            *_SHAPES.get(number, [(1,) * (number - 2) + rest for rest in _SHAPES[2]]),
+            *_large_shape(shapes.get(number, ())),
+        )
+    ]
+    found: list[torch.Tensor] = []
+    for shape in wanted:
+        levels = (torch.arange(math.prod(shape)) * 3571 + 1009 * len(found)) % _LEVELS - _LEVELS // 2
+        found.append((levels / 4096).view(shape))
+    return found
+
+
+def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
+    """As the largest of these are in each dimension, or less."""
+    sizes = [*map(max, zip(*shapes, strict=True))]
+    if math.prod(sizes) <= 64:
+        return
+    while math.prod(sizes) > _MOST:
+        place = sizes.index(max(sizes))
+        sizes[place] = -(-sizes[place] // 2)
+    yield sizes
+
+
+def gradient(value: torch.Tensor, number: int) -> torch.Tensor:
+    """Made of its value, so that an element has the same in whatever part, by steps that are exact in float32.
+
+    The first cosine that two threads ask of torch (of MKL) at once may be off by 1e-4.
+    """
+    return (((value * 4096 + _LEVELS // 2) * 1201 + 2503 * number) % _LEVELS - _LEVELS // 2) / 4096
+
+
+def joined(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Their elements."""
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for rounding."""
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)

@@ -501,6 +501,60 @@ def test_parameters_that_part_ways_have_no_object_of_their_state_in_common() -> 
     shared(worker, 2)
 
 
+class WritingIntoOptions(Signed):
+    """As RAdam was first written: what belongs to a step is computed once, for all parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"of": [None] * 10})
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        state = self.state[parameter]
+        step = state["step"] = state.get("step", 0) + 1
+        group["of"][step] = group["of"][step] or group["lr"] / step
+        return parameter.grad * group["of"][step]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_options_that_an_optimizer_writes_into_are_not_those_of_the_probe(world: int) -> None:
+    """It had left its own there, of another learning rate."""
+
+    def worker(transport: Any = None) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport, WritingIntoOptions)
+        assert sharded.param_groups[0]["of"] == [None] * 10
+        train(model, sharded, sync.rank)
+        train(plain, optimizer, sync.rank)
+        assert_same(model, plain)
+        sharded.stateful().state_dict()
+        assert sharded.param_groups[0]["of"] == optimizer.param_groups[0]["of"]
+
+    shared(worker, 2) if world > 1 else worker()
+
+
+class CountingInOptions(Signed):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"steps": torch.zeros(())})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+        super().step()
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return parameter.grad / group["steps"]
+
+
+def test_an_optimizer_that_counts_in_a_tensor_of_its_options() -> None:
+    """It was refused: the parts that were tried counted in one tensor."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, CountingInOptions)
+        train(model, sharded, transport.rank)
+        train(plain, optimizer, transport.rank)
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
 # State
 
 

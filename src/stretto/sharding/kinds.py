@@ -10,6 +10,7 @@ for all: no share of a state could be told from any other one (a list of buffers
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -147,6 +148,14 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def tried_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The same to try an optimizer with, which may write into them: a list of what it has computed, a tensor."""
+    return {
+        key: copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict, set, tuple)) else value
+        for key, value in options_of(group).items()
+    }
+
+
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """The number of the group of each parameter, by ``id``."""
     return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
@@ -177,7 +186,7 @@ def states_after_a_step(
     parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
     for one in parameters:
         one.grad = torch.zeros_like(one).to_sparse(1) if sparse else torch.zeros_like(one)
-    divided: list[dict[str, Any]] = [{**options_of(group), "params": []} for group in optimizer.param_groups]
+    divided: list[dict[str, Any]] = [{**tried_options_of(group), "params": []} for group in optimizer.param_groups]
     for one, group in zip(parameters, groups, strict=True):
         divided[group]["params"].append(one)
     like = build_like(optimizer, divided)
@@ -262,7 +271,9 @@ def _stepped(
     """All elements after some steps, by one optimizer for each part of what is divided; whether state is by element."""
     parameters = {id(value): torch.nn.Parameter(value.clone()) for value in values}
     optimizers = [
-        build_like(optimizer, [{**options, "params": [parameters[id(value)] for value in part]}], name)
+        build_like(
+            optimizer, [{**tried_options_of(options), "params": [parameters[id(value)] for value in part]}], name
+        )
         for part in divided
     ]
     steps = [*map(bare_step, optimizers)]

@@ -555,6 +555,34 @@ def test_an_optimizer_that_counts_in_a_tensor_of_its_options() -> None:
     shared(worker, 2)
 
 
+class CountingByName(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        self.state["all"].setdefault("steps", 0)
+        return parameter.grad
+
+
+class CountingInTheFirst(Slow):
+    def step(self, closure: Any = None) -> None:
+        state = self.state[self.param_groups[0]["params"][0]]
+        state["steps"] = state.get("steps", 0) + 1
+        super().step()
+
+
+def test_state_that_is_of_no_parameter_or_of_one_for_all_is_refused() -> None:
+    """It was not in what state_dict() put together, or there for every parameter."""
+    told = {
+        CountingByName: "what it keeps in state under 'all' belongs to no parameter.",
+        CountingInTheFirst: "how it steps a parameter depends on the others.",
+    }
+    for make, why in told.items():
+        with pytest.raises(stretto.UnsupportedError) as caught:
+            kind_of(make(START.parameters()), "rank 0, shard")
+        assert str(caught.value) == (
+            f"rank 0, shard: {make.__name__} cannot be divided over ranks: {why}\n"
+            "Use it as it is, without stretto.shard()."
+        )
+
+
 # State
 
 

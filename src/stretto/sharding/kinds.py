@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -237,8 +237,8 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
     whole = numbers(group["params"])
     try:
-        together, _ = _stepped(optimizer, options, whole, [whole], name)
-        alone, _ = _stepped(optimizer, options, whole, [[one] for one in whole], name)
+        together = _stepped(optimizer, options, whole, [whole], name)
+        alone = _stepped(optimizer, options, whole, [[one] for one in whole], name)
     except UnsupportedError:
         raise
     except Exception as error:
@@ -246,7 +246,12 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: a step with gradients alone "
             f"raised {type(error).__name__}: {error}\nUse it as it is, without stretto.shard()."
         ) from error
-    if not equal(together, alone):
+    if strange := [key for key in together.kept if not torch.is_tensor(key)]:
+        raise UnsupportedError(
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: what it keeps in state under "
+            f"{strange[0]!r} belongs to no parameter.\nUse it as it is, without stretto.shard()."
+        )
+    if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
         raise UnsupportedError(
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
             "the others.\nUse it as it is, without stretto.shard()."
@@ -255,10 +260,18 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     cuts = {*range(20, min(len(flat), 260), 20), *(len(flat) * part // 5 for part in (2, 3))}
     parts = [*torch.tensor_split(flat, sorted(cuts))]
     try:
-        divided, is_by_element = _stepped(optimizer, options, parts, [parts], name)
+        divided = _stepped(optimizer, options, parts, [parts], name)
     except Exception:
         return Kind.WHOLE  # Muon takes matrices alone
-    return Kind.ELEMENTWISE if is_by_element and equal(together, divided) else Kind.WHOLE
+    return Kind.ELEMENTWISE if divided.is_by_element and equal(together.elements, divided.elements) else Kind.WHOLE
+
+
+class _Outcome(NamedTuple):
+    elements: torch.Tensor
+    kept: dict[Any, set[Any]]
+    """Which keys its state has, by parameter."""
+    is_by_element: bool
+    """Whether all of its state is."""
 
 
 def _stepped(
@@ -267,8 +280,8 @@ def _stepped(
     values: Sequence[torch.Tensor],
     divided: Sequence[Sequence[torch.Tensor]],
     name: str,
-) -> tuple[torch.Tensor, bool]:
-    """All elements after some steps, by one optimizer for each part of what is divided; whether state is by element."""
+) -> _Outcome:
+    """Of some steps, by one optimizer for each part of what is divided."""
     parameters = {id(value): torch.nn.Parameter(value.clone()) for value in values}
     optimizers = [
         build_like(
@@ -284,7 +297,11 @@ def _stepped(
             step()
     for one, part in zip(optimizers, divided, strict=True):  # as happens when shares are laid out anew
         build_like(one, [{**options, "params": [parameters[id(value)] for value in part]}], name)
-    states = chain.from_iterable(one.state.items() for one in optimizers)
-    kept = ((value, parameter.numel()) for parameter, state in states for value in state.values())
-    is_by_element = all(by_element(value, numel) or is_plain(value) for value, numel in kept)
-    return joined(parameters.values()), is_by_element
+    states = dict(chain.from_iterable(one.state.items() for one in optimizers))
+    kept = {one: set[Any]() for one in parameters.values()} | {one: {*state} for one, state in states.items()}
+    is_by_element = all(
+        torch.is_tensor(one) and (by_element(value, one.numel()) or is_plain(value))
+        for one, state in states.items()
+        for value in state.values()
+    )
+    return _Outcome(joined(parameters.values()), kept, is_by_element)

@@ -583,6 +583,48 @@ def test_state_that_is_of_no_parameter_or_of_one_for_all_is_refused() -> None:
         )
 
 
+# Gradients that the step changes
+
+
+class Replacing(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad = one.grad.sign() * 0.1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_a_step_that_replaces_gradients_has_new_ones_in_the_next(keep_grads: bool) -> None:
+    """It went on with those of the first."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, Replacing, keep_grads=keep_grads)
+        train(model, sharded, transport.rank)
+        train(plain, optimizer, transport.rank)
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
+class Zeroing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+def test_a_step_that_takes_gradients_away_is_refused() -> None:
+    """It had none from its second step on, and stood still."""
+    with pytest.raises(stretto.UnsupportedError) as caught:
+        kind_of(Zeroing(START.parameters(), lr=0.1), "rank 0, shard")
+    assert str(caught.value) == (
+        "rank 0, shard: Zeroing cannot be divided over ranks: its step takes gradients away, and each rank would do so "
+        "for its share alone.\nCall zero_grad() after step(), and not in it."
+    )
+
+
 # State
 
 

@@ -251,6 +251,11 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: what it keeps in state under "
             f"{strange[0]!r} belongs to no parameter.\nUse it as it is, without stretto.shard()."
         )
+    if together.takes_gradients:
+        raise UnsupportedError(
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step takes gradients away, and each "
+            "rank would do so for its share alone.\nCall zero_grad() after step(), and not in it."
+        )
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
         raise UnsupportedError(
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
@@ -272,6 +277,7 @@ class _Outcome(NamedTuple):
     """Which keys its state has, by parameter."""
     is_by_element: bool
     """Whether all of its state is."""
+    takes_gradients: bool
 
 
 def _stepped(
@@ -304,4 +310,5 @@ def _stepped(
         for one, state in states.items()
         for value in state.values()
     )
-    return _Outcome(joined(parameters.values()), kept, is_by_element)
+    takes_gradients = any(one.grad is None for one in parameters.values())
+    return _Outcome(joined(parameters.values()), kept, is_by_element, takes_gradients)

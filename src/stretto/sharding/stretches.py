@@ -127,8 +127,6 @@ class Stretches:
         self._buckets = buckets
         self._places = {index: place for bucket in buckets for place, index in enumerate(bucket.indices)}
         self.all: list[Stretch] = []
-        self._in_place = False
-        """Whether every stretch has its slots as gradient."""
         self._parameters: list[torch.nn.Parameter] = []
         self._slots: list[torch.Tensor] = []
         """Of these parameters; or what stands for it in ``.grad``, where each rank has its share alone."""
@@ -178,7 +176,6 @@ class Stretches:
         self._parameters = [self._layout.parameters[index] for index in seen]
         self._slots = list(seen.values())
         self._all_visible = not any(isinstance(slot, Withheld) for slot in self._slots)
-        self._in_place = False
 
     def forget(self) -> None:
         """They are not used any more."""
@@ -198,12 +195,10 @@ class Stretches:
         if all(map(operator.is_, gradients, self._slots)) or (
             self._all_visible and all(which_lie_in(gradients, self._slots))
         ):
-            if not self._in_place:
-                for stretch in self.all:
+            for stretch in self.all:  # what steps them may have put others there
+                if stretch.parameter.grad is not stretch.slots:
                     stretch.parameter.grad = stretch.slots
-            self._in_place = True
             return
-        self._in_place = False
         flat = functools.lru_cache(1)(self._laid_flat)  # pieces of one parameter follow each other
         for stretch in [*self.all]:
             for part in self._alike(stretch, replaced):

@@ -583,6 +583,37 @@ def test_state_that_is_of_no_parameter_or_of_one_for_all_is_refused() -> None:
         )
 
 
+class Saving(Counting):
+    """Its count of steps, and not what it has seen."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
+
+
+def test_what_an_optimizer_keeps_on_itself_is_saved_and_loaded() -> None:
+    """The one that was given does not step: it had saved a count of 0, and it loaded in vain."""
+
+    def worker(transport: Any) -> None:
+        rank = transport.rank
+        model, sharded, _, plain, optimizer = pair(transport, Saving)
+        train(model, sharded, rank)
+        train(plain, optimizer, rank)
+        assert sharded.state_dict()["count"] == optimizer.state_dict()["count"] == 3
+        for one in (sharded, optimizer):
+            one.load_state_dict(optimizer.state_dict() | {"count": 10})
+        train(model, sharded, rank, range(3, 6))
+        train(plain, optimizer, rank, range(3, 6))
+        assert_same(model, plain)
+        assert sharded.state_dict()["count"] == sharded.unshard().count == 13
+        assert sharded.original.seen == optimizer.seen == 6
+
+    shared(worker, 2)
+
+
 # Gradients that the step changes
 
 

@@ -71,6 +71,10 @@ class Inner:
         """What it keeps on itself, to the user's, which goes on without it."""
         hand_on(self._optimizer, optimizer)
 
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the user's keeps on itself, which may have been loaded."""
+        hand_on(optimizer, self._optimizer)
+
     def split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         """A stretch was split into these: so is its state."""
         state = self.state.pop(stretch.parameter, {})

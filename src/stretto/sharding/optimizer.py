@@ -195,6 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             for parameter, state in shares.states():
                 if keep:
                     self.original.state[parameter] = state
+            shares.inner.hand_back(self.original)  # what it counts on itself it may save
             with self._own_use():
                 return self.original.state_dict()
         finally:
@@ -210,6 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """
         shares = None if self._has_it_whole() else self._usable()
         groups, problem = self.original.param_groups, None
+        if shares is not None:
+            shares.inner.hand_back(self.original)  # of which it may load a part
         try:
             try:
                 with self._own_use():

@@ -321,6 +321,7 @@ class Shares:
         refuse_unlike(places, misfit(self._keeping(), states), self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
+        self.inner.take_over(self._optimizer)
 
     def describe(self) -> str:
         """What is done with them, in plain words."""

@@ -501,6 +501,32 @@ def test_parameters_that_part_ways_have_no_object_of_their_state_in_common() -> 
     shared(worker, 2)
 
 
+class BeginningLate(Slow):
+    """Keeps a mean from its third step on."""
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] < 3:
+            return parameter.grad
+        return state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.5)
+
+
+def test_what_is_kept_from_a_later_step_on_is_laid_out_anew() -> None:
+    """Of a parameter without dimensions it was not known to be by element, and a step failed halfway."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, BeginningLate)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(5))
+            net.first.bias.requires_grad_(False)
+            net.zero_grad()
+            train(net, one, transport.rank, range(5, 8))
+        assert_same(model, plain)
+
+    shared(worker, 2)
+
+
 class WritingIntoOptions(Signed):
     """As RAdam was first written: what belongs to a step is computed once, for all parameters."""
 

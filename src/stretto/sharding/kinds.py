@@ -171,18 +171,19 @@ def first_states(
         tensors: of their shapes and dtypes; their values are not looked at.
         groups: the parameter group of each.
     """
-    return states_after_a_step(optimizer, tensors, groups, [{}] * len(tensors))
+    return states_after_steps(optimizer, tensors, groups, [{}] * len(tensors))
 
 
-def states_after_a_step(
+def states_after_steps(
     optimizer: torch.optim.Optimizer,
     tensors: Sequence[torch.Tensor],
     groups: Sequence[int],
     states: Sequence[dict[str, Any]],
     *,
     sparse: bool = False,
+    steps: int = 1,
 ) -> list[dict[str, Any]]:
-    """The same after a later step, of these states, which may be written to; ``sparse``: with gradients by rows."""
+    """The same after later steps, of these states, which may be written to; ``sparse``: with gradients by rows."""
     parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
     for one in parameters:
         one.grad = torch.zeros_like(one).to_sparse(1) if sparse else torch.zeros_like(one)
@@ -193,7 +194,8 @@ def states_after_a_step(
     like.state.update({one: state for one, state in zip(parameters, states, strict=True) if state})
     if parameters:
         with torch.random.fork_rng(devices=[]):
-            bare_step(like)()
+            for _ in range(steps):
+                bare_step(like)()
     return [like.state.get(one, {}) for one in parameters]
 
 
@@ -210,7 +212,8 @@ def keys_by_element(
         return {}
     group_of = groups_of(optimizer)
     like = [one.detach().new_empty(2) for one in parameters]
-    states = first_states(optimizer, like, [group_of[id(one)] for one in parameters])
+    groups, fresh = [group_of[id(one)] for one in parameters], [dict[str, Any]() for _ in parameters]
+    states = states_after_steps(optimizer, like, groups, fresh, steps=_STEPS)
     return {
         one: {key for key, value in state.items() if torch.is_tensor(value) and value.shape == (2,)}
         for one, state in zip(parameters, states, strict=True)

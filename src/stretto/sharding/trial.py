@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .keeping import Keeping
-from .kinds import Kind, groups_of, keys_by_element, states_after_a_step
+from .kinds import Kind, groups_of, keys_by_element, states_after_steps
 from .state import State
 
 
@@ -96,7 +96,7 @@ def _try(
     optimizer: torch.optim.Optimizer, group: int, like: torch.Tensor, state: State, name: str, *, sparse: bool = False
 ) -> None:
     try:
-        states_after_a_step(optimizer, [like], [group], [copy.deepcopy(state)], sparse=sparse)
+        states_after_steps(optimizer, [like], [group], [copy.deepcopy(state)], sparse=sparse)
     except KeyError as error:
         raise ValueError(f"the state of {name} lacks {error.args[0] if error.args else 'a part'}") from error
     except Exception as error:

@@ -1,8 +1,10 @@
 """mixed_precision, and DDP beside tensor parallelism: what forward finds in the place of parameters, and when."""
 
 import copy
+import functools
 import gc
 import io
+import threading
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import stretto
-from stretto import DistributedDataParallel, SetupError
+from stretto import DistributedDataParallel, SetupError, UnsupportedError
 from stretto.testing import spawn_ranks
 
 HALF = _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
@@ -31,12 +33,19 @@ class Block(torch.nn.Module):
         return x + torch.relu(self.linear(self.norm(x)))
 
 
+class Mixing(torch.nn.TransformerEncoderLayer):
+    """Reads parameters of a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__(8, 2, 16, dropout=0.0, batch_first=True)
+
+
 class Reader(torch.nn.Module):
-    """Blocks, a tied layer, a recurrent one, a frozen parameter, buffers; the blocks in checkpoints if asked for."""
+    """Blocks, a tied layer, a recurrent one, a frozen parameter, buffers; much of it in checkpoints if asked for."""
 
     def __init__(self, reentrant=None):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.blocks = torch.nn.ModuleList([Block(), Block(), Mixing()])
         self.tied = torch.nn.Linear(8, 8)
         self.tied.weight = self.blocks[0].linear.weight
         self.recurrent = torch.nn.LSTM(8, 8, batch_first=True)
@@ -50,7 +59,15 @@ class Reader(torch.nn.Module):
             self.seen = {parameter.dtype for parameter in self.parameters()}
         for block in self.blocks:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        x, _ = self.recurrent(self.tied(x) * self.scale.to(x.dtype) * self.gain.to(x.dtype))
+        last = self.read if self.reentrant is None else functools.partial(self.in_checkpoint, self.read)
+        return {"read": last(x), "nothing": None}
+
+    def in_checkpoint(self, method, x):
+        return checkpoint(method, x, use_reentrant=self.reentrant)
+
+    def read(self, x):
+        x = self.blocks[1].linear.forward(self.tied(x))
+        x, _ = self.recurrent(x * self.scale.to(x.dtype) * self.gain.to(x.dtype))
         return x
 
 
@@ -76,7 +93,7 @@ def trained_lower(rank, reentrant):
     found = []
     for step in range(STEPS):
         for again in range(1 + (step == 1)):
-            output = model(inputs(rank, step + 10 * again))
+            output = model(inputs(rank, step + 10 * again))["read"]
             assert output.dtype is torch.bfloat16 and module.seen == {torch.bfloat16} and is_itself(module)
             with model.no_sync() if step == 1 and not again else torch.enable_grad():
                 output.float().pow(2).sum().backward()
@@ -100,7 +117,7 @@ def by_hand():
             for again in range(1 + (step == 1)):
                 lower = copy.deepcopy(module).to(torch.bfloat16)
                 lower.count = lower.count.long()
-                lower(inputs(rank, step + 10 * again).bfloat16()).float().pow(2).sum().backward()
+                lower(inputs(rank, step + 10 * again).bfloat16())["read"].float().pow(2).sum().backward()
                 for sum_, one in zip(total, [one for one in lower.parameters() if one.requires_grad], strict=True):
                     sum_ += one.grad.float()
             totals.append(total)
@@ -188,8 +205,14 @@ def two_dimensions(rank):
     sharded.wide.register_forward_pre_hook(lambda layer, _: in_forward.append(isinstance(layer.weight, DTensor)))
     close = torch.allclose(model(batches[0]), alone(batches[0]), atol=1e-5)
     whole = len(model.state_dict()) == len(alone.state_dict())
+    for one in (sharded, DistributedDataParallel(sharded, device_mesh=mesh["data"])):
+        close = close and torch.allclose(one(batches[0]), alone(batches[0]), atol=1e-5)
+    lowered = DistributedDataParallel(sharded, device_mesh=mesh["data"], mixed_precision=HALF)
+    optimizer.zero_grad()
+    checkpoint(lowered, batches[0], use_reentrant=False).sum().backward()
+    close = close and lowered(batches[0]).dtype is torch.bfloat16 and sharded.wide.weight.grad.dtype is torch.float32
     dist.barrier()
-    return all(equal) and close, in_forward == [True], whole and type(sharded.wide.weight) is torch.nn.Parameter, frozen
+    return all(equal) and close, all(in_forward), whole and type(sharded.wide.weight) is torch.nn.Parameter, frozen
 
 
 class TestAlone:
@@ -197,7 +220,7 @@ class TestAlone:
         module = reader()
         model = DistributedDataParallel(module, mixed_precision=HALF)
         with torch.no_grad():
-            assert model(inputs(0, 0)).dtype is torch.bfloat16
+            assert model(inputs(0, 0))["read"].dtype is torch.bfloat16
         assert is_itself(module) and {one.dtype for one in model.state_dict().values()} >= {torch.float32, torch.int64}
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -209,7 +232,7 @@ class TestAlone:
         def fail(*_):
             raise error("here")
 
-        output = model(inputs(0, 0))
+        output = model(inputs(0, 0))["read"]
         module.blocks[1].linear.register_forward_hook(fail)
         with pytest.raises(error, match="here"):
             model(inputs(0, 0)) if where == "forward" else output.sum().backward()
@@ -228,21 +251,21 @@ class TestAlone:
     def test_a_config_without_dtypes_changes_nothing(self):
         module = reader()
         model = DistributedDataParallel(module, mixed_precision=_MixedPrecision())
-        assert model(inputs(0, 0)).dtype is torch.float32 and module.scale.dtype is torch.float32
+        assert model(inputs(0, 0))["read"].dtype is torch.float32 and module.scale.dtype is torch.float32
 
     def test_a_layer_that_comes_later_is_cast_and_recomputed_too(self):
         module = reader(reentrant=False)
         model = DistributedDataParallel(module, mixed_precision=HALF)
-        model(inputs(0, 0)).sum().backward()
+        model(inputs(0, 0))["read"].sum().backward()
         module.blocks.append(Block())
-        model(inputs(0, 0)).sum().backward()
+        model(inputs(0, 0))["read"].sum().backward()
         assert module.blocks[3].linear.weight.grad.dtype is torch.float32
 
     def test_what_forward_puts_in_a_parameters_place_stays(self):
         module = torch.nn.Linear(8, 8)
-        other = torch.nn.Parameter(torch.ones(8, 8))
+        other = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
         module.register_forward_pre_hook(lambda layer, _: layer.register_parameter("weight", other))
-        DistributedDataParallel(module, mixed_precision=_MixedPrecision(torch.float32))(torch.ones(1, 8))
+        DistributedDataParallel(module, mixed_precision=_MixedPrecision(torch.bfloat16))(torch.ones(1, 8))
         assert module.weight is other
 
     def test_copies_compute_in_lower_precision_and_copies_of_the_module_do_not(self):
@@ -250,24 +273,92 @@ class TestAlone:
         model(inputs(0, 0))
         plain = copy.deepcopy(model.module)
         plain.scale = plain.scale.float()
-        plain(inputs(0, 0)).sum().backward()
+        plain(inputs(0, 0))["read"].sum().backward()
         assert plain.seen == {torch.float32}
         buffer = io.BytesIO()
         torch.save(model, buffer)
         buffer.seek(0)
         for one in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-            assert one(inputs(0, 0)).dtype is torch.bfloat16 and is_itself(one.module)
+            assert one(inputs(0, 0))["read"].dtype is torch.bfloat16 and is_itself(one.module)
             assert one.module.tied.bias._fp_param.dtype is torch.float32
 
     def test_layers_are_plain_when_the_wrapper_has_gone(self):
         module = reader(reentrant=False)
         model = DistributedDataParallel(module, mixed_precision=HALF)
-        model(inputs(0, 0)).sum().backward()
+        model(inputs(0, 0))["read"].sum().backward()
         del model
         gc.collect()
         module.scale = module.scale.float()
-        module(inputs(0, 0)).sum().backward()
+        module(inputs(0, 0))["read"].sum().backward()
         assert module.seen == {torch.float32}
+
+    def test_rows_of_an_embedding_keep_their_gradients(self):
+        module = torch.nn.EmbeddingBag(5, 3, sparse=True)
+        DistributedDataParallel(module, mixed_precision=HALF)(torch.tensor([[0, 2]])).sum().backward()
+        assert module.weight.grad.is_sparse and module.weight.grad.dtype is torch.float32
+
+    @pytest.mark.parametrize("change", ["write", "freeze", "step"])
+    def test_what_forward_changes_would_be_lost_and_is_refused(self, change):
+        module = torch.nn.Linear(2, 2)
+        before = torch.nn.Parameter(module.weight.detach().clone())
+
+        def forward(x):
+            with torch.no_grad():
+                if change == "write":
+                    module.weight.mul_(0.9)
+                elif change == "step":
+                    parameter.mul_(0.9)
+            if change == "freeze":
+                module.weight = torch.nn.Parameter(module.weight.detach(), requires_grad=False)
+            return torch.nn.functional.linear(x, module.weight, module.bias)
+
+        parameter, module.forward = module.weight, forward
+        model = DistributedDataParallel(module, mixed_precision=_MixedPrecision(torch.bfloat16))
+        if change == "freeze":
+            model(torch.ones(1, 2))
+            assert module.weight.dtype is torch.bfloat16  # put there by the program, which may
+            return
+        with pytest.raises(UnsupportedError) as raised:
+            model(torch.ones(1, 2))
+        assert str(raised.value) == (
+            "DistributedDataParallel: forward has changed weight, of which it finds copies with mixed_precision=: the "
+            "change would be lost.\nChange parameters, and what is trained, before it."
+        )
+        assert module.weight is parameter and torch.equal(parameter, before) == (change == "write")
+
+    def test_what_a_program_has_noted_on_a_parameter_is_found(self):
+        module = torch.nn.Linear(2, 2)
+        module.weight.note = "mine"
+        module.register_forward_pre_hook(lambda layer, _: print(layer.weight.note))
+        DistributedDataParallel(module, mixed_precision=HALF)(torch.ones(1, 2))
+
+    def test_gradients_of_parameters_within_an_evaluation(self):
+        module = torch.nn.Linear(2, 1)
+
+        def forward(x):
+            with torch.enable_grad():
+                energy = torch.nn.functional.linear(x, module.weight).sum()
+                return torch.autograd.grad(energy, [module.weight])[0]
+
+        module.forward = forward
+        with torch.no_grad():
+            assert DistributedDataParallel(module, mixed_precision=HALF)(torch.ones(1, 2)).dtype is torch.bfloat16
+
+    def test_several_threads(self):
+        module = reader()
+        model = DistributedDataParallel(module, mixed_precision=HALF)
+        outputs = []
+
+        def evaluate():
+            with torch.no_grad():
+                outputs.extend(model(inputs(0, 0))["read"] for _ in range(20))
+
+        threads = [threading.Thread(target=evaluate) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(outputs) == 60 and all(torch.equal(one, outputs[0]) for one in outputs) and is_itself(module)
 
     def test_what_is_no_config_is_refused(self):
         with pytest.raises(SetupError) as raised:
@@ -287,7 +378,7 @@ class TestAlone:
             model = DistributedDataParallel(module, mixed_precision=HALF)
             run = torch.compile(model, backend=backend) if compiled else model
             for step in range(2):
-                run(inputs(0, step)).float().pow(2).sum().backward()
+                run(inputs(0, step))["read"].float().pow(2).sum().backward()
                 assert is_itself(module)
             return [one.grad for one in module.parameters() if one.requires_grad]
 
@@ -298,5 +389,5 @@ def test_nothing_is_in_the_way_of_those_who_do_not_ask():
     module = reader(reentrant=False)
     model = DistributedDataParallel(module)
     model(inputs(0, 0))
-    assert model._substitutes is None and module.blocks[0]._compiled_call_impl is None
+    assert model._substitutes is None
     assert stretto.DistributedDataParallel(torch.nn.Linear(1, 1)).mixed_precision is None

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .attach import attach
 from .comm_hooks import Hook, StepInBackward
 from .crossing import group_of, is_destroyed
-from .ddp_substitutes import Substitute, Substitutes, lower, whole
+from .ddp_substitutes import Called, Substitute, Substitutes, lower, whole
 from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
 from .handle import Synchronizer
 from .options import Buffers
@@ -87,19 +87,22 @@ class TorchSurface(TorchDDP):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._substitutes is None:
-            return super()._run_ddp_forward(*inputs, **kwargs)
-        with self._substitutes.in_forward(self.module):
-            return super()._run_ddp_forward(*inputs, **kwargs)
+        run = super()._run_ddp_forward
+        return (
+            run(*inputs, **kwargs)
+            if self._substitutes is None
+            else self._substitutes.run(self.module, run, *inputs, **kwargs)
+        )
 
     def _substitute(self) -> None:
         """See ddp_substitutes.py. Before anything is attached: parameters may be replaced here."""
         config, mesh = self.mixed_precision, self.__dict__.get("device_mesh")
         chain: list[Substitute] = []
-        if config is not None:
-            chain.append(lower(self.module, config, self.parameters_to_ignore))
         if mesh is not None and mesh._get_root_mesh() != mesh:
             chain.append(whole(self.module))
+            Called(self.module, Substitutes(chain.copy()))
+        if config is not None:
+            chain.insert(0, lower(self.module, config, self.parameters_to_ignore))
         self._substitutes = Substitutes(chain) if chain else None
 
     def _post_forward(self, output: Any) -> Any:

@@ -3,34 +3,129 @@
     parameter ──cast, or DTensor.from_local──> what forward finds ──> loss ──backward──> .grad of the parameter
 
 torch writes other memory into ``parameter.data`` from forward until its gradient comes, and puts DTensors in the place
-of parameters for good. Here a substitute is a part of the graph, in the module's table only while forward runs: to
+of parameters for good. Here a substitute is a part of the graph, in the module's tables only while forward runs: to
 whoever looks at another time, parameters are themselves, and gradients arrive on them in their own dtype.
 
-[Note: recomputed]  A checkpoint runs layers again within backward, when their substitutes are gone. So each layer
-makes its own if it is called there. It stands in torch's slot for compiled calls, as in forward.py, for the same
-reasons. A checkpoint around a function that uses parameters without calling their layer finds the parameters.
+[Note: recomputed]  A checkpoint runs parts of forward again within backward, and must find what forward has found. So
+when backward comes to an output, the substitutes of that forward are put in place again, until the task ends or the
+engine drops it. What is computed there for no output that can be found finds the parameters.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parallel.distributed import _MixedPrecision
+from torch.autograd import Variable
+from torch.nn.parallel.distributed import _find_tensors, _MixedPrecision
 
-from .engine import current_task
-from .forward import keep_from_compiler
+from .engine import left_uncompiled
+from .errors import UnsupportedError, name_list
+from .membership import STANDS_FOR
+from .withheld import Alive
 
-Substitute = Callable[[str, torch.Tensor], torch.Tensor]
-"""Returns what stands in for a parameter, by its name in the wrapped module; itself where nothing does."""
+Substitute = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+"""Returns what stands in for a layer's parameter, or for what stands in for that already; itself where nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One entry of a layer's table."""
+
+    table: dict[str, Any]
+    name: str
+    parameter: torch.Tensor
+    instead: torch.Tensor
+    version: int
+    """Of the parameter, when the substitute was made."""
+
+    def has_lost(self) -> bool:
+        """Whether forward has changed the copy, which nobody sees again, or what was copied."""
+        if type(self.instead) is not torch.Tensor or self.instead.is_inference():
+            return False  # a DTensor lies where the parameter lies
+        written = self.instead._version or self.parameter._version != self.version
+        return bool(written) or self.instead.requires_grad is not self.parameter.requires_grad
+
+
+class _InPlace:
+    """Substitutes of one forward; put in place when made."""
+
+    def __init__(self, module: torch.nn.Module, substitute: Substitute) -> None:
+        self._places = _places(module, substitute)
+        self._recurrent = [layer for layer in module.modules() if isinstance(layer, torch.nn.RNNBase)]
+        self.put()
+
+    def put(self) -> None:
+        """Let them be found."""
+        for one in self._places:
+            if one.table.get(one.name) is one.parameter:
+                one.table[one.name] = one.instead
+        self._list_weights()
+
+    def take_away(self) -> None:
+        """Let the parameters be found, but where forward has put others. Harmless twice."""
+        for one in self._places:
+            if one.table.get(one.name) is one.instead:
+                one.table[one.name] = one.parameter
+        self._list_weights()
+
+    def _list_weights(self) -> None:
+        """Recurrent layers keep a list of their parameters, by which they compute."""
+        for layer in self._recurrent:
+            layer.__dict__["_flat_weights"] = [getattr(layer, name, None) for name in layer._flat_weights_names]
+
+    @left_uncompiled
+    def refuse_lost(self, module: torch.nn.Module) -> None:
+        """Raise where forward has changed a parameter or its copy."""
+        lost = {id(one.parameter) for one in self._places if one.has_lost()}
+        if lost:
+            names = [name for name, one in module.named_parameters() if id(vars(one).get(STANDS_FOR, one)) in lost]
+            raise UnsupportedError(
+                f"DistributedDataParallel: forward has changed {name_list(names)}, of which it finds copies with "
+                "mixed_precision=: the change would be lost.\nChange parameters, and what is trained, before it."
+            )
+
+    @left_uncompiled
+    def again_in_backward(self, outputs: object) -> None:
+        """See [Note: recomputed]."""
+        found: Any = _find_tensors(outputs) if self._places else ()  # type: ignore[no-untyped-call]
+        for one in found:
+            if one.grad_fn is not None:
+                one.register_hook(self._until_the_end)
+
+    @left_uncompiled
+    def _until_the_end(self, _: torch.Tensor) -> None:
+        self.put()
+        callback = functools.partial(self.take_away)
+        weakref.finalize(callback, self.take_away).atexit = False  # where backward raises the engine drops it unrun
+        Variable._execution_engine.queue_callback(callback)
+
+
+@left_uncompiled
+def _places(module: torch.nn.Module, substitute: Substitute) -> list[_Place]:
+    """One substitute for all places of a tied parameter, which get one gradient."""
+    made: dict[int, torch.Tensor] = {}
+    found = []
+    with torch.enable_grad():  # an evaluation may switch it on inside; where it does not, nothing hangs on them
+        for layer in module.modules():
+            for name, parameter in layer._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = substitute(layer, parameter)
+                if made[id(parameter)] is not parameter:
+                    instead, version = made[id(parameter)], 0 if parameter.is_inference() else parameter._version
+                    found.append(_Place(layer._parameters, name, parameter, instead, version))
+    return found
 
 
 class Substitutes:
-    """Puts them in place. Layers let go of it when it is freed.
+    """Puts them in place for as long as some thread runs forward.
 
     Args:
         chain: what is done to a parameter to make its substitute, one after the other.
@@ -38,90 +133,43 @@ class Substitutes:
 
     def __init__(self, chain: Sequence[Substitute]) -> None:
         self._chain = chain
-        keep_from_compiler(_exchanges, callees=True)
-        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._current: _InPlace | None = None
 
-    def substitute(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """What forward is to find in the place of a parameter."""
+    def run(self, module: torch.nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it with the substitutes of the module's parameters in place."""
+        current = self._enter(module)
+        try:
+            output = call(*args, **kwargs)
+            current.refuse_lost(module)
+        finally:
+            self._leave(current)
+        current.again_in_backward(output)
+        return output
+
+    @left_uncompiled
+    def _enter(self, module: torch.nn.Module) -> _InPlace:
+        with self._lock:
+            self._current = self._current or _InPlace(module, self._substitute)
+            self._inside += 1
+            return self._current
+
+    @left_uncompiled
+    def _leave(self, current: _InPlace) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                current.take_away()
+                self._current = None
+
+    def _substitute(self, layer: torch.nn.Module, parameter: torch.Tensor) -> torch.Tensor:
         for change in self._chain:
-            parameter = change(name, parameter)
+            parameter = change(layer, parameter)
         return parameter
 
-    @contextlib.contextmanager
-    def in_forward(self, module: torch.nn.Module) -> Iterator[None]:
-        """In the wrapped module and all its layers."""
-        layers = [*module.named_modules()]
-        for prefix, layer in layers[1:]:
-            if layer not in self._known:
-                self._known.add(layer)
-                _Recomputed(prefix, layer, self)
-        with _exchanged(layers, self.substitute):
-            yield
 
-
-class _Recomputed:
-    """Stands in a layer's slot: see [Note: recomputed]."""
-
-    def __init__(self, prefix: str, layer: torch.nn.Module, owner: Substitutes) -> None:
-        self._prefix, self._layer, self._owner = prefix, weakref.ref(layer), weakref.ref(owner)
-        self._compiled: Any = layer._compiled_call_impl
-        layer.__dict__["_compiled_call_impl"] = self
-
-    def __reduce__(self) -> Any:
-        """A copy of the layer is nobody's."""
-        return type(None), ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._layer()
-        assert layer is not None, "it is being called"
-        call = self._compiled or layer._call_impl
-        if torch.compiler.is_compiling() or current_task() == -1 or (owner := self._owner()) is None:
-            return call(*args, **kwargs)
-        with _exchanged([(self._prefix, layer)], owner.substitute):
-            return call(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _exchanged(layers: Sequence[tuple[str, torch.nn.Module]], substitute: Substitute) -> Iterator[None]:
-    exchanges = _exchanges(layers, substitute)
-    recurrent = [layer for _, layer in layers if isinstance(layer, torch.nn.RNNBase)]
-    try:
-        for one in exchanges:
-            one.table[one.name] = one.instead
-        _list_weights(recurrent)
-        yield
-    finally:
-        for one in exchanges:
-            if one.table.get(one.name) is one.instead:  # else forward has put another there
-                one.table[one.name] = one.parameter
-        _list_weights(recurrent)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    table: Any
-    name: str
-    parameter: torch.nn.Parameter
-    instead: torch.Tensor
-
-
-def _exchanges(layers: Sequence[tuple[str, torch.nn.Module]], substitute: Substitute) -> list[_Exchange]:
-    """One substitute for all places of a tied parameter, which get one gradient."""
-    made: dict[int, torch.Tensor] = {}
-    found = []
-    for prefix, layer in layers:
-        for name, parameter in layer._parameters.items():
-            if isinstance(parameter, torch.nn.Parameter):
-                if id(parameter) not in made:
-                    made[id(parameter)] = substitute(f"{prefix}.{name}" if prefix else name, parameter)
-                found.append(_Exchange(layer._parameters, name, parameter, made[id(parameter)]))
-    return found
-
-
-def _list_weights(layers: Sequence[torch.nn.RNNBase]) -> None:
-    """Recurrent layers keep a list of their parameters, by which they compute."""
-    for layer in layers:
-        layer.__dict__["_flat_weights"] = [getattr(layer, name, None) for name in layer._flat_weights_names]
+# Mixed precision
 
 
 def lower(module: torch.nn.Module, config: _MixedPrecision, ignored: Collection[str]) -> Substitute:
@@ -135,22 +183,50 @@ def lower(module: torch.nn.Module, config: _MixedPrecision, ignored: Collection[
     for name, buffer in module.named_buffers():
         if config.buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
             buffer.data = buffer.to(config.buffer_dtype)
+    stay = Alive(one for name, one in module.named_parameters(remove_duplicate=False) if name in ignored)
 
-    def cast(name: str, parameter: torch.Tensor) -> torch.Tensor:
-        if config.param_dtype is None or name in ignored or not parameter.is_floating_point():
+    def cast(layer: torch.nn.Module, parameter: torch.Tensor) -> torch.Tensor:
+        dtype = config.param_dtype
+        if dtype is None or dtype is parameter.dtype or not parameter.is_floating_point() or stay.holds(parameter):
             return parameter
-        return parameter.to(config.param_dtype)
+        lowered: torch.Tensor = _Rows.apply(parameter, dtype) if _by_rows(layer) else parameter.to(dtype)  # type: ignore[no-untyped-call]
+        vars(lowered).update(vars(parameter))  # what a program has noted there
+        vars(lowered)[STANDS_FOR] = parameter
+        return lowered
 
-    for name, parameter in module.named_parameters():
-        if name not in ignored:
-            _mark(parameter, cast(name, torch.empty_like(parameter, device="meta")))
+    for parameter in module.parameters():
+        if not stay.holds(parameter):
+            _mark(parameter, config.param_dtype if parameter.is_floating_point() else None)
     return cast
 
 
-def _mark(parameter: Any, lowered: torch.Tensor) -> None:
+def _by_rows(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+
+
+class _Rows(torch.autograd.Function):
+    """A cast whose gradient may be sparse, which torch's own refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = whole.dtype
+        return whole.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.to(ctx.dtype), None
+
+
+def _mark(parameter: Any, dtype: torch.dtype | None) -> None:
     """torch's attributes: shapes and dtypes. What torch keeps there has no counterpart here, so they hold no values."""
-    parameter._mp_param = lowered
+    parameter._mp_param = torch.empty_like(parameter, dtype=dtype, device="meta")
     parameter._fp_param = torch.empty_like(parameter, device="meta")
+
+
+# Tensor parallelism
+
+SPEC = "_st_info"
+"""torch's name for what a local part knows of the whole."""
 
 
 def whole(module: torch.nn.Module) -> Substitute:
@@ -158,25 +234,52 @@ def whole(module: torch.nn.Module) -> Substitute:
     from torch.distributed.tensor import DTensor  # with it comes much of torch's compiler
     from torch.distributed.tensor.parallel._data_parallel_utils import sync_grad_hook
 
-    specs: dict[str, Any] = {}
     parts: dict[int, torch.nn.Parameter] = {}
-    for prefix, layer in module.named_modules():
-        for name, one in layer._parameters.items():
+    tables: list[dict[str, Any]] = [layer._parameters for layer in module.modules()]
+    for table in tables:
+        for name, one in table.items():
             if isinstance(one, DTensor):
                 if id(one) not in parts:
                     local = one.to_local().detach()
                     parts[id(one)] = torch.nn.Parameter(local, requires_grad=one.requires_grad)
-                specs[f"{prefix}.{name}" if prefix else name] = one._spec
-                layer._parameters[name] = parts[id(one)]
+                    setattr(parts[id(one)], SPEC, one._spec)
+                table[name] = parts[id(one)]
 
-    def assemble(name: str, part: torch.Tensor) -> torch.Tensor:
-        spec = specs.get(name)
-        if spec is None:
+    def assemble(_: torch.nn.Module, part: torch.Tensor) -> torch.Tensor:
+        spec = getattr(part, SPEC, None)
+        if spec is None or isinstance(part, DTensor):
             return part
-        if part.requires_grad and torch.is_grad_enabled():
+        standing_for = vars(part).get(STANDS_FOR, part)
+        if part.requires_grad:
             part = part.view_as(part)
             # Its gradient may still be under way between the shards.
             part.register_hook(sync_grad_hook)  # type: ignore[no-untyped-call]
-        return DTensor.from_local(part, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+        made = DTensor.from_local(part, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+        vars(made)[STANDS_FOR] = standing_for
+        return made
 
     return assemble
+
+
+class Called:
+    """Stands in the module's slot for compiled calls, as in forward.py: who calls the module itself finds the same.
+
+    Args:
+        module: the wrapped one.
+        substitutes: of its parameters.
+    """
+
+    def __init__(self, module: torch.nn.Module, substitutes: Substitutes) -> None:
+        self._module, self._substitutes = weakref.ref(module), substitutes
+        self._compiled: Any = module._compiled_call_impl
+        if not isinstance(self._compiled, Called):
+            module.__dict__["_compiled_call_impl"] = self
+
+    def __reduce__(self) -> Any:
+        """A copy of the module is nobody's."""
+        return type(None), ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None, "it is being called"
+        return self._substitutes.run(module, self._compiled or module._call_impl, *args, **kwargs)

@@ -69,7 +69,7 @@ class ForwardWatch:
         """How often forward ran before this pass, and before the one before."""
         self._told_once = False
         if module is not None:
-            keep_from_compiler(ForwardWatch.__call__, callees=False)
+            _leave_to_what_is_called()
             self._compiled = module._compiled_call_impl
             module.__dict__["_compiled_call_impl"] = self
 
@@ -138,9 +138,8 @@ class ForwardWatch:
         )
 
 
-def keep_from_compiler(function: Any, *, callees: bool) -> None:
-    """torch.compile is not to trace this function's frame, and what the frame calls as it would without it, or not."""
+def _leave_to_what_is_called() -> None:
+    """torch.compile is to trace what this frame calls, as it would without it, and not the frame itself."""
     frames = torch._C._dynamo.eval_frame
-    actions = frames._FrameAction
-    strategy = frames._FrameExecStrategy(actions.SKIP, actions.SKIP if callees else actions.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, strategy)
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(ForwardWatch.__call__.__code__, skip)

@@ -36,9 +36,14 @@ FIRST = 4
 """The net for what no hook tells is cast in the first passes and then in every ``EVERY``-th."""
 
 
+STANDS_FOR = "_stretto_stands_for"
+"""On what stands in a module's table for a parameter while forward runs: the parameter (ddp_substitutes.py)."""
+
+
 def named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, Any]:
     """The module's parameters or buffers that are not to be left alone, by name."""
-    return {name: tensor for name, tensor in getattr(module, f"named_{kind}")() if not options.ignores(name)}
+    found = getattr(module, f"named_{kind}")()
+    return {name: vars(one).get(STANDS_FOR, one) for name, one in found if not options.ignores(name)}
 
 
 def trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Parameter]:

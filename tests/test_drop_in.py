@@ -106,7 +106,7 @@ class TestSurface:
 
     def test_options_of_attach_are_keywords_of_the_drop_in(self):
         ours = inspect.signature(DistributedDataParallel.__init__).parameters
-        elsewhere = {"module", "transport", "last_bucket_cap_mb", "ignore", "beside"}
+        elsewhere = {"module", "transport", "beside"}
         assert set(inspect.signature(attach).parameters) - elsewhere <= set(ours)
         (listed,) = re.findall(r"^Keyword arguments of stretto's own: (.*?), as in", PAGE.read_text(), re.DOTALL | re.M)
         assert re.findall(r"`(\w+)`", listed) == [p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY]
@@ -382,7 +382,11 @@ def own_options(rank):
     loss(model, batch("mlp", rank)).backward()
     summed = DistributedDataParallel(build("mlp"), reduce="sum", predivide_factor=2.0, delay=True, buffers="none")
     loss(summed, batch("mlp", rank)).backward()
-    return [p.grad.clone() for p in model.parameters()], [p.grad.clone() for p in summed.parameters()]
+    apart = DistributedDataParallel(build("mlp"), ignore=["*.bias"], last_bucket_cap_mb=0.0001)
+    loss(apart, batch("mlp", rank)).backward()
+    assert apart.synchronizer.plan.last_cap_bytes == int(0.0001 * 2**20)
+    assert apart.parameters_to_ignore == {"0.bias", "2.bias", "4.bias"}
+    return [[p.grad.clone() for p in one.parameters()] for one in (model, summed, apart)]
 
 
 def all_scenes(rank):
@@ -500,9 +504,11 @@ class TestTogether:
         )
 
     def test_options_of_stretto(self, scenes):
-        weighted, summed = scenes[0]["own options"]
+        weighted, summed, apart = scenes[0]["own options"]
         torch.testing.assert_close(weighted, one_process([[0], [0]], 4.0, weights=(1.0, 3.0)))
         torch.testing.assert_close(summed, one_process([[0], [0]], 1.0))
+        torch.testing.assert_close(apart[::2], one_process([[0], [0]])[::2])
+        torch.testing.assert_close(apart[1::2], one_process([[0], []], 1.0)[1::2])
 
 
 def test_a_mesh_and_a_group_exclude_each_other():

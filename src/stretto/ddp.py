@@ -16,6 +16,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .comm_hooks import Hook, check_hook
 from .ddp_compat import TorchSurface
 from .ddp_faces import Logger, ReducerFace
 from .errors import SetupError
-from .options import Buffers, listed
+from .options import Buffers, listed, patterns
 from .scaling import Reduce
 from .transport import TransportName
 
@@ -49,8 +50,8 @@ class DistributedDataParallel(TorchSurface):
         module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb, device_mesh,
         bucket_cap_mb_list, forward_sync_buffers: as in torch; of a list of caps the largest counts.
         mixed_precision: as in torch; outside of forward, and in ``state_dict``, parameters are never in low precision.
-        buffers, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after, process_groups, check_every,
-            sparse, transport: as in :func:`stretto.attach`.
+        last_bucket_cap_mb, buffers, ignore, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after,
+            process_groups, check_every, sparse, transport: as in :func:`stretto.attach`.
 
     Raises:
         UnsupportedError: an argument that is not honoured.
@@ -86,7 +87,9 @@ class DistributedDataParallel(TorchSurface):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        last_bucket_cap_mb: float | None = None,
         buffers: Buffers | None = None,
+        ignore: Iterable[str] = (),
         reduce: Reduce = "mean",
         weighted: bool = False,
         predivide_factor: float | None = None,
@@ -104,10 +107,11 @@ class DistributedDataParallel(TorchSurface):
         Joinable.__init__(self)
         self.device_mesh = device_mesh
         self.process_group = _group_of(process_group, process_groups, device_mesh)  # None: a world of one
-        self._hold(module, mixed_precision)
+        left_alone = patterns("ignore", ignore)
+        self._hold(module, mixed_precision, left_alone)
         self._set_devices(device_ids, output_device)
         self.dim = dim
-        ignore = self._set_buffers(broadcast_buffers, forward_sync_buffers, buffers)
+        ignored = self._set_buffers(broadcast_buffers, forward_sync_buffers, buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -117,7 +121,8 @@ class DistributedDataParallel(TorchSurface):
         self._stand_for_torchs()
         self._attach_options: dict[str, Any] = {
             "bucket_cap_mb": self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
-            "ignore": ignore,
+            "last_bucket_cap_mb": last_bucket_cap_mb,
+            "ignore": ignored.union(left_alone),
             "reduce": reduce,
             "weighted": weighted,
             "predivide_factor": predivide_factor,
@@ -134,13 +139,15 @@ class DistributedDataParallel(TorchSurface):
         smallest: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
         self.bucket_bytes_cap = max(int(self._synchronizer.plan.cap_bytes), smallest)
 
-    def _hold(self, module: torch.nn.Module, mixed_precision: Any) -> None:
+    def _hold(self, module: torch.nn.Module, mixed_precision: Any, ignore: Iterable[str]) -> None:
         """The module, and which of its parameters are reduced."""
         self.logger = Logger(self)
         self.reducer = ReducerFace(self)
         self._comm_hooks = []
         self.module = module
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        names = [name for kind in (module.named_parameters, module.named_buffers) for name, _ in kind()]
+        by_pattern = {name for name in names if any(fnmatchcase(name, pattern) for pattern in ignore)}
+        self.parameters_to_ignore = by_pattern.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.mixed_precision = _config(mixed_precision)
         self._substitute()
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]

@@ -365,7 +365,9 @@ def test_plan_has_no_sparse_gradients_in_buckets(tmp_path: Path, capsys, monkeyp
     value = json.loads(capsys.readouterr().out)
     assert value["bytes"] == 72 and value["sparse"] == ["0.weight"]
     assert execute(["plan", "words.py:alone"]) == 2
-    assert "words.py:alone gives a module whose gradients are sparse: they travel by rows" in capsys.readouterr().err
+    assert "words.py:alone gives a module whose gradients are sparse: they travel by rows, in no bucket" in (
+        capsys.readouterr().err
+    )
 
 
 def test_plan_imports_a_script_from_where_it_lies_and_modules_from_here(tmp_path: Path) -> None:

@@ -293,3 +293,14 @@ def test_hooks_see_complex_gradients_as_pairs_of_reals(dtype):
         return shapes, [one.grad.flatten()[0].item() for one in layer]
 
     assert run_ranks(worker, 2) == [([[(2,), (3, 2, 2)]], [1 - 2j] * 2)] * 2
+
+
+def test_descriptions_name_the_hook():
+    def worker(transport):
+        sync = stretto.attach(torch.nn.Linear(1, 1), transport=transport)
+        sync.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        return sync.describe().splitlines()[1]
+
+    hook = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
+    said = f"gradients: by comm hook {hook}, in the place of local (threads of one process), in place when backward returns"
+    assert run_ranks(worker, 2) == [said] * 2

@@ -57,9 +57,15 @@ def describe(
 
 def _how(reducer: Reducer, options: Options) -> str:
     if reducer.comm_hook is not None:
-        return f"comm hook {reducer.comm_hook.hook!r}"
+        return f"by comm hook {_name(reducer.comm_hook.hook)}, in the place of {reducer.transport.name}"
     kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
     return f"{kind} over ranks, sent {'after backward' if reducer.delay else 'while backward runs'}"
+
+
+def _name(hook: object) -> str:
+    """Where a user finds it, rather than where it lies in memory."""
+    name = getattr(hook, "__qualname__", None)
+    return repr(hook) if name is None else f"{hook.__module__}.{name}"
 
 
 def _sparse(reducer: Reducer) -> list[str]:

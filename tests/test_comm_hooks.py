@@ -302,5 +302,5 @@ def test_descriptions_name_the_hook():
         return sync.describe().splitlines()[1]
 
     hook = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
-    said = f"gradients: by comm hook {hook}, in the place of local (threads of one process), in place when backward returns"
-    assert run_ranks(worker, 2) == [said] * 2
+    said = f"gradients: by comm hook {hook}, in the place of local (threads of one process), in place when backward"
+    assert run_ranks(worker, 2) == [f"{said} returns"] * 2

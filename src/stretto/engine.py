@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -105,16 +105,24 @@ class OutermostEnd:
         self._paused()
 
 
-def refuse_compiled(where: str) -> None:
+class Place(Protocol):
+    """Knows how messages begin."""
+
+    @property
+    def where(self) -> str:
+        """Rank and pass."""
+
+
+def refuse_compiled(place: Place) -> None:
     """Raise if torch's compiled autograd runs this backward: it traces hooks, and never calls what is to end a task.
 
     Raises:
-        UnsupportedError: with ``where`` in front.
+        UnsupportedError: with the place in front.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise UnsupportedError(
-            f"{where}: this backward is run by torch's compiled autograd, in which gradients cannot be reduced.\n"
+            f"{place.where}: this backward is run by torch's compiled autograd, in which gradients cannot be reduced.\n"
             "Leave torch._dynamo.config.compiled_autograd False; torch.compile(model) alone is fine."
         )
 

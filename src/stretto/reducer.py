@@ -203,7 +203,7 @@ class Reducer:
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
-        refuse_compiled(self.queue.where)
+        refuse_compiled(self.queue)
         self.queue.peers.refuse_fork()
         self.failing.refuse_if_lost()
         if not self.queue.pass_number:

@@ -34,6 +34,8 @@ from .stretches import Stretches, most_elements, part_of_state, states_of_pieces
 from .trial import misfit
 from .withholding import Withholding
 
+_AS_IT_IS = contextlib.nullcontext()
+
 
 class Shares:
     """What this rank steps for an optimizer. Collective where it begins.
@@ -200,10 +202,7 @@ class Shares:
     # The step
 
     def step(self, *, joins: bool = False, idle: bool = False) -> None:
-        """Step this rank's share; all of the model is stepped when this returns. Collective.
-
-        Some ranks may have no batches any more if it ``joins``, and this one has none if it is ``idle``.
-        """
+        """Step this rank's share; all is stepped when this returns. Collective. Options: see joining.py."""
         self._spread.finish()
         meets = self.layout.is_shared or joins or idle
         with self.meetings.tell_in_time(self.layout.parameters.values(), meets=meets):
@@ -214,7 +213,7 @@ class Shares:
             copies = {} if moves else self.layout.copies(strayed, self._pieces)
             number = self._groups.number(has_moved=has_moved)
         met = self._agree(number, moves=moves, meets=meets, idle=idle)
-        with lent(self._groups, self.transport, self._peers, idle=idle) if met.idle else contextlib.nullcontext():
+        with lent(self._groups, self.transport, self._peers, idle=idle) if met.idle else _AS_IT_IS:
             if moves:
                 self._follow()
             if idle:

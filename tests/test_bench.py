@@ -324,7 +324,7 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
         (lambda: load(":x"), "':x': say where the model is made, script.py:factory or package.module:factory"),
         (lambda: workload_of("no_such_module:f"), "there is no module 'no_such_module'"),
         (lambda: workload_of("none.py:f"), "none.py: no such file"),
-        (lambda: workload_of(f"{mine}:number"), f"{mine}:number is a int, which cannot be called"),
+        (lambda: workload_of(f"{mine}:number"), f"{mine}:number is of type int, which cannot be called"),
         (lambda: workload_of(f"{mine}:missing"), f"{mine} has no 'missing'"),
         (lambda: workload_of(f"{mine}:counted")(), odd.format("counted", "a Tensor")),
         (lambda: model_of(f"{mine}:swapped"), odd.format("swapped", "(Tensor, Linear)")),

@@ -33,7 +33,7 @@ from stretto.cli.demo import ENOUGH
 from stretto.cli.digits import drawn_digits, train_once
 from stretto.cli.doctor import SEVERAL_HOSTS, Findings, _network, _speed, advise, faults
 from stretto.cli.launch import Failure, first_failure
-from stretto.cli.launched import Launched, RanksOfHost
+from stretto.cli.launched import Launched, RanksOfHost, is_launched
 from stretto.cli.link import Link, parse_bandwidth, parse_latency
 from stretto.cli.machine import Interface, look_at_machine
 from stretto.cli.reach import GlooInterface, Reached, reach_the_store, what_gloo_chooses
@@ -630,6 +630,14 @@ def findings(**changes: Any) -> Findings:
     return Findings(machine=type(look_at_machine())(**{**vars(look_at_machine()), **machine}), **seen)
 
 
+def test_an_environment_of_ranks_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(stretto.SetupError) as caught:
+        is_launched()
+    assert str(caught.value) == "WORLD_SIZE='two' in the environment is no number: set it, or leave it out"
+
+
 def test_advice_of_the_doctor() -> None:
     assert advise(findings()) == faults(findings()) == []
     assert advise(findings(gloo=GlooInterface("hostname", "lo", "127.0.1.1"))) == [
@@ -940,7 +948,7 @@ REFUSED = [
     ("plan nowhere.py:net", 2, "nowhere.py: no such file"),
     ("plan no_such_package.models:net", 2, "there is no module 'no_such_package'"),
     ("plan script.py:missing", 2, "script.py has no 'missing'"),
-    ("plan script.py:number", 2, "script.py:number is a int, which cannot be called"),
+    ("plan script.py:number", 2, "script.py:number is of type int, which cannot be called"),
     (
         "plan script.py:none",
         2,

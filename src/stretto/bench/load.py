@@ -46,7 +46,7 @@ def load(source: str) -> Any:
             raise SetupError(f"{place} has no {part!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise SetupError(f"{source} is a {type(found).__name__}, which cannot be called")
+        raise SetupError(f"{source} is of type {type(found).__name__}, which cannot be called")
     return found
 
 

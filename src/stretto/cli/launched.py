@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ..errors import SetupError
 from .speed import Speed, measure_here
 
 PATIENCE = datetime.timedelta(seconds=120)
@@ -43,8 +44,13 @@ class Launched:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
-    return all(name in os.environ for name in _TOLD) and int(os.environ["WORLD_SIZE"]) > 1
+    """Whether a launcher has started this process as one of several ranks. Raises ``SetupError`` if it is unclear."""
+    if not all(name in os.environ for name in _TOLD):
+        return False
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise SetupError(f"{name}={os.environ[name]!r} in the environment is no number: set it, or leave it out")
+    return int(os.environ["WORLD_SIZE"]) > 1
 
 
 def look_together(hostname: str, gloo: str, *, quick: bool) -> Launched:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 import stretto
@@ -208,3 +209,95 @@ def test_a_step_that_is_left_out_is_named_on_all_ranks():
     assert other == ("SetupError", said)
     assert idle[0] == "PeerError" and said.partition("\n")[0] in idle[1]
     assert idle_later[0] == later[0] == "CommunicationError"
+
+
+def stepped_twice(rank):
+    model, optimizer = build("AdamW", True, "auto")
+    with Join([model, optimizer]):
+        for step in range(1 + 3 * rank):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+            if step:
+                optimizer.step()
+
+
+def test_a_second_step_is_named():
+    with pytest.raises(RuntimeError) as raised:
+        spawn_ranks(stepped_twice, 2, timeout=30)
+    assert (
+        "rank 1, pass 2: this step of the sharded optimizer follows no pass of its own: inside Join, ranks without "
+        "batches step once behind each pass.\nStep once after each backward outside of no_sync()."
+    ) in str(raised.value)
+
+
+def left_by_an_exception(rank):
+    """Between a backward and its step; then on without Join, with it, and with a learning rate that is a tensor."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    rate = torch.tensor(0.05)
+    optimizer = stretto.shard(torch.optim.AdamW(model.parameters(), lr=rate), model)
+    try:
+        with Join([model, optimizer]):
+            backward(model, rank, 0)
+            raise ValueError("caught")
+    except ValueError:
+        pass
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
+    with Join([model, optimizer]):
+        for step in range(1 + 2 * rank):
+            rate.fill_(0.01 if step else 0.05)
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+    rate.fill_(0.02)
+    optimizer.zero_grad()
+    backward(model, rank, 7)
+    optimizer.step()
+    kept = optimizer.param_groups[0]["lr"] is rate
+    alone = dist.new_group([0]), dist.new_group([1])
+    single = DistributedDataParallel(Net(), process_group=alone[rank])
+    plain = stretto.shard(torch.optim.AdamW(single.parameters()), single)
+    with Join([single, plain]):
+        backward(single, rank, 0)
+        plain.step()
+    return kept, [one.clone() for one in model.parameters()]
+
+
+def test_what_is_left_by_an_exception_goes_on():
+    (kept, first), (also, second) = spawn_ranks(left_by_an_exception, 2)
+    assert kept and also and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def fails_amid(rank, victim):
+    """Between the first meeting and the step, where gradients are lent."""
+    model, optimizer = build("AdamW", True, "auto")
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    def run():
+        with Join([model, optimizer]), pytest.MonkeyPatch.context() as patch:
+            if rank == victim:
+                patch.setattr("stretto.sharding.joining.broadcast_coalesced", fail)
+            for step in range(1 + rank):
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                optimizer.step()
+            if not rank:  # the rest runs as Join is left
+                patch.undo() if victim else None
+                optimizer.zero_grad()
+                Join.__exit__(Join([model, optimizer]), None, None, None)
+
+    try:
+        return outcome(run)
+    except KeyboardInterrupt:
+        return "stopped", outcome(lambda: model.module.last.weight.sum().item())
+
+
+def test_a_rank_that_fails_while_gradients_are_lent_is_named():
+    (idle, _), (stopped, looked) = spawn_ranks(fails_amid, 2, 1)
+    assert idle == "PeerError" and stopped == "stopped" and looked[0] == "CommunicationError"

@@ -262,7 +262,8 @@ class DistributedDataParallel(TorchSurface):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        out = ("process_group", "_synchronizer", "reducer", "logger", "_comm_hooks", "_join_config", "_substitutes")
+        here = {"process_group", "_synchronizer", "reducer", "logger", "_substitutes"}
+        out = here | {"_comm_hooks", "_join_config", "_join_left"}
         return {key: value for key, value in self.__dict__.items() if key not in out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

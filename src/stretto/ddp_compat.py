@@ -10,6 +10,7 @@ row for each.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -71,6 +72,10 @@ class TorchSurface(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
+        if (hook := self.__dict__.get("_join_left")) is not None and hook() is None:
+            Joinable.__init__(self)  # an exception has left join(), which tells nobody
+            self._synchronizer.buffers = self._buffers_policy
+            del self.__dict__["_join_left"]
         if (self._join_config.enable or "buffer_hook" in self.__dict__) and self._synchronizing_forward():
             if self._join_config.enable:
                 self._synchronizer.buffers = "none"  # they follow a rank that has not joined, before forward
@@ -233,12 +238,16 @@ class TorchSurface(TorchDDP):
         its own division, as in torch.
         """
         self.logger.joins = True
+        for one in self._synchronizer.sharded:
+            one.joins_over = self.process_group
         effective = not kwargs.get("divide_by_initial_world_size", True)
         weigh = effective and not self._comm_hooks and not self._attach_options["weighted"]
         if weigh:
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
-        return _ShadowHook(self, back_to_options=weigh)
+        hook = _ShadowHook(self, back_to_options=weigh)
+        self.__dict__["_join_left"] = weakref.ref(hook)
+        return hook
 
     def _sizes(self) -> dict[str, float]:
         """What was found to suit the link, which is not timed again."""

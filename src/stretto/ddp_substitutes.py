@@ -53,12 +53,11 @@ class _Place:
 
 
 class _InPlace:
-    """Substitutes of one forward; put in place when made."""
+    """Substitutes of one forward."""
 
     def __init__(self, module: torch.nn.Module, substitute: Substitute) -> None:
         self._places = _places(module, substitute)
         self._recurrent = [layer for layer in module.modules() if isinstance(layer, torch.nn.RNNBase)]
-        self.put()
 
     def put(self) -> None:
         """Let them be found."""
@@ -96,14 +95,24 @@ class _InPlace:
         found: Any = _find_tensors(outputs) if self._places else ()  # type: ignore[no-untyped-call]
         for one in found:
             if one.grad_fn is not None:
-                one.register_hook(self._until_the_end)
+                held = [self]  # until this output's part of the graph is freed: who keeps a loss keeps no copies
+                one.register_hook(functools.partial(_until_the_end, held))
+                one.grad_fn.register_hook(functools.partial(_let_go, held))
 
-    @left_uncompiled
-    def _until_the_end(self, _: torch.Tensor) -> None:
-        self.put()
-        callback = functools.partial(self.take_away)
-        weakref.finalize(callback, self.take_away).atexit = False  # where backward raises the engine drops it unrun
+
+@left_uncompiled
+def _until_the_end(held: list[_InPlace], _: torch.Tensor) -> None:
+    for one in held:
+        one.put()
+        callback = functools.partial(one.take_away)
+        weakref.finalize(callback, one.take_away).atexit = False  # where backward raises the engine drops it unrun
         Variable._execution_engine.queue_callback(callback)
+
+
+@left_uncompiled
+def _let_go(held: list[_InPlace], *_: Any) -> None:
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        held.clear()
 
 
 @left_uncompiled
@@ -111,7 +120,8 @@ def _places(module: torch.nn.Module, substitute: Substitute) -> list[_Place]:
     """One substitute for all places of a tied parameter, which get one gradient."""
     made: dict[int, torch.Tensor] = {}
     found = []
-    with torch.enable_grad():  # an evaluation may switch it on inside; where it does not, nothing hangs on them
+    # An evaluation may switch grad mode on inside, or share them with another thread; else nothing hangs on them.
+    with torch.inference_mode(False), torch.enable_grad():
         for layer in module.modules():
             for name, parameter in layer._parameters.items():
                 if parameter is None:
@@ -151,9 +161,15 @@ class Substitutes:
     @left_uncompiled
     def _enter(self, module: torch.nn.Module) -> _InPlace:
         with self._lock:
-            self._current = self._current or _InPlace(module, self._substitute)
-            self._inside += 1
-            return self._current
+            current = self._current or _InPlace(module, self._substitute)
+            if self._current is None:
+                try:
+                    current.put()
+                except BaseException:  # Ctrl-C: what stayed would be trained in their place
+                    current.take_away()
+                    raise
+            self._current, self._inside = current, self._inside + 1
+            return current
 
     @left_uncompiled
     def _leave(self, current: _InPlace) -> None:

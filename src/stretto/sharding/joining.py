@@ -14,14 +14,14 @@ anybody could tell it, and over a process group two messages that cross end the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from ..broadcast import broadcast_coalesced
-from ..crossing import group_of
 from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
 from ..peers import Peers
@@ -38,6 +38,10 @@ class Joins(Joinable):
     """What ``Join`` asks of a sharded optimizer: ``with Join([model, optimizer]): ...``, the drop-in first."""
 
     _shares: Shares | None
+    _hook: Any = None
+    """Weakly, what Join holds as long as it lasts."""
+    joins_over: Any = None
+    """The group of the drop-in, which says so when ``Join`` asks it for its hook, before this one."""
 
     def _usable(self) -> Shares:
         raise NotImplementedError
@@ -45,17 +49,28 @@ class Joins(Joinable):
     @property
     def joins(self) -> bool:
         """Whether it is inside ``Join``. Raises ``SetupError`` if it is the first there."""
+        if self._hook is not None and self._hook() is None:  # an exception has left Join, which tells nobody
+            Joinable.__init__(self)
+            self._hook = None
         config: Any = self._join_config
         if config.enable and config.is_first_joinable:
             raise SetupError("Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).")
         return bool(config.enable)
+
+    def joins_a_step(self) -> bool:
+        """The same of a step that begins. Raises ``SetupError`` if it follows no pass."""
+        if self.joins and self._shares is not None:
+            self._shares.attendance.refuse_without_pass()
+        return self.joins
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For ``Join``. Raises ``SetupError`` if gradients are not kept: there would be none to lend."""
         if self._shares is None:
             return JoinHook()
         self._usable().attendance.begins()
-        return _StepHook(self)
+        hook = _StepHook(self)
+        self._hook = weakref.ref(hook)
+        return hook
 
     @property
     def join_device(self) -> torch.device:
@@ -65,8 +80,8 @@ class Joins(Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        """That of the handle."""
-        return None if self._shares is None else group_of(self._shares.transport)
+        """That of the model."""
+        return self.joins_over
 
     def refuse_to_leave_out(self) -> None:
         """A forward begins: see [Note: a step a pass]."""
@@ -103,6 +118,16 @@ class Attendance:
         self._answered = self._queue.pass_number
         return self._meetings.meet_before(parameters, number, Coming.IDLE if idle else Coming.TO_STEP)
 
+    def refuse_without_pass(self) -> None:
+        """Raise ``SetupError`` if this step follows no pass, so that ranks without batches do not come to it."""
+        if self._queue.pass_number == self._answered:
+            error = SetupError(
+                f"{self._queue.where}: this step of the sharded optimizer follows no pass of its own: inside Join, "
+                "ranks without batches step once behind each pass.\nStep once after each backward outside of no_sync()."
+            )
+            self._meetings.fail(error)
+            raise error
+
     def refuse_to_leave_out(self) -> None:
         """Raise ``SetupError`` if the last pass was not stepped. The others are told."""
         if self._queue.pass_number > self._answered:
@@ -127,12 +152,33 @@ class _StepHook(JoinHook):
 
 
 @contextlib.contextmanager
-def lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> Iterator[None]:
+def lent(
+    groups: Groups, transport: Transport, peers: Peers, failed: Callable[[BaseException], None], *, idle: bool
+) -> Iterator[None]:
     """A rank without batches has options of the groups, and inside ``.grad``, from one that has some. Collective.
+
+    Args:
+        groups: of the optimizer.
+        transport: carries gradients.
+        peers: the other ranks.
+        failed: told of what else is raised, here and inside: others may have stepped.
+        idle: whether this rank has no batches.
 
     Raises:
         ModelMismatchError: ranks have different groups; options count where there are batches. On all ranks.
     """
+    try:
+        with _lent(groups, transport, peers, idle=idle):
+            yield
+    except ModelMismatchError:
+        raise
+    except BaseException as error:
+        failed(error)
+        raise
+
+
+@contextlib.contextmanager
+def _lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> Iterator[None]:
     offers = peers.gather((idle, groups.facts(), [] if idle else _offer(groups)))
     lender = next(rank for rank, (is_idle, *_) in enumerate(offers) if not is_idle)
     _, wanted, (options, kinds) = offers[lender]
@@ -147,7 +193,11 @@ def lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> I
         yield
         return
     for group, theirs in zip(groups.all, options, strict=True):
-        group.update(theirs)
+        for key, value in theirs.items():
+            if torch.is_tensor(value) and torch.is_tensor(mine := group.get(key)) and mine.shape == value.shape:
+                mine.copy_(value)  # the program may hold it, and it may lie on this rank's accelerator
+            else:
+                group[key] = value
     kept = [one.grad for one in groups.parameters]
     try:
         for one, gradient in zip(groups.parameters, gradients, strict=True):

@@ -126,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
                 loss = closure()
         shares = self._usable()
         with torch.no_grad():
-            shares.step(joins=self._join_config.enable and self.joins)
+            shares.step(joins=self._join_config.enable and self.joins_a_step())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -34,8 +34,6 @@ from .stretches import Stretches, most_elements, part_of_state, states_of_pieces
 from .trial import misfit
 from .withholding import Withholding
 
-_AS_IT_IS = contextlib.nullcontext()
-
 
 class Shares:
     """What this rank steps for an optimizer. Collective where it begins.
@@ -213,11 +211,11 @@ class Shares:
             copies = {} if moves else self.layout.copies(strayed, self._pieces)
             number = self._groups.number(has_moved=has_moved)
         met = self._agree(number, moves=moves, meets=meets, idle=idle)
-        with lent(self._groups, self.transport, self._peers, idle=idle) if met.idle else _AS_IT_IS:
+        told = self.transport, self._peers, self._fail
+        with lent(self._groups, *told, idle=idle) if met.idle else contextlib.nullcontext():
             if moves:
                 self._follow()
-            if idle:
-                number = self._groups.number(has_moved=False)
+            number = self._groups.number(has_moved=False) if idle else number
             self._write([] if moves else strayed, copies, number)
         if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
@@ -248,9 +246,13 @@ class Shares:
             self._step_share()
             self._spread.send(number)
         except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self.meetings.broken is None:
             self.meetings.fail(error)
             self._spoil(error)
-            raise
 
     def _step_share(self) -> None:
         self.inner.follow()

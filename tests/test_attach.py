@@ -89,7 +89,16 @@ def test_tensors_that_wrap_others_can_be_left_out_and_not_put_in_later() -> None
         model.later = two_in_one(transport.rank).requires_grad_(False)
         with pytest.raises(stretto.SetupError) as caught:
             model(torch.ones(1, 3)).sum().backward()
-        return str(caught.value), model.frozen.a.tolist(), model.later.b.tolist()
+        later = model.later.b.tolist()
+        del model.later
+        model(torch.ones(1, 3)).sum().backward()
+        model.register_buffer("table", torch.ones(2))
+        model.append(torch.nn.Identity())  # a module that has changed is looked through
+        model(torch.ones(1, 3)).sum().backward()
+        model.table = two_in_one(transport.rank).detach()
+        with pytest.raises(stretto.SetupError, match=r"table \(TwoTensor\) have their values in other tensors"):
+            model(torch.ones(1, 3)).sum().backward()
+        return str(caught.value), model.frozen.a.tolist(), later
 
     (told, *first), (other, *second) = run_ranks(worker, 2)
     for rank, text in enumerate((told, other)):

@@ -83,19 +83,26 @@ def steady(rank: int) -> None:
 
 def sharded(rank: int) -> None:
     """The optimizer's step is in it too."""
+    for keep_grads in (True, False):
+        sharded_with(rank, keep_grads=keep_grads)
+        torch.compiler.reset()
+
+
+def sharded_with(rank: int, *, keep_grads: bool) -> None:
     model, plain = build(), build()
     sync = stretto.attach(model)
     with contextlib.closing(Handle(sync)):
-        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync, keep_grads=keep_grads)
         beside = torch.optim.AdamW(plain.parameters())
 
         @torch.compile(backend="eager")
         def step(number: int) -> None:
+            optimizer.zero_grad()
             backward(model, rank, number, steady=True)
+            sync.clip_grad_norm_(1e6)
             optimizer.step()
 
         for number in range(STEPS):
-            optimizer.zero_grad()
             step(number)
             for parameter, mean in zip(plain.parameters(), mean_over_ranks(plain, number, steady=True), strict=True):
                 parameter.grad = mean

@@ -811,6 +811,7 @@ def test_a_process_lives_whatever_bytes_its_name_has() -> None:
     try:
         assert started and started_at(os.getpid()) == started
         assert not is_over(os.getpid(), started)
+        assert not is_over(os.getpid(), ""), "its start could not be read then"
     finally:
         name.write_bytes(before)
 

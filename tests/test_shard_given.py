@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import stretto
 from stretto.sharding import inner
 from stretto.sharding.attributes import comparable
-from stretto.sharding.kinds import kind_of
+from stretto.sharding.kinds import Kind, kind_of
 from stretto.testing import run_ranks
 
 
@@ -453,7 +453,19 @@ class ByRowsAndColumns(Slow):
         return parameter.grad * (rows.mean() / (rows[:, None] * columns)).sqrt()
 
 
-KEPT = (Lists, Stacked, Remembering, WithADimension, InBlocks, ByRowsAndColumns)
+class NormKept(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        self.state[parameter]["norm"] = parameter.norm()
+        return parameter.grad
+
+
+class ShapeKept(Slow):
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        shape = self.state[parameter].setdefault("shape", tuple(parameter.shape))
+        return parameter.grad.view(shape)
+
+
+KEPT = (Lists, Stacked, Remembering, WithADimension, InBlocks, ByRowsAndColumns, NormKept, ShapeKept)
 
 
 @pytest.mark.parametrize("keep_grads", [True, False])
@@ -606,6 +618,26 @@ def test_state_that_is_of_no_parameter_or_of_one_for_all_is_refused() -> None:
         with pytest.raises(stretto.UnsupportedError) as caught:
             kind_of(make(START.parameters()), "rank 0, shard")
         assert str(caught.value) == why
+
+
+class Noting(Counting):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.epoch, self.lines = 0, []
+
+
+def test_what_a_program_notes_on_its_optimizer_is_not_written_over() -> None:
+    """Only what steps have changed is handed back."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, _, _ = pair(transport, Noting)
+        train(model, sharded, transport.rank)
+        sharded.original.epoch, sharded.original.lines = 5, ["one"]
+        sharded.state_dict()
+        assert sharded.original.epoch == 5 and sharded.original.lines == ["one"] and sharded.original.count == 3
+        assert sharded.unshard().epoch == 5
+
+    shared(worker, 2)
 
 
 class Saving(Counting):
@@ -1087,3 +1119,19 @@ def test_a_norm_is_in_the_widest_dtype_of_gradients(dtypes: str, keep_grads: boo
         assert abs(norm.item() / exact - 1) < (1e-14 if first is torch.float64 else 1e-6)
 
     run_ranks(worker, 2)
+
+
+class EightBits(Slow):
+    """As torchao's: in blocks where a parameter is large and can be cut into blocks of 256."""
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        numel = parameter.numel()
+        blocks = numel // 256 if numel >= 4096 and numel % 256 == 0 else numel
+        scale = self.state[parameter].setdefault("scale", torch.ones(blocks))
+        scale.copy_(parameter.grad.view(blocks, -1).abs().amax(1))
+        return (parameter.grad.view(blocks, -1) / scale[:, None]).view_as(parameter)
+
+
+@pytest.mark.parametrize("shape", [(1000, 768), (50257, 16), (300, 1280)])
+def test_a_large_parameter_is_tried_in_a_shape_that_can_be_cut_into_blocks(shape: tuple[int, int]) -> None:
+    assert kind_of(EightBits([torch.nn.Parameter(torch.ones(shape))])) is Kind.WHOLE

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .options import Buffers, Options
@@ -165,5 +166,5 @@ def _same(known: torch.Tensor, buffer: torch.Tensor) -> bool:
     return bits.dtype is known.dtype and torch.equal(bits, known)
 
 
-def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return buffer.shape, buffer.dtype, buffer.device
+def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
+    return buffer.shape, buffer.dtype, buffer.device, is_traceable_wrapper_subclass(buffer)

@@ -15,6 +15,7 @@ from .buffers import BufferPlaces
 from .check import Inspection, check_replicas, replicated
 from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
 from .describe import describe, describe_shortly
+from .engine import left_uncompiled
 from .errors import SetupError
 from .events import Events
 from .family import unite
@@ -313,18 +314,17 @@ class Synchronizer:
         self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True, overlap: bool = True
     ) -> ShardedOptimizer:
         """See :func:`stretto.shard`. Collective."""
-        asked = Asked(keep_grads, overlap)
-        self.sharded = [one for one in self.sharded if not one.ended]
-        self.sharded.append(begin(optimizer, self.module, self._reducer, self._peers, self.sharded, asked))
-        return self.sharded[-1]
+        others = self.sharded = [one for one in self.sharded if not one.ended]
+        others.append(begin(optimizer, self.module, self._reducer, self._peers, others, Asked(keep_grads, overlap)))
+        return others[-1]
 
+    @left_uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all parameters, wherever their gradients are. Returns the norm, 0-dim.
 
-        Needed between backward and step with ``stretto.shard(..., keep_grads=False)``, and collective from then on:
-        there ``norm_type=0`` raises ``UnsupportedError``, and shares of an inner model on another group ``SetupError``.
+        Needed, and collective, with ``stretto.shard(..., keep_grads=False)``; ``norm_type=0`` raises there.
         """
         parameters = [*named(self.module, self._options, "parameters").values()]
         if self._reducer is None:

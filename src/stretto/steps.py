@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from .engine import left_uncompiled
 from .listeners import Listeners
 
 ENTRY: Any = "stretto"
@@ -25,10 +26,12 @@ Listener = Callable[[torch.optim.Optimizer, bool], None]
 class StepWatch(Listeners):
     """What the entries in torch's two tables share."""
 
+    @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """torch's hook before a step; it must return None."""
         self.tell(optimizer, True)
 
+    @left_uncompiled
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """And behind it."""
         self.tell(optimizer, False)

@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: default, those of the process.
     """
     _open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # a name it cannot show, say
+    fails = ("strict", "surrogateescape")  # with a name that it cannot show, say
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in fails:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = execute(sys.argv[1:] if arguments is None else arguments)
     try:

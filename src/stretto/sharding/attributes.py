@@ -11,6 +11,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from numbers import Number
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,7 +53,14 @@ def comparable(value: Any) -> Any:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def hand_on(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str | None:
+def given(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What it keeps on itself now, to tell later what it has changed."""
+    return {key: comparable(value) for key, value in _attributes(optimizer).items()}
+
+
+def hand_on(
+    optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, but: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
     """Give the other what this one keeps on itself.
 
     Returns:
@@ -60,6 +68,8 @@ def hand_on(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> s
     """
     theirs = _attributes(other)
     for key, value in _attributes(optimizer).items():
+        if key in but and but[key] == comparable(value):
+            continue  # its steps have not changed it: what the other has now may be later
         if key in theirs and comparable(theirs[key]) == comparable(value):
             continue
         if not is_plain(value):

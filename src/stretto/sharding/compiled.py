@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 log = logging.getLogger("stretto")
 
 
@@ -44,12 +42,6 @@ class CompilerWatch:
         act = self._begins and self._begins()
         if act:
             act()
-
-
-def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, also where its caller is compiled: to trace what waits for other ranks would part them."""
-    found: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return found
 
 
 def _forget(handler: Any, start: Callable[[Any], None]) -> None:

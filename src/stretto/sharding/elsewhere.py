@@ -39,8 +39,11 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
             "then build the optimizer anew, and shard that."
         )
 
+    def _is_own(self, key: object) -> bool:
+        return any(key is one for group in self._optimizer.param_groups for one in group["params"])
+
     def _refuse_own(self, key: object) -> None:
-        if any(key is one for group in self._optimizer.param_groups for one in group["params"]):
+        if self._is_own(key):
             self.refuse()
 
     def __missing__(self, key: torch.Tensor) -> Any:
@@ -56,8 +59,8 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self._refuse_own(key)
-        return super().__contains__(key)
+        """True for its parameters; torch's compiler asks this wherever it meets an optimizer."""
+        return self._is_own(key) or super().__contains__(key)
 
     def get(self, key: torch.Tensor, default: Any = None) -> Any:
         """As of a dict, where it is no parameter of the optimizer."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .attributes import hand_on
+from .attributes import given, hand_on
 from .groups import Groups
 from .kinds import bare_step, build_like, options_of
 from .state import State
@@ -49,6 +49,7 @@ class Inner:
         built = [{**options_of(group), "params": own} for group, own in zip(groups.all, parameters, strict=True)]
         self._optimizer: torch.optim.Optimizer = build_like(before._optimizer if before else optimizer, built)
         self.state.update({parameter: state for parameter, state in first.items() if state})
+        self._given = given(self._optimizer)
         self._step = bare_step(self._optimizer)  # hooks have been called by now
 
     @property
@@ -69,11 +70,12 @@ class Inner:
 
     def hand_back(self, optimizer: torch.optim.Optimizer) -> None:
         """What it keeps on itself, to the user's, which goes on without it."""
-        hand_on(self._optimizer, optimizer)
+        hand_on(self._optimizer, optimizer, but=self._given)
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """What the user's keeps on itself, which may have been loaded."""
         hand_on(optimizer, self._optimizer)
+        self._given = given(self._optimizer)
 
     def split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         """A stretch was split into these: so is its state."""

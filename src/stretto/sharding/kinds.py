@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import are_same, hand_on, is_plain
+from .attributes import are_same, comparable, hand_on, is_plain
 from .probe import equal, gradient, joined, numbers
 from .state import by_element
 
@@ -308,10 +308,12 @@ def _stepped(
         build_like(one, [{**options, "params": [parameters[id(value)] for value in part]}], name)
     states = dict(chain.from_iterable(one.state.items() for one in optimizers))
     kept = {one: set[Any]() for one in parameters.values()} | {one: {*state} for one, state in states.items()}
+    first: Mapping[str, Any] = next(iter(states.values()), {})
     is_by_element = all(
-        torch.is_tensor(one) and (by_element(value, one.numel()) or is_plain(value))
+        torch.is_tensor(one)
+        and (by_element(value, one.numel()) or (is_plain(value) and comparable(value) == comparable(first.get(key))))
         for one, state in states.items()
-        for value in state.values()
+        for key, value in state.items()
     )
     takes_gradients = any(one.grad is None for one in parameters.values())
     return _Outcome(joined(parameters.values()), kept, is_by_element, takes_gradients)

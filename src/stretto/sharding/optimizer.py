@@ -14,7 +14,6 @@ from ..engine import left_uncompiled
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
 from ..withheld import Withheld
-from .compiled import not_compiled
 from .elsewhere import Elsewhere, Guard
 from .joining import Joins
 from .kinds import bare_step
@@ -63,7 +62,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
         self._guard = None if shares is None else Guard(optimizer)
-        self._outside = ShardedOptimizer._step_share if shares is None else not_compiled(ShardedOptimizer._step_share)
         self._module = module
         self._shares = shares
         self._where = where
@@ -100,7 +98,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             self._elsewhere.refuse()
         self.original.state = value
 
-    @left_uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's share; all of the model is stepped when this returns. Collective.
 
@@ -117,8 +114,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if self._shares is None and not self.ended:
             step = bare_step(self.original)
             return step() if closure is None else step(closure)  # some optimizers take none
-        return self._outside(self, closure)
+        return self._step_share(closure)
 
+    @left_uncompiled
     def _step_share(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
@@ -129,6 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             shares.step(joins=self._join_config.enable and self.joins_a_step())
         return loss
 
+    @left_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of torch's optimizers. What stands in for a gradient becomes None either way."""
         for group in self.param_groups:

@@ -48,7 +48,7 @@ def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
         return
     while math.prod(sizes) > _MOST:
         place = sizes.index(max(sizes))
-        sizes[place] = -(-sizes[place] // 2)
+        sizes[place] = 1 << (sizes[place] - 1).bit_length() - 1  # some ask whether there are multiples of 256
     yield sizes
 
 

@@ -56,9 +56,13 @@ def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -
 
     Deeply: a dict that two stretches had in common would be counted up by the step of each.
     """
-    return {
-        key: value[first:stop] if by_element(value, numel) else copy.deepcopy(value) for key, value in state.items()
-    }
+
+    def part(value: Any) -> Any:
+        if by_element(value, numel):
+            return value[first:stop]
+        return value.clone() if torch.is_tensor(value) else copy.deepcopy(value)
+
+    return {key: part(value) for key, value in state.items()}
 
 
 def states_of_pieces(

@@ -20,7 +20,7 @@ def is_over(pid: int, started: str) -> bool:
     state, now = _state_of(pid)
     if not state:
         return not _exists(pid)
-    return state in ("Z", "X") or now != started
+    return state in ("Z", "X") or (started != "" and now != started)  # unknown where it could not be read
 
 
 class Life:

@@ -344,6 +344,16 @@ class TestAlone:
         with torch.no_grad():
             assert DistributedDataParallel(module, mixed_precision=HALF)(torch.ones(1, 2)).dtype is torch.bfloat16
 
+    def test_who_keeps_a_loss_keeps_no_copies(self):
+        model = DistributedDataParallel(reader(reentrant=False), mixed_precision=HALF)
+        kept = []
+        for step in range(3):
+            kept.append(model(inputs(0, step))["read"].float().sum())
+            kept[-1].backward()
+        gc.collect()
+        alive = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.dtype is torch.bfloat16]
+        assert not [one for one in alive if one.shape == (8, 8) and not one.is_meta] and kept[-1].grad_fn is not None
+
     def test_several_threads(self):
         module = reader()
         model = DistributedDataParallel(module, mixed_precision=HALF)

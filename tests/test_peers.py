@@ -457,7 +457,7 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
         rf"rank {1 - first} [\w() ]*at train.py:LINE in [<\w>]+.\n"
         r"All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
         r"`if rank == 0`: attach\(\), backward, optimizer.step\(\), clip_grad_norm_\(\), check\(\), report\(\), "
-        r"state_dict\(\).",
+        r"trace\(\), state_dict\(\).",
         texts[first],
     ), texts[first]
 

@@ -93,11 +93,9 @@ class TorchSurface(TorchDDP):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         run = super()._run_ddp_forward
-        return (
-            run(*inputs, **kwargs)
-            if self._substitutes is None
-            else self._substitutes.run(self.module, run, *inputs, **kwargs)
-        )
+        if self._substitutes is None:
+            return run(*inputs, **kwargs)
+        return self._substitutes.run(self.module, run, *inputs, **kwargs)
 
     def _substitute(self) -> None:
         """See ddp_substitutes.py. Before anything is attached: parameters may be replaced here."""

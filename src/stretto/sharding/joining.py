@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,9 @@ class Joins(Joinable):
     joins_over: Any = None
     """The group of the drop-in, which says so when ``Join`` asks it for its hook, before this one."""
 
+    @abstractmethod
     def _usable(self) -> Shares:
-        raise NotImplementedError
+        """Those of this rank. Raises where no step can follow."""
 
     @property
     def joins(self) -> bool:
@@ -59,9 +61,10 @@ class Joins(Joinable):
 
     def joins_a_step(self) -> bool:
         """The same of a step that begins. Raises ``SetupError`` if it follows no pass."""
-        if self.joins and self._shares is not None:
+        joins = self.joins
+        if joins and self._shares is not None:
             self._shares.attendance.refuse_without_pass()
-        return self.joins
+        return joins
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For ``Join``. Raises ``SetupError`` if gradients are not kept: there would be none to lend."""

@@ -816,6 +816,23 @@ def test_a_process_lives_whatever_bytes_its_name_has() -> None:
         name.write_bytes(before)
 
 
+def test_a_rank_under_qemu_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """qemu answers for ``/proc/PID/stat`` of the process that asks, with a start time that nobody else reads."""
+    real, mine = Path.read_bytes, f"/proc/{os.getpid()}/stat"
+
+    def read(path: Path) -> bytes:
+        before, name, behind = real(path).rpartition(b")")
+        fields = behind.split()
+        if str(path) in (mine, "/proc/self/stat"):
+            fields[19] = b"7"
+        return before + name + b" " + b" ".join(fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read)
+        told = started_at(os.getpid())
+    assert told and not is_over(os.getpid(), told), "as its peers see it"
+
+
 def test_a_process_of_which_nothing_can_be_read_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of another user where /proc hides it, or for want of descriptors."""
 

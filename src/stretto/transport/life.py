@@ -53,9 +53,13 @@ def _exists(pid: int) -> bool:
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """State letter and start time; empty where there is no such process, or it cannot be read."""
+    """State letter and start time; empty where there is no such process, or it cannot be read.
+
+    Those of its first thread: where qemu runs programs of another processor, ``/proc/PID/stat`` of the asking process
+    is qemu's own, with another time than its peers read.
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()
     except OSError:
         return "", ""
     fields = stat.rpartition(b")")[2].decode().split()  # before it, the name: any bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -287,6 +288,30 @@ def test_launched_ranks_without_a_group_are_told_to_initialise_it(monkeypatch) -
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(stretto.SetupError, match=r"WORLD_SIZE=4 ranks were launched.*\n.*init_process_group"):
         stretto.attach(linear())
+
+
+NO_GROUP = (
+    "{}=4 processes were started, but no process group is initialised: each trains alone.\n"
+    "If they are to train together, call torch.distributed.init_process_group() before stretto.attach(model)."
+)
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("attach", [stretto.attach, stretto.DistributedDataParallel])
+def test_processes_of_srun_or_mpirun_without_a_group_are_told_that_each_trains_alone(
+    monkeypatch, caplog, name: str, attach: Any
+) -> None:
+    for count, told in (("1", []), ("4", [NO_GROUP.format(name)])):
+        caplog.clear()
+        monkeypatch.setenv(name, count)
+        attach(linear())
+        assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("WARNING", text) for text in told]
+
+
+def test_a_batch_script_that_runs_once_is_told_nothing(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    stretto.attach(linear())
+    assert not caplog.records
 
 
 def test_ignored_parameters_are_left_alone() -> None:

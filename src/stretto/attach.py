@@ -23,7 +23,7 @@ from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
 from .sizing import suit_link
 from .transport import Transport, TransportName, choose
-from .transport.choose import carrier_of, refuse_unknown_name
+from .transport.choose import carrier_of, refuse_unknown_name, warn_of_tasks
 
 log = logging.getLogger("stretto")
 
@@ -151,6 +151,8 @@ def attach(
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = carrier_of(transport, process_group, process_groups)
     if base is None or base.world_size == 1:
+        if base is None:
+            warn_of_tasks()
         if isinstance(transport, str):
             refuse_unknown_name(transport, "attach")
         return _attach_alone(module, base, options(), others, chosen=isinstance(transport, str))

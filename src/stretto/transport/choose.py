@@ -31,6 +31,8 @@ from .shared_memory import SharedMemoryTransport
 TransportName = Literal["auto", "shared_memory", "process_group"]
 DEFAULT_PATIENCE = 1800.0
 log = logging.getLogger("stretto")
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How many processes srun or mpirun has started. SLURM_NTASKS is set in a batch script too, which runs once."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,23 @@ def carrier_of(
             "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
         )
     return None
+
+
+def warn_of_tasks() -> None:
+    """Log where ``srun`` or ``mpirun`` has started several processes, of which no group is initialised.
+
+    No error as with torchrun: their tasks may each have a model of its own, on purpose.
+    """
+    for name in _TASKS:
+        if (started := os.environ.get(name, "").strip()) not in ("", "0", "1"):
+            log.warning(
+                "%s=%s processes were started, but no process group is initialised: each trains alone.\n"
+                "If they are to train together, call torch.distributed.init_process_group() before "
+                "stretto.attach(model).",
+                name,
+                started,
+            )
+            return
 
 
 def choose(

@@ -721,9 +721,9 @@ def test_clocks_that_cannot_be_compared_are_an_error_that_says_so(monkeypatch: p
 
     text = run_ranks(worker, 2)[0]
     assert re.fullmatch(
-        r"rank 0, attach: the clocks of hosts could not be compared over local \(threads of one process\): "
+        r"rank 0, before pass 1: the clocks of hosts could not be compared over local \(threads of one process\): "
         r"not done within 0 s\nrank 0 waits in report\(\) at test_report\.py:\d+ in worker; rank 1 is at .*\.\n"
-        r"Expected every rank to call stretto\.attach\. Look at the first error in the other ranks' logs\.",
+        r"Expected every rank to call the same\. Look at the first error in the other ranks' logs\.",
         text,
     ), text
 

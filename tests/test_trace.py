@@ -587,7 +587,7 @@ def test_a_rank_that_is_killed_while_clocks_are_compared_is_named_in_seconds(tmp
         spawn_ranks(killed_while_clocks_are_compared, 2, str(tmp_path))
     seconds, _, text = (tmp_path / "told").read_text().partition("\n")
     assert float(seconds) < 8
-    assert text.startswith("rank 0, attach: ") and "rank 1" in text, text
+    assert text.startswith("rank 0, before pass 1: ") and "rank 1" in text, text
 
 
 # What a transport does not tell, and what travels beside buckets

@@ -81,6 +81,15 @@ def test_a_rank_that_ends_before_the_others_attach_is_quoted(tmp_path: Path, wor
 
 
 @pytest.mark.ranks
+def test_a_call_before_the_first_pass_is_not_called_attach(tmp_path: Path) -> None:
+    found = ranks(tmp_path, "if rank != 1: told(sync.check)", 2, end=False)
+    assert within(found[0][1], "PeerError", 6) == (
+        "rank 0, before pass 1: rank 1 has left (its process has ended), so nobody can complete this call.\n"
+        "Expected every rank to call the same."
+    )
+
+
+@pytest.mark.ranks
 def test_a_rank_that_cannot_start_its_thread_is_quoted(tmp_path: Path) -> None:
     body = """
         def refuse(self):

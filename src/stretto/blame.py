@@ -15,6 +15,7 @@ NORM = "the norm of gradients"
 EXPECTED = {
     "pass": "backward for this pass",
     "attach": "stretto.attach",
+    "call": "the same",
     "reduce": "stretto.reduce",
     NORM: "sync.clip_grad_norm_",
 }

@@ -84,11 +84,11 @@ class Peers:
 
     @property
     def _what(self) -> str:
-        return f"pass {self.seat.passes}" if self.seat.passes else self._occasion
+        return f"pass {self.seat.passes}" if self.seat.passes else self.seat.before or self._occasion
 
     @property
     def _kind(self) -> str:
-        return "pass" if self.seat.passes else self._occasion
+        return "pass" if self.seat.passes else "call" if self.seat.before else self._occasion
 
     # Telling
 

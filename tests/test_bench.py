@@ -56,6 +56,9 @@ class Keywords(nn.Linear):
 class Pair(nn.Linear):
     def forward(self, x, y): return super().forward(x), y
 
+class Named(nn.Linear):
+    def forward(self, x): return {"logits": (made := super().forward(x)), "loss": made.sum()}
+
 class Silent(nn.Linear):
     def forward(self, x): return None
 
@@ -70,6 +73,7 @@ def counted():
 def plain(): return nn.Linear(4, 4), torch.ones(3, 4)
 def keywords(): return Keywords(4, 4), {"x": torch.ones(3, 4), "scale": 2}
 def pair(): return Pair(4, 4), (torch.ones(3, 4), 1)
+def named(): return Named(4, 4), torch.ones(3, 4)
 def three(): return nn.Linear(4, 4), counted, lambda model, batch: model(batch).sum()
 def silent(): return Silent(4, 4), torch.ones(3, 4)
 def unlabelled(): return Unlabelled(4, 4), torch.ones(3, 4)
@@ -248,7 +252,7 @@ def test_some_are_chosen_by_name() -> None:
 # The user's own model
 
 
-@pytest.mark.parametrize("name", ["keywords", "pair", "plain", "three", "lone", "images", "tokens"])
+@pytest.mark.parametrize("name", ["keywords", "named", "pair", "plain", "three", "lone", "images", "tokens"])
 def test_factories_of_all_forms_give_a_loss_and_a_model(mine: str, name: str) -> None:
     make = workload_of(f"{mine}:{name}")
     model, loss = make()
@@ -340,7 +344,7 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
         ),
         (
             lambda: try_out(f"{mine}:unlabelled"),
-            "the model returns Answer, whose .loss is None, of which no loss can be made.\n"
+            "the model returns Answer, whose loss is None, of which no loss can be made.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
         ),
         (lambda: compare(ranks=0), "ranks=0 and threads=1 must be 1 or more"),

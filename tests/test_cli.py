@@ -1002,6 +1002,7 @@ REFUSED = [
     ("plan script.py:fine --latency 1..2s", 2, "--latency 1..2s: give a time such as 100us or 0.2ms"),
     ("plan script.py:fine --ranks two", 2, None),
     ("trace nowhere", 2, "nowhere: no such folder"),
+    ("trace trace/rank0.jsonl", 2, "trace/rank0.jsonl: this is a file; give the folder that sync.trace() was given"),
     ("trace empty", 2, "empty: no trace in it (rank0.jsonl, rank1.jsonl, ...)"),
     ("trace other", 1, "other/rank0.jsonl: line 1 is no part of a trace"),
     ("trace without", 1, "without/rank0.jsonl: line 1 is no part of a trace"),

@@ -146,6 +146,8 @@ def read_trace(
     Raises:
         TraceError: there is no trace, or nothing in it can be read.
     """
+    if Path(folder).is_file():
+        raise TraceError(f"{folder}: this is a file; give the folder that sync.trace() was given")
     if not Path(folder).is_dir():
         raise TraceError(f"{folder}: no such folder")
     files = files_of(folder)

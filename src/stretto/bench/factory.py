@@ -3,7 +3,8 @@
 The factory takes nothing and returns one of
 
     model                   for a comparison, a batch is made up after the model's first layer
-    model, batch            the loss is what the model returns if that is a number, its ``.loss``, or its mean square
+    model, batch            the loss is what the model returns if that is a number, its ``.loss`` or ``["loss"]``, or
+                            its mean square
     model, batch, loss      loss(model, batch) returns the loss, and runs the model however it likes
 
 ``batch`` goes to the model as it is, a tuple or list as positional and a dict as keyword arguments. Where ``batch`` is
@@ -158,12 +159,15 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         made = model(*batch)
     else:
         made = model(batch)
-    returned, made = made, getattr(made, "loss", made)
+    if isinstance(returned := made, Mapping) and "loss" in made:
+        made = made["loss"]
+    else:
+        made = getattr(made, "loss", made)
     lacks = made is None and returned is not None
     while isinstance(made, (tuple, list)):
         made = made[0]
     if not isinstance(made, torch.Tensor):
-        what = f"{type(returned).__name__}, whose .loss is None," if lacks else f"{type(made).__name__},"
+        what = f"{type(returned).__name__}, whose loss is None," if lacks else f"{type(made).__name__},"
         raise SetupError(
             f"the model returns {what} of which no loss can be made.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step."

@@ -522,12 +522,12 @@ def test_after_a_wait_that_was_given_up_no_host_gets_a_wrong_sum() -> None:
             why = text.partition("failed: ")[2].split("\n")[0]
             if rank != 1:
                 assert text == (
-                    f"rank {rank}: the exchange with other hosts has failed: {why}\n"
+                    f"rank {rank}: the exchange with rank {2 - rank} of another host has failed: {why}\n"
                     "Look at the first error in the other ranks' logs, and start again, on all ranks."
                 )
             elif "not done within 3 s" not in text:  # else its own patience was over first
                 assert text == (
-                    f"rank 1: rank 0 cannot go on: the exchange with other hosts has failed: {why}\n"
+                    f"rank 1: rank 0 cannot go on: the exchange with rank 2 of another host has failed: {why}\n"
                     "Remove the cause and start again, on all ranks."
                 )
 

@@ -167,6 +167,17 @@ def test_a_rank_of_another_host_that_was_killed_is_named_within_seconds(
         assert f"rank {victim} (pid {pid})" in text, text
 
 
+def test_a_rank_that_was_killed_alone_on_its_host_is_named(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    """Nobody of the others can see that its process has ended."""
+    with pytest.raises(RuntimeError):
+        hosts.spawn_ranks(die_in_a_pass, [2, 1], 2, str(tmp_path), timeout=60)
+    texts = [(tmp_path / f"told{rank}").read_text().partition(" ")[2] for rank in range(2)]
+    failed = texts[0].removeprefix("CommunicationError: ")
+    assert failed.startswith("rank 0: the exchange with rank 2 of another host has failed: "), texts[0]
+    assert failed.endswith("\nLook at the first error in the other ranks' logs, and start again, on all ranks.")
+    assert f"rank 0 cannot go on: {failed.splitlines()[0].removeprefix('rank 0: ')}" in texts[1] or failed in texts[1]
+
+
 def end_without_a_word(rank: int, how: str, in_shares: bool) -> None:
     """Ends as programs do that neither detach nor destroy anything; with shares of the last step under way."""
     model = small_model()

@@ -23,6 +23,7 @@ from stretto.channel import Channel, Lookout
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
 from stretto.notes import Note
+from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport.life import is_over, started_at
@@ -650,6 +651,26 @@ def test_a_rank_that_was_killed_between_number_and_note_silences_nobody() -> Non
     reader.read()
     reader.read()
     assert [note.phase for note in reader.notes] == ["forward", "backward", "ended", "detached"]
+
+
+def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it() -> None:
+    """The other failed for want of this rank, which alone knows the cause."""
+
+    class Broken:
+        rank, world_size, patience, name = 0, 2, 10.0, "broken"
+        store = dist.HashStore()
+
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self, timeout: object = None) -> None:
+            raise stretto.CommunicationError("rank 0: the exchange with rank 2 of another host has failed: no route")
+
+    quoting = "rank 1: rank 0 cannot go on: the exchange with rank 2 of another host has failed: no route."
+    Channel(Broken.store, 1, 2).post(Note(1, "backward", error=f"PeerError: {quoting}", leaves=True))
+    with pytest.raises(stretto.CommunicationError) as caught:
+        Peers(Broken()).wait(Broken())  # type: ignore[arg-type]
+    assert str(caught.value) == "rank 0: the exchange with rank 2 of another host has failed: no route"
 
 
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:

@@ -57,6 +57,10 @@ class Note:
         """Whether it did not fail for want of another rank."""
         return not self.error.startswith(("PeerError", "CommunicationError"))
 
+    def is_for_want_of(self, rank: int) -> bool:
+        """Whether it failed since that rank could not go on, which knows more of it."""
+        return not self.first_hand and f"rank {rank} cannot go on" in self.error
+
     def about(self, handle: str) -> Note:
         """The same for one handle."""
         if self.handle or handle not in self.counts:

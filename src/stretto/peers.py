@@ -265,7 +265,7 @@ class Peers:
         try:
             return done_within(work, seconds)
         except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
-            self._look_for_blame()
+            self._look_for_blame(own=not isinstance(error, PeerError))
             if isinstance(error, CallsDifferError):
                 raise CommunicationError(f"{self.where}: {error}.\n{SAME_CALLS}") from None
             raise
@@ -316,11 +316,11 @@ class Peers:
         told = self._channel.gather(self.seat.handle, 2.5)
         return places(self._transport.rank, self._channel, told) + ".\n"
 
-    def _look_for_blame(self) -> None:
-        """Raise what is to blame, if it can be found soon."""
+    def _look_for_blame(self, *, own: bool = False) -> None:
+        """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
         until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
         while True:
-            blame, _ = self._blame()
+            blame, _ = self._blame(own=own)
             if blame is not None:
                 raise blame from None
             if time.monotonic() >= until:
@@ -337,14 +337,14 @@ class Peers:
             return []
         return [note for note in self._channel.told(self.seat.handle) if note.rank != self._transport.rank]
 
-    def _blame(self, *, by_itself: bool = False) -> tuple[PeerError | None, bool]:
+    def _blame(self, *, by_itself: bool = False, own: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`."""
         channel = self._channel
         if channel is None:
             return None, False
         dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
         channel.read()  # last words were written before the death
-        if any(note.leaves for note in self._notes()):
-            channel.look_again(note.rank for note in self._notes() if note.leaves)
+        channel.look_again({note.rank for note in self._notes() if note.leaves})
         left = [note for note in self._notes() if note.leaves]
+        left = [note for note in left if not (own and note.is_for_want_of(self._transport.rank))]
         return who_is_to_blame(self.where, self._kind, self.seat.passes, left, dead, by_itself=by_itself)

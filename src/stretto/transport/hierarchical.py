@@ -184,6 +184,7 @@ class Team:
         self.counterparts = Counterparts(base, host.patience)
         self.hosts = hosts
         if host.place < self.slices:
+            host.abroad = _of_others([ranks[host.place] for ranks in hosts if base.rank not in ranks])
             self.counterparts.connect(f"{name}/{host.place}", self.home, len(hosts))
 
     def home_of(self, rank: int) -> tuple[int, int]:
@@ -195,6 +196,11 @@ class Team:
         """First and last (excluded) element of what this rank owns; small messages are not cut, the first owns all."""
         slices = 1 if numel * dtype.itemsize <= SMALL_BYTES else self.slices
         return slice_of(numel, self.host.place, slices)
+
+
+def _of_others(ranks: Sequence[int]) -> str:
+    one, *more = map(str, ranks)
+    return f"ranks {', '.join((one, *more))} of other hosts" if more else f"rank {one} of another host"
 
 
 @dataclass(frozen=True)

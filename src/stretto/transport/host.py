@@ -69,6 +69,7 @@ class Host:
         self._waiting: collections.deque[Posted] = collections.deque()  # for others to publish
         self._outside: collections.deque[Posted] = collections.deque()  # begun, and not ended
         self._held: collections.deque[Posted] = collections.deque()  # ended here, and not by all
+        self.abroad = "other hosts"  # what fails outside names an address, and no rank
         self.broken: str | None = None
         """Why nothing will ever be done again: see [Note: broken]."""
         self._cause: BaseException | None = None
@@ -177,7 +178,7 @@ class Host:
                     work.wait()
                 except RuntimeError as error:
                     raise CommunicationError(
-                        f"rank {self._me.rank}: the exchange with other hosts has failed: {error}\n"
+                        f"rank {self._me.rank}: the exchange with {self.abroad} has failed: {error}\n"
                         "Look at the first error in the other ranks' logs, and start again, on all ranks."
                     ) from error
             self._outside.popleft()
@@ -246,10 +247,9 @@ class Host:
                     raise RuntimeError(f"not done within {seconds:.0f} s")
                 if not self._sleep(posted, min(_LOOK_SECONDS, until - now)):
                     self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
-        except RuntimeError:
-            raise
         except BaseException as error:  # Ctrl-C: the caller may use the memory again, and others would sum that
-            self._stopped_by(error)
+            if not isinstance(error, RuntimeError):
+                self._stopped_by(error)
             raise
 
     def awaits_outside(self) -> bool:

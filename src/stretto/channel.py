@@ -87,8 +87,7 @@ class Channel:
         seat.row = self._seats
         if len(self._seats) > 1:
             return
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"who/{self._rank}", json.dumps(asdict(self.me)))
+        self._set(f"who/{self._rank}", json.dumps(asdict(self.me)))
         if not self.in_one_process:
             # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
             # os._exit and run their finalizers alone.
@@ -104,6 +103,8 @@ class Channel:
         if seat.handle:
             self.post(Note(self._rank, how, seat.handle, seat.passes, seat.passes, leaves=True))
         if not self._seats and not self.in_one_process:
+            for note in [one for one in seat.unsent if one.leaves]:  # it had no name, and there is no other handle
+                self.post(note)
             self._stop()
             self._set(f"who/{self._rank}", "")
 
@@ -324,9 +325,8 @@ class Lookout(threading.Thread):
         """Poll until told to stop."""
         connection: Store | None = None
         try:
-            connection = self._shared.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
-        except RuntimeError:
-            pass  # one that cannot be cloned is not to be shared: a call could block
+            with contextlib.suppress(RuntimeError):  # one that cannot be cloned is not to be shared: a call could block
+                connection = self._shared.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
         finally:
             self._connected.set()
         if connection is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sysconfig
 import threading
 from dataclasses import dataclass
@@ -25,11 +26,8 @@ class Person:
     pid: int
     started: str
     thread: int
-
-    @property
-    def name(self) -> str:
-        """Tells this process from all others."""
-        return f"{self.host} {self.pid} {self.started}"
+    name: str
+    """Random: tells it from all others, and from this process after it was without a handle for a while."""
 
     def is_dead(self) -> bool:
         """Whether it is known not to run any more; of another host, or where there is no /proc, nothing is known."""
@@ -40,7 +38,7 @@ class Person:
 
 def myself() -> Person:
     """This process, and the thread that calls."""
-    return Person(_host(), os.getpid(), started_at(os.getpid()), threading.get_ident())
+    return Person(_host(), os.getpid(), started_at(os.getpid()), threading.get_ident(), secrets.token_hex(8))
 
 
 def _host() -> str:

@@ -407,6 +407,42 @@ def test_a_picture_of_many_buckets_is_small_and_leaves_nothing_out(tmp_path: Pat
     assert hidden / optimizer == pytest.approx(seconds / (2 * 2 * MS), rel=1e-3)
 
 
+def passes_of_two_plans() -> Timeline:
+    """In the second pass bucket 1 is not sent, and bucket 2 is larger."""
+    second = a_record(2)
+    first, _, last = second.launches
+    second = replace(second, launches=(first, replace(last, nbytes=2048)))
+    return timeline_of([a_trace(passes=[a_record(1), second])])
+
+
+def test_a_row_is_of_one_bucket_in_all_passes(tmp_path: Path) -> None:
+    save_picture(passes_of_two_plans(), tmp_path / "x.svg", passes=[1, 2])
+    assert re.findall(r"bucket \d\S*(?: \S+ KB)?", words_in(tmp_path / "x.svg")) == [
+        "bucket 0, 1.0 KB",
+        "bucket 1, 1.0 KB",
+        "bucket 2",
+    ]
+
+
+def test_a_name_is_written_over_nothing_else(tmp_path: Path) -> None:
+    """Where the passes before and behind leave no room there is none, and it stands before the dotted line."""
+    long = "x" * 34
+    three = timeline_of([a_trace(passes=[a_record(number, names=(long, "b", "a")) for number in (1, 2, 3)])])
+    save_picture(three, tmp_path / "x.svg", passes=[1, 2, 3])
+    words = words_in(tmp_path / "x.svg")
+    assert words.count("closed by b") == words.count("closed by a") == 3 and long not in words
+    save_picture(three, tmp_path / "x.svg", passes=[1])
+    assert long in words_in(tmp_path / "x.svg")
+    record = a_record()
+    held = replace(record.launches[2], full=record.launches[0].full)
+    held = replace(record, launches=(*record.launches[:2], held))
+    save_picture(timeline_of([a_trace(passes=[held])]), tmp_path / "y.svg")
+    svg = (tmp_path / "y.svg").read_text()
+    (name,) = re.findall(r'text-anchor: end[^>]* x="([\d.]+)"[^>]*>closed by a<', svg)
+    dotted = re.findall(r'd="M ([\d.]+) [^"]*" clip-path="[^"]*" style="[^"]*stroke-dasharray: 1,1.65', svg)
+    assert float(name) < float(dotted[0])
+
+
 @pytest.mark.parametrize("name, shown", [
     ("0.weight", "0.weight"),
     ("encoder.transformer_layers.11.self_attention.keys.bias", "encod….trans….11.self_….keys.bias"),
@@ -448,7 +484,7 @@ def test_the_page_holds_all_and_loads_nothing() -> None:
     data = data_of(page)
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1] and data["end"] == 70_000.0
     (one,) = data["ranks"][0]["passes"]
-    assert [bucket["label"] for bucket in one["buckets"]] == [f"bucket {number}, 1.0 KB" for number in range(3)]
+    assert data["ranks"][0]["rows"] == [f"bucket {number}, 1.0 KB" for number in range(3)]
     assert one["buckets"][1]["parts"] == [
         {"begin": 40_000.0, "end": 41_000.0, "colour": "#d55e00"},
         {"begin": 41_000.0, "end": 50_000.0, "colour": "#2f9e6e"},
@@ -463,12 +499,19 @@ def test_the_page_holds_all_and_loads_nothing() -> None:
     )
 
 
+def test_a_row_of_the_page_is_of_one_bucket_in_all_passes() -> None:
+    (rank,) = data_of(to_html(passes_of_two_plans(), passes=[1, 2]))["ranks"]
+    assert rank["rows"] == ["bucket 0, 1.0 KB", "bucket 1, 1.0 KB", "bucket 2"]
+    assert [[bucket["row"] for bucket in one["buckets"]] for one in rank["passes"]] == [[0, 1, 2], [0, 2]]
+
+
 def test_pale_is_the_same_colour_in_the_legend_and_in_all_pictures(tmp_path: Path) -> None:
     late = timeline_of([TWO[0], a_trace(1, 2, [a_record(2).moved(18 * MS)])])
     data = data_of(to_html(late))
     (one,) = data["ranks"][0]["passes"]
     pale = {part["colour"] for bucket in one["buckets"] for part in bucket["parts"]} - {"#2f9e6e", "#d55e00"}
-    assert pale == {"#acd8c5", "#eebf99"} == set(data["legend"][-1][0])
+    (swatch,) = (colours for colours, text in data["legend"] if text.startswith("pale"))
+    assert pale == {"#acd8c5", "#eebf99"} == set(swatch)
     save_picture(late, tmp_path / "x.svg")
     assert all((tmp_path / "x.svg").read_text().count(colour) > 1 for colour in pale)
 
@@ -485,14 +528,14 @@ def test_names_are_text_on_the_page() -> None:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def in_chromium(page: str, folder: Path, then: str) -> str:
+def in_chromium(page: str, folder: Path, then: str, width: int = 1400) -> str:
     """The page as it is after it was drawn and ``then`` was run."""
     file = folder / "page.html"
     file.write_text(page.replace("</body>", f"<script>{then}</script></body>"), encoding="utf-8")
     quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     done = subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", *quiet,
-         f"--user-data-dir={folder / 'profile'}", "--window-size=1400,900", "--dump-dom", file.as_uri()],
+         f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900", "--dump-dom", file.as_uri()],
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -520,7 +563,38 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert re.search(r'<div id="tip" style="display: block;', dom)
     before, after = (float(re.findall(rf'data-{when}="([\d.]+)"', dom)[0]) for when in ("before", "after"))
     assert after == pytest.approx(before * 1.25)
-    assert dom.count("<li>") == 7 and "rank 1</text>" in dom and "0 ms</text>" in dom
+    assert dom.count("<li>") == 8 and "rank 1</text>" in dom and "0 ms</text>" in dom
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_in_a_narrow_window(tmp_path: Path) -> None:
+    """As large as in a wide one, so that the wheel finds what is under it, and a tip at the edge keeps its width."""
+    look = """{
+        const svg = document.querySelector("svg"), tip = document.getElementById("tip"), frame = svg.viewBox.baseVal;
+        document.body.dataset.same = [frame.width, frame.height].join() === [svg.clientWidth, svg.clientHeight].join();
+        document.body.dataset.columns = new Set([...document.querySelectorAll("li")].map(one => one.offsetLeft)).size;
+        const point = start => {
+            const at = {bubbles: true, clientX: innerWidth - 30, clientY: 200};
+            document.querySelector(`rect[data-tip^='${start}']`).dispatchEvent(new MouseEvent("mousemove", at));
+            return tip.offsetWidth;
+        };
+        const wide = point("bucket 1,");
+        document.body.dataset.kept = point("forward") < wide && point("bucket 1,") === wide;
+        }"""
+    dom = in_chromium(to_html(timeline_of(TWO)), tmp_path, look, width=460)
+    assert [re.findall(rf'data-{what}="(\w+)"', dom) for what in ("same", "columns", "kept")] == [
+        ["true"],
+        ["1"],
+        ["true"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_row_has_one_name_in_a_browser(tmp_path: Path) -> None:
+    dom = in_chromium(to_html(passes_of_two_plans(), passes=[1, 2]), tmp_path, "")
+    assert re.findall(r">(bucket [^<]*)</text>", dom) == ["bucket 0, 1.0 KB", "bucket 1, 1.0 KB", "bucket 2"]
 
 
 @pytest.mark.slow

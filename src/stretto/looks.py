@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from .pieces import Kind, Transfer
 from .record import NANO, launching_of
 from .report import ms
+from .specs import format_bytes
 from .timeline import RankPass, Timeline
 
 HIDDEN, EXPOSED = "#2f9e6e", "#d55e00"
@@ -31,6 +33,8 @@ LEGEND = (
     ((PALE_HIDDEN, PALE_EXPOSED), "pale: until the last rank has launched the bucket too"),
 )
 """Colours and their meaning in plain words."""
+WAITS_FOR_ITS_TURN = "full, and waits for its turn"
+"""Of the dotted line in front of a bucket."""
 MOST_CUTS = 100
 """A bar in which more buckets are handed over is drawn without those slices, which would be thinner than a pixel."""
 
@@ -40,6 +44,21 @@ def about(shown: Timeline) -> str:
     numbers = ", ".join(map(str, shown.numbers))
     over = ", ".join(sorted({rank.transport for rank in shown.ranks}))
     return f"pass {numbers} of a run on {shown.world_size} ranks over {over}" if numbers else ""
+
+
+def rows_of(passes: Sequence[RankPass]) -> dict[int, str]:
+    """The buckets of some passes of a rank, a row each, and what stands beside it.
+
+    Another plan cuts other buckets, so their sizes are left out where passes differ in them.
+    """
+    sizes: dict[int, set[int]] = {}
+    for one in passes:
+        for launch in one.record.launches:
+            sizes.setdefault(launch.bucket, set()).add(launch.nbytes)
+    return {
+        bucket: f"bucket {bucket}" + ("" if len(of) > 1 else f", {format_bytes(*of)}")
+        for bucket, of in sorted(sizes.items())
+    }
 
 
 def captions(one: RankPass) -> list[tuple[int, int, str, Kind]]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import html
 import importlib.resources
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from .looks import COLOURS, LEGEND, about, captions, colour_of, label_of, parts_of
+from .looks import COLOURS, LEGEND, WAITS_FOR_ITS_TURN, about, captions, colour_of, label_of, parts_of, rows_of
 from .pieces import Piece, Transfer
 from .record import NANO
 from .report import ms
 from .specs import counted, format_bytes
-from .timeline import RankPass, Timeline
+from .timeline import RankPass, RankTimeline, Timeline
 
 MOST_NAMES = 12
 """Of the parameters of a bucket, shown when one points at it."""
@@ -58,11 +58,19 @@ def _json(value: Any) -> str:
 
 
 def _timeline(shown: Timeline) -> dict[str, Any]:
-    ranks = [{"rank": rank.rank, "passes": [_pass(one) for one in rank.passes]} for rank in shown.ranks]
-    return {"end": _us(shown.end), "ranks": ranks, "colours": COLOURS, "legend": LEGEND}
+    ranks = [_rank(rank) for rank in shown.ranks]
+    legend = [*LEGEND, ((), WAITS_FOR_ITS_TURN)]
+    return {"end": _us(shown.end), "ranks": ranks, "colours": COLOURS, "legend": legend}
 
 
-def _pass(one: RankPass) -> dict[str, Any]:
+def _rank(rank: RankTimeline) -> dict[str, Any]:
+    rows = rows_of(rank.passes)
+    places = {bucket: place for place, bucket in enumerate(rows)}
+    passes = [_pass(one, places) for one in rank.passes]
+    return {"rank": rank.rank, "rows": [*rows.values()], "passes": passes}
+
+
+def _pass(one: RankPass, places: Mapping[int, int]) -> dict[str, Any]:
     written = [
         (_us(begin), _us(end), text, kind not in ("forward", "optimizer")) for begin, end, text, kind in captions(one)
     ]
@@ -70,7 +78,7 @@ def _pass(one: RankPass) -> dict[str, Any]:
         "backward_ended": _us(one.record.backward_ended),
         "pieces": [_piece(piece) for piece in one.pieces],
         "captions": written,
-        "buckets": [_bucket(transfer, one) for transfer in one.transfers],
+        "buckets": [_bucket(transfer, one, places[transfer.launch.bucket]) for transfer in one.transfers],
     }
 
 
@@ -80,10 +88,10 @@ def _piece(piece: Piece) -> dict[str, Any]:
     return {"kind": piece.kind, "begin": _us(piece.begin), "end": _us(piece.end), "tip": tip}
 
 
-def _bucket(transfer: Transfer, one: RankPass) -> dict[str, Any]:
+def _bucket(transfer: Transfer, one: RankPass, row: int) -> dict[str, Any]:
     launch = transfer.launch
     return {
-        "label": f"bucket {launch.bucket}, {format_bytes(launch.nbytes)}",
+        "row": row,
         "begin": _us(launch.begin),
         "full": None if launch.full is None else _us(launch.full),
         "tip": _tip(transfer),

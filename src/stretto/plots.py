@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import StrettoError
-from .looks import COLOURS, LEGEND, about, captions, colour_of, parts_of
+from .looks import COLOURS, LEGEND, WAITS_FOR_ITS_TURN, about, captions, colour_of, parts_of, rows_of
 from .pieces import Transfer
-from .record import NANO
-from .specs import format_bytes
+from .record import NANO, Launch
 from .timeline import RankPass, RankTimeline, Timeline
 
 FULL = "#8a8a8a"
@@ -71,7 +70,7 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], passes: Colle
 
 
 def _draw(figures: Any, shown: Timeline) -> Any:
-    rows = [max((len(one.transfers) for one in rank.passes), default=0) for rank in shown.ranks]
+    rows = [len(rows_of(rank.passes)) for rank in shown.ranks]
     heights = [1.6 + row * _row(row) for row in rows] or [1.6]
     body, head, foot = 0.36 * sum(heights), 0.85, 1.45 + 0.17 * len(shown.notes())
     figure = figures.Figure(figsize=(WIDTH, body + head + foot), facecolor="white")
@@ -102,18 +101,23 @@ def _band(axes: Any, rank: RankTimeline, until: float) -> None:
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
-    most = max((len(one.transfers) for one in rank.passes), default=0)
+    rows = rows_of(rank.passes)
+    most = len(rows)
     high = _row(most)
     axes.set_ylim(1.15 + most * high, -0.45)
-    ticks = {0.5: f"rank {rank.rank}"}
+    middles = {bucket: 1.1 + (place + 0.5) * high for place, bucket in enumerate(rows)}
+    labels = [label if most <= 16 else label.partition(",")[0] for label in rows.values()]
+    ticks = {0.5: f"rank {rank.rank}", **dict(zip(middles.values(), labels, strict=True))}
     boxes: Boxes = defaultdict(list)
+    free = 0.0
     for one in rank.passes:
         _computed(axes, one, boxes)
-        for place, transfer in enumerate(one.transfers):
-            middle = 1.1 + (place + 0.5) * high
+        for transfer in one.transfers:
+            middle = middles[transfer.launch.bucket]
             _bucket(axes, transfer, one, middle, high, boxes)
-            label = f"bucket {transfer.launch.bucket}"
-            ticks[middle] = f"{label}, {format_bytes(transfer.launch.nbytes)}" if most <= 16 else label
+            if high > 0.4:
+                _name(axes, transfer.launch, middle, free, alone=len(rank.passes) == 1)
+        free = _ms(one.record.settled)
     for colour, several in boxes.items():
         _fill(axes, colour, several)
     axes.set_yticks([*ticks], [*ticks.values()])
@@ -162,18 +166,27 @@ def _bucket(axes: Any, transfer: Transfer, one: RankPass, middle: float, high: f
     if high > 0.5 and launch.full is not None:  # the gradient that let it go
         axes.plot([_ms(launch.full)] * 2, [0.72, low], color="#1b4f72", linewidth=0.8, alpha=0.6)
         axes.plot([_ms(launch.full)], [0.72], color="#ffffff", marker="o", markersize=2.5, zorder=4)  # over captions
-    if high > 0.4:
-        _name(axes, transfer, middle)
 
 
-def _name(axes: Any, transfer: Transfer, middle: float) -> None:
-    """Of the parameter that closed it, on the side where there is room."""
-    if not transfer.launch.closed_by:
+def _name(axes: Any, launch: Launch, middle: float, free: float, *, alone: bool) -> None:
+    """Of the parameter that closed it, on the side where there is room; nowhere if there is none.
+
+    Args:
+        axes: of the rank.
+        launch: of the bucket.
+        middle: of its row.
+        free: from when on nothing else is drawn in that row, before the bucket.
+        alone: whether nothing is drawn behind it either.
+    """
+    if not launch.closed_by:
         return
-    text = "closed by " + shortened(transfer.launch.closed_by, 34)
+    text = "closed by " + shortened(launch.closed_by, 34)
     right = axes.get_xlim()[1]
-    after = _ms(transfer.launch.end) < 0.7 * right
-    at = _ms(transfer.launch.end) + 0.006 * right if after else _ms(transfer.launch.begin) - 0.006 * right
+    after = alone and _ms(launch.end) < 0.7 * right
+    begin = launch.begin if launch.full is None else min(launch.full, launch.begin)  # the dotted line is before it
+    at = _ms(launch.end) + 0.006 * right if after else _ms(begin) - 0.006 * right
+    if not after and at - 0.006 * len(text) * right < free:
+        return
     behind = {"facecolor": "white", "linewidth": 0, "pad": 0.6, "alpha": 0.85}
     side = "left" if after else "right"
     axes.text(at, middle, text, ha=side, va="center", fontsize=7, color="#444444", bbox=behind, parse_math=False)
@@ -199,7 +212,7 @@ def _legend(figure: Any, tall: float, shown: Timeline) -> None:
     notes = len(shown.notes())
     figure.legend(
         handles=handles,
-        labels=[*(text for _, text in LEGEND), "full, and waits for its turn"],
+        labels=[*(text for _, text in LEGEND), WAITS_FOR_ITS_TURN],
         handler_map={tuple: handlers.HandlerTuple(ndivide=None, pad=0)},  # several colours beside each other
         loc="lower left",
         bbox_to_anchor=(0.01, (0.1 + 0.17 * notes) / tall),

@@ -306,7 +306,7 @@ def test_the_compiler_takes_an_attached_module_whole_and_once() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning")
 def test_scripting_an_attached_module() -> None:
     def act(model, sync):
         if sync.rank == 0:  # it is not made for threads

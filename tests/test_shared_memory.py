@@ -398,6 +398,8 @@ def test_only_who_sleeps_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
             work.wait()
         return len(woken)
 
+    for transport in group:  # as on x86-64, whatever this processor is
+        monkeypatch.setattr(transport.host._futex, "fenced", False)
     assert reduce() == 0
     with group[1].host.page.asleep():
         assert reduce() == 2, "rank 0 wakes it when it has published and when it has finished; rank 1 has nobody"

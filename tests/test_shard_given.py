@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -589,6 +590,36 @@ def test_an_optimizer_that_counts_in_a_tensor_of_its_options() -> None:
         train(model, sharded, transport.rank)
         train(plain, optimizer, transport.rank)
         assert_same(model, plain)
+
+    shared(worker, 2)
+
+
+class RememberingInOptions(Signed):
+    """With what no list is: a queue, and a tensor that is computed from another."""
+
+    def __init__(self, params: Any) -> None:
+        of = torch.tensor(0.5, requires_grad=True)
+        super().__init__(params, {"last": deque(maxlen=20), "scale": of * 2})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["last"].append(len(group["last"]))
+        super().step()
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        return parameter.grad * group["scale"] / len(group["last"])
+
+
+def test_an_optimizer_that_remembers_in_its_options() -> None:
+    """The steps that are tried were found in its queue, and a tensor with a graph was refused."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, RememberingInOptions)
+        assert not sharded.param_groups[0]["last"]
+        train(model, sharded, transport.rank)
+        train(plain, optimizer, transport.rank)
+        assert_same(model, plain)
+        assert sharded.param_groups[0]["last"] == optimizer.param_groups[0]["last"]
 
     shared(worker, 2)
 

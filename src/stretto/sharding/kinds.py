@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
@@ -150,10 +151,13 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def tried_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The same to try an optimizer with, which may write into them: a list of what it has computed, a tensor."""
-    return {
-        key: copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict, set, tuple)) else value
-        for key, value in options_of(group).items()
-    }
+    return {key: _copied(value) for key, value in options_of(group).items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not value.is_leaf:  # torch copies none that has a graph
+        value = value.detach()
+    return copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict, set, tuple, deque)) else value
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:

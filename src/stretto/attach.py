@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -125,21 +124,18 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-    asked = functools.partial(
-        Options,
-        bucket_cap_mb=bucket_cap_mb,
-        last_bucket_cap_mb=last_bucket_cap_mb,
-        buffers=buffers,
-        reduce=reduce,
-        weighted=weighted,
-        predivide_factor=predivide_factor,
-        delay=delay,
-        check_every=check_every,
-    )
 
     def options() -> Options:
         _refuse_others(others)
-        return asked(
+        return Options(
+            bucket_cap_mb=bucket_cap_mb,
+            last_bucket_cap_mb=last_bucket_cap_mb,
+            buffers=buffers,
+            reduce=reduce,
+            weighted=weighted,
+            predivide_factor=predivide_factor,
+            delay=delay,
+            check_every=check_every,
             ignore=patterns("ignore", ignore),
             sparse=patterns("sparse", sparse),
             reduce_dtype=dtype_patterns(reduce_dtype),
@@ -151,8 +147,6 @@ def attach(
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = carrier_of(transport, process_group, process_groups)
     if base is None or base.world_size == 1:
-        if base is None:
-            warn_of_tasks()
         if isinstance(transport, str):
             refuse_unknown_name(transport, "attach")
         return _attach_alone(module, base, options(), others, chosen=isinstance(transport, str))
@@ -185,6 +179,8 @@ def _attach_alone(
     chosen: bool,
 ) -> Synchronizer:
     """One rank, or none of a group: only what would fail with several fails here."""
+    if base is None:
+        warn_of_tasks()
     Scaling(1, options.reduce, options.predivide_factor, options.weighted)
     _refuse(module, options)
     dense, rows = _split(module, options)

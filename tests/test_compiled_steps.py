@@ -148,8 +148,8 @@ def compiled_autograd(rank: int) -> None:
         with pytest.raises(stretto.UnsupportedError) as raised, compiled._enable(torch.compile(backend="eager")):
             loss.backward()
         assert str(raised.value) == (
-            f"rank {rank}, pass 0: this backward is run by torch's compiled autograd, in which gradients cannot be "
-            "reduced.\nLeave torch._dynamo.config.compiled_autograd False; torch.compile(model) alone is fine."
+            f"rank {rank}, before pass 1: this backward is run by torch's compiled autograd, in which gradients cannot "
+            "be reduced.\nLeave torch._dynamo.config.compiled_autograd False; torch.compile(model) alone is fine."
         )
         backward(model, rank, 0, steady=True)
 

@@ -403,8 +403,8 @@ ON_RANKS = [
     ),
     (
         who_used_what_beside_noop_hook,
-        "rank 0, pass 0: which ranks used which parameters is not known beside torch's noop_hook, which stands for no "
-        "communication at all.\nUse another hook, or none, or look at .grad on each rank.",
+        "rank 0, before pass 1: which ranks used which parameters is not known beside torch's noop_hook, which stands "
+        "for no communication at all.\nUse another hook, or none, or look at .grad on each rank.",
     ),
     (
         broken_link,

@@ -185,6 +185,7 @@ def test_reduce_dtype_by_pattern_shows_in_the_plan_and_in_the_bytes() -> None:
         }
         assert "bfloat16 as float64" in str(sync.plan)
         assert stretto.BucketPlan.from_json(sync.plan.to_json()) == sync.plan
+        assert sync.statistics.payload_bytes == 10 * 8 + 16 * 2, "as they travel"
         return sum(nbytes for kind, nbytes in recording.calls if kind == "all_reduce")
 
     assert run_ranks(worker, 2)[0] > 10 * 8 + 16 * 2

@@ -162,8 +162,9 @@ def test_what_is_refused_by_name():
         assert found == {
             "shares": (
                 "SetupError",
-                f"rank {rank}, pass 0: with keep_grads=False each rank has its share of the gradients alone, so nobody "
-                "could step for a rank without batches.\nLeave keep_grads=False out, or give all ranks equally many.",
+                f"rank {rank}, before pass 1: with keep_grads=False each rank has its share of the gradients alone, so "
+                "nobody could step for a rank without batches.\nLeave keep_grads=False out, or give all ranks equally "
+                "many.",
             ),
             "alone": (
                 "SetupError",

@@ -488,3 +488,22 @@ def test_the_drop_in_is_as_torch_over_a_process_group() -> None:
     for mine, other, plain in zip(first[3], second[3], first[0][0].values(), strict=True):
         torch.testing.assert_close(mine, plain)
         assert torch.equal(mine, other)
+
+
+def test_a_weight_given_during_backward_is_of_the_next_pass_for_every_gradient() -> None:
+    def worker(transport):
+        model = Net()
+        sync = stretto.attach(model, transport=transport, weighted=True)
+
+        def late(gradient):
+            sync.weight = 1 + 2 * transport.rank
+
+        model.words.weight.register_hook(late)  # the head's gradient comes before, and begins the pass
+        model(indices_of(transport.rank)).backward()
+        return copies(model)
+
+    alone = Net()
+    sum(alone(indices_of(rank)) / 2 for rank in range(2)).backward()
+    first, second = run_ranks(worker, 2, timeout=20)
+    close(first, copies(alone))
+    same_bits(first, second)

@@ -64,7 +64,7 @@ class Beside:
 
     def prepare(self) -> list[GivenRows] | None:
         """What this rank has to give. What can fail on one rank alone fails here."""
-        return self.sparse.prepare(self._queue.weight) if self.sparse.any else None
+        return self.sparse.prepare(self._queue.weight_now) if self.sparse.any else None
 
     def send(self, shares: list[GivenRows] | None) -> CoalescedMessages:
         """Put all of it under way; returns the buffers' messages. Collective; ``None`` if there is nothing to give."""

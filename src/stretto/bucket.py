@@ -103,7 +103,7 @@ class Bucket:
         self.flat, self.payload, self.footer = self.memory.flat, self.memory.payload, self.memory.footer
         _, self.control, self.weight = self.memory.tail
         self.slots, self.views = self.memory.slots, self.memory.views
-        self.payload_bytes = plan.bucket_bytes(index)
+        self.payload_bytes = self.payload.nbytes
         self._scaling = scaling
         self._mean = getattr(transport, "all_reduce_mean", None) if scaling.is_plain_mean else None
         self._share = getattr(transport, "reduce_shares", None)

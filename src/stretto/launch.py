@@ -65,7 +65,7 @@ class LaunchQueue:
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling, self._scales_after = scaling, not scaling.is_plain_mean
-        self.weight, self._weight = 1.0, 1.0  # for the next pass; in the one that is under way
+        self.weight, self.weight_now = 1.0, 1.0  # for the next pass; in the one that is under way
         self.comm_hook: CommHook | None = None
         self.tells = True
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
@@ -142,7 +142,7 @@ class LaunchQueue:
 
     def begin(self) -> None:
         """A pass begins."""
-        self._weight, self._says = self.weight, ()
+        self.weight_now, self._says = self.weight, ()
         if self.preset is not None:
             self.preset.begin()
         for bucket in self.buckets:
@@ -216,7 +216,7 @@ class LaunchQueue:
         self._launch_nothing(0.0, says)
 
     def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
-        self._weight, self._says = 0.0, says
+        self.weight_now, self._says = 0.0, says
         self.presence.announce_nothing(len(self.buckets))
         for bucket in self.buckets:
             bucket.drop_gradients()
@@ -250,7 +250,7 @@ class LaunchQueue:
             self._unpack(mine)
         if late:
             common = self.buckets, self.transport, self.scaling, self.wait_for
-            second_round(*common, weight=self._weight, says=self._says, send=self._send, idle=not release)
+            second_round(*common, weight=self.weight_now, says=self._says, send=self._send, idle=not release)
         for bucket in mine:
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)
@@ -296,7 +296,7 @@ class LaunchQueue:
         if self.events.launch_started:
             self.events.emit(self.events.launch_started, self.pass_number, bucket.index)
         if self.tells:
-            bucket.write_footer(self._weight, self._says if bucket.is_last else ())
+            bucket.write_footer(self.weight_now, self._says if bucket.is_last else ())
         if self.comm_hook is None and bucket.skipped:
             nbytes = 0
             bucket.work = self.transport.all_reduce(bucket.footer)
@@ -319,7 +319,7 @@ class LaunchQueue:
     def _send(self, bucket: Bucket) -> None:
         if self.preset is not None:
             bucket.remember({place: self.preset.before(one) for place, one in enumerate(bucket.parameters)})
-        bucket.send(self.transport, self._weight)
+        bucket.send(self.transport, self.weight_now)
 
     def _wait_for_work(self, work: Work, bucket: Bucket) -> None:
         try:
@@ -347,4 +347,4 @@ class LaunchQueue:
     @property
     def where(self) -> str:
         """How messages begin."""
-        return f"rank {self.transport.rank}, pass {self.pass_number}"
+        return self.peers.where

@@ -65,7 +65,7 @@ def reduce_dense(
         mine = [(slots[place], contributions[name]) for place, name in inside if name in contributions]
         for slot, contribution in mine:
             contribution.put(slot)
-        queue.scaling.before(flat, queue.weight)
+        queue.scaling.before(flat, queue.weight_now)
         for slot, contribution in mine:
             if contribution.before is not None:
                 slot.add_(contribution.before, alpha=queue.scaling.share)
@@ -119,7 +119,7 @@ class LooseRows:
         rank, scaling = self._queue.transport.rank, self._queue.scaling
         mine = {name for name, has in loose[rank].items() if has}
         stands = [*loose[rank]] if release else []  # in .grad with nothing new: it travels as in any pass
-        found = self._exchange(scaling, mine, self._queue.weight, self._factor, beside=stands)
+        found = self._exchange(scaling, mine, self._queue.weight_now, self._factor, beside=stands)
         partly = [name for name in self._parameters if not all(name in one for one in loose) and used.get(name)]
         first = {name: next(r for r, one in enumerate(loose) if name not in one) for name in partly}
         plain = Scaling(scaling.world_size, "sum")

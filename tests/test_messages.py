@@ -179,7 +179,7 @@ ALONE = [
     (lambda: stretto.attach([]), "attach: the first argument must be a torch.nn.Module, not list"),
     (
         lambda: attach(transport=3),
-        'attach: transport=3 is not known: use "auto", "shared_memory", "process_group", or an object that is a '
+        'attach: transport=3 is not known: use one of "auto", "shared_memory", "process_group", or an object that is a '
         "stretto.transport.Transport",
     ),
     (

@@ -204,7 +204,7 @@ def test_gathered_objects_are_each_ranks_own() -> None:
 
 def start_at(transport: SharedMemoryTransport, number: int) -> None:
     """As if so many messages had been through."""
-    host = transport._host
+    host = transport.host
     host._number = number
     for word in (PUBLISHED, FINISHED):
         host.page.set(word, number)
@@ -313,7 +313,7 @@ def test_memory_goes_with_its_tensors_and_peers_give_up_theirs() -> None:
 
 def test_segments_are_counted() -> None:
     def worker(transport: SharedMemoryTransport) -> str:
-        host = transport._host
+        host = transport.host
         host.page.arena._free_lines[:] = host.page.arena._free_lines[:3]
         held = []
         with pytest.raises(stretto.CommunicationError) as caught:

@@ -25,7 +25,7 @@ FORK = """
     import warnings
 
     def page():
-        return bytes(sync._transport._host.page.mapping)
+        return bytes(sync._transport.host.page.mapping)
 
     step(); right()
     sync.buffers = "none"
@@ -127,7 +127,7 @@ def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
         time.sleep(1.5)
         step(); right()  # all that this needs of rank 0 was there
         told()
-        assert sync._transport._host.broken == "rank 0 cannot go on: stopped by KeyboardInterrupt"
+        assert sync._transport.host.broken == "rank 0 cannot go on: stopped by KeyboardInterrupt"
     """
     )
     first, second = printed(ranks(tmp_path, body))

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -238,11 +238,7 @@ def _refuse_kinds(module: object, transport: object) -> None:
     if not isinstance(module, torch.nn.Module):
         raise SetupError(f"attach: the first argument must be a torch.nn.Module, not {type(module).__name__}")
     if not isinstance(transport, str) and not hasattr(transport, "all_reduce"):
-        raise SetupError(
-            f"attach: transport={transport!r} is not known: use "
-            + ", ".join(f'"{name}"' for name in get_args(TransportName))
-            + ", or an object that is a stretto.transport.Transport"
-        )
+        refuse_unknown_name(transport, "attach")
 
 
 def _refuse_others(beside: Iterable[object]) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from .broadcast import CoalescedMessages
 from .buffers import BufferPlaces
-from .events import Events
 from .launch import LaunchQueue
 from .sparse import GivenRows, SparseGradients
 from .words import Control
@@ -18,17 +15,16 @@ class Beside:
     """Both, of one reducer, with what a model does not have left out.
 
     Args:
-        queue: has the transport, and waits.
+        queue: has the transport, and waits; its events tell when buffers leave.
         places: where buffers live.
         sparse: parameters in no bucket; mostly none.
-        events: told when buffers leave.
     """
 
-    def __init__(self, queue: LaunchQueue, places: BufferPlaces, sparse: SparseGradients, events: Events) -> None:
+    def __init__(self, queue: LaunchQueue, places: BufferPlaces, sparse: SparseGradients) -> None:
         self.sparse = sparse
         self.places = places
         self._queue = queue
-        self._events = events
+        self._events = queue.events
         if queue.preset is not None:
             sparse.before = queue.preset.before
 
@@ -42,25 +38,6 @@ class Beside:
                 preset.accumulated(self.sparse.named_parameters()[name])
 
         self.sparse.hook(owner, came)
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        self.sparse.remove()
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that lie in no bucket."""
-        return [*self.sparse.named_parameters().values()]
-
-    @property
-    def total_bytes(self) -> int:
-        """Of this rank's sparse gradients, sent so far."""
-        return self.sparse.total_bytes
-
-    @property
-    def given_up(self) -> int:
-        """How many ranks said in this pass that they gave it up; no words say so beside ``noop_hook``."""
-        return self.sparse.given_up
 
     def prepare(self) -> list[GivenRows] | None:
         """What this rank has to give. What can fail on one rank alone fails here."""
@@ -110,8 +87,3 @@ class Beside:
             self.sparse.forget()
         if self._queue.preset is not None:
             self._queue.preset.forget()
-
-    def reset(self) -> None:
-        """Nothing is under way, for the next pass."""
-        if self.sparse.any:
-            self.sparse.reset()

@@ -200,7 +200,7 @@ def _flow(rank: int, compute: int, thread: int, number: int, arrow: Arrow) -> It
     launch, source, settle = arrow.transfer.launch, arrow.source, arrow.settle
     stops = [] if source is None else [(source.begin, source.end, compute)]
     stops += [(launch.begin, launch.end, thread), (settle.begin, settle.end, compute)]
-    times = [_amid(begin, end) for begin, end, _ in stops if begin < end]
+    times = [(begin + end) // 2 for begin, end, _ in stops if begin < end]
     if len(times) < len(stops) or times != sorted(times):
         return
     common = {"cat": "bucket", "id": number}
@@ -208,10 +208,6 @@ def _flow(rank: int, compute: int, thread: int, number: int, arrow: Arrow) -> It
     for phase, time, (_, _, where) in zip(phases, times, stops, strict=True):
         binds = {} if phase == "s" else {"bp": "e"}
         yield _event(f"bucket {launch.bucket}", phase, time, rank, where, **binds, **common)
-
-
-def _amid(begin: int, end: int) -> int:
-    return (begin + end) // 2
 
 
 def _span(name: str, cat: str, begin: int, end: int, rank: int, thread: int, args: dict[str, Any]) -> Event:

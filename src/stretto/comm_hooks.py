@@ -117,7 +117,7 @@ class CommHook:
 
     def launch(self, bucket: Bucket) -> HookWork:
         """Hand the bucket to the hook when the one before is through."""
-        if self._current is not None and not self._current.done():
+        if self._current is not None and not self._current.is_completed():
             self.wait_for(self._current)
         self._current = None  # should the hook raise, the pass has failed
         work = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
@@ -140,13 +140,9 @@ class HookWork:
         self.bucket = bucket
         self.future = future
 
-    def done(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether the hook will not communicate any more for this bucket."""
         return bool(self.future.done())
-
-    def is_completed(self) -> bool:
-        """As ``done``, for those who wait in slices."""
-        return self.done()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Put the hook's result into the bucket, unless it is there already.

@@ -12,7 +12,6 @@ import torch
 from .agreement import describe_ranks
 from .beside import Beside
 from .errors import PeerError, UnsupportedError, name_list
-from .events import Events
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .plan import BucketPlan
@@ -30,7 +29,6 @@ class Consensus:
     Args:
         queue: has the plan, and the bucket that carries the words.
         tracker: knows what has arrived in which order.
-        events: told of new plans.
         rejoin: follows changes of the module.
         forward: knows how forward went.
         beside: what travels behind the last bucket.
@@ -40,7 +38,6 @@ class Consensus:
         self,
         queue: LaunchQueue,
         tracker: ArrivalTracker,
-        events: Events,
         rejoin: Rejoin,
         forward: ForwardWatch,
         beside: Beside,
@@ -49,7 +46,7 @@ class Consensus:
         """Plans used, the first one included."""
         self._queue = queue
         self._tracker = tracker
-        self._events = events
+        self._events = queue.events
         self._rejoin = rejoin
         self._forward = forward
         self._beside = beside
@@ -163,7 +160,7 @@ class Consensus:
         if self._on_some(said[Control.FORWARD_FAILED]):
             raise self._forward_failure(round(said[Control.FORWARD_FAILED]))
         if self._on_some(said[Control.MORE_FORWARDS]):
-            self._forward.warn(self._queue.where, self._queue.transport.rank, self._queue.peers)
+            self._forward.warn()
         if not said[Control.CHANGED]:
             return False
         if self._queue.comm_hook is not None:

@@ -4,12 +4,16 @@ StrettoError
 ├── SetupError                what was asked for cannot be honoured
 │   ├── AlreadyAttachedError  a parameter already has a reducer
 │   ├── ModelMismatchError    the ranks do not hold the same model or options
-│   └── UnsupportedError      an argument or a tensor layout that stretto refuses, by name
+│   ├── UnsupportedError      an argument or a tensor layout that stretto refuses, by name
+│   │   └── UnsupportedMemberError  a member of torch's class that the drop-in lacks: in ddp_faces.py
+│   └── BrokenModelError      a model to be measured cannot take a step: in bench/load.py
 ├── WithheldError             a gradient was read of which this rank has only its share
 ├── PlanError                 a bucket plan that contradicts itself or its parameters
 ├── TraceError, PictureError  a trace cannot be read or written, a picture not drawn: in trace.py and plots.py
 ├── ReplicaError              the ranks no longer hold the same parameters
+├── CommandError              a command of the terminal cannot go on: in cli/console.py
 └── CommunicationError        a bucket could not be reduced
+    ├── CallsDifferError      ranks have called different things at the same time
     └── PeerError             another rank failed in this pass, has ended, or was killed
 
 A message says the rank, unless all ranks raise the same text or there is one alone; during training the pass; names

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 
 from .launch import LaunchQueue
-from .peers import Peers
 from .words import Control
 
 log = logging.getLogger("stretto")
@@ -119,21 +118,21 @@ class ForwardWatch:
         self._before, self._runs, self._has_failed = self._runs, 0, False
         return [Control.FORWARD_FAILED] * failed + [Control.MORE_FORWARDS] * more
 
-    def warn(self, where: str, rank: int, peers: Peers) -> None:
+    def warn(self) -> None:
         """Say once that some ranks ran forward more often than they used to, and others did not. Collective."""
         if self._told_once:
             return
         self._told_once = True
-        everyone: list[tuple[int, int]] = peers.gather(self.runs)
+        everyone: list[tuple[int, int]] = self._queue.peers.gather(self.runs)
         more = [rank for rank, (now, before) in enumerate(everyone) if now > before]
-        if rank not in (0, *more):
+        if self._queue.transport.rank not in (0, *more):
             return
         told = "; ".join(f"rank {other} {now}, {before} before" for other, (now, before) in enumerate(everyone))
         log.warning(
             "%s: some ranks ran forward more often for this pass than for the one before, others did not (%s).\n"
             "If a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "
             "shifted by one from here on. Forwards that no backward follows belong under torch.no_grad(). Told once.",
-            where,
+            self._queue.where,
             told,
         )
 

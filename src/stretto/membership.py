@@ -272,10 +272,6 @@ class Membership:
         if self._preset is not None:
             self._preset.follow(filter(_is_differentiable, parameters))
 
-    def expect_change(self) -> None:
-        """The module may have changed since ``follow``."""
-        self.suspect = True
-
     def _now(self) -> list[int]:
         alive = [one for reference in self._in_order if (one := reference()) is not None]
         tables = (table for one in alive for table in (one._parameters, one._modules))

@@ -198,7 +198,7 @@ class Peers:
             refuse_fork(self._transport.rank, self._pid)
 
     def flush(self, seconds: float | None = None) -> None:
-        """This rank has given up a pass, and may not come back for a while: let the others have their part of it."""
+        """This rank may not come back for a while (it has given up a pass): let the others have their part first."""
         if (flush := getattr(self._transport, "flush", None)) is not None:
             flush(FLUSH_SECONDS if seconds is None else seconds)
 

@@ -31,10 +31,6 @@ class Piece:
     name: str = ""
     """Of backward, the parameter whose gradient ended it; of launching and waiting, the bucket. May be empty."""
 
-    def moved(self, by: int) -> Piece:
-        """So many nanoseconds later."""
-        return Piece(self.kind, self.begin + by, self.end + by, self.name)
-
 
 @dataclass(frozen=True)
 class Transfer:
@@ -50,11 +46,6 @@ class Transfer:
     """The rest of its way."""
     joined: int | None = None
     """When the last rank had launched it too; None if that is not known. Before, it waits for that rank."""
-
-    def moved(self, by: int) -> Transfer:
-        """So many nanoseconds later."""
-        joined = None if self.joined is None else self.joined + by
-        return replace(self, launch=self.launch.by(lambda time: time + by), joined=joined)
 
 
 def transfers_of(record: PassRecord, plan: BucketPlan | None) -> tuple[Transfer, ...]:

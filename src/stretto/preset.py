@@ -38,19 +38,14 @@ class _Known(dict[int, _Before]):
 
 
 class Preset:
-    """Looks at ``.grad`` of parameters just before autograd accumulates into it.
+    """Looks at ``.grad`` of parameters just before autograd accumulates into it."""
 
-    Args:
-        parameters: to hook; not held.
-    """
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
+    def __init__(self) -> None:
         self._hooks: dict[int, tuple[weakref.ref[torch.nn.Parameter], Any]] = {}
         self._known = _Known()
-        self.follow(parameters)
 
     def follow(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Hook these and no others."""
+        """Hook these, which are not held, and no others."""
         wanted = {id(parameter): parameter for parameter in parameters}
         for key in [key for key, (one, _) in self._hooks.items() if one() is not wanted.get(key)]:
             self._hooks.pop(key)[1].remove()

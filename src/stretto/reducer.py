@@ -88,15 +88,16 @@ class Reducer:
         self.members, self.delay, self.always_delays = members, delay, delay
         self.waits, self._is_idle, self.transport = False, False, transport
         self._inspection = inspection
-        self._beside = Beside(self.queue, places, sparse, events)
+        self.sparse = sparse  # the parameters that lie in no bucket
+        self._beside = Beside(self.queue, places, sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
         self.failing = Failing(self.queue, self._stop)
         hooked = list(parameters.values())
-        self._tracker = ArrivalTracker(hooked, self.queue, events, self, self._first_arrival, self._progressed)
+        self._tracker = ArrivalTracker(hooked, self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
-        self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse, events)
+        self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing.in_forward)
-        self._consensus = Consensus(self.queue, self._tracker, events, self._rejoin, self._forward, self._beside)
+        self._consensus = Consensus(self.queue, self._tracker, self._rejoin, self._forward, self._beside)
         self._never_used = NeverUsed(self.queue)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
@@ -114,18 +115,13 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        return statistics_of(self.queue, self._passes, self._beside.total_bytes, self._consensus.plans)
+        return statistics_of(self.queue, self._passes, self.sparse.total_bytes, self._consensus.plans)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
-        references = self.queue.parameters
-        return [alive for reference in references if (alive := reference()) is not None] + self._beside.parameters
-
-    @property
-    def sparse(self) -> SparseGradients:
-        """The parameters that lie in no bucket."""
-        return self._beside.sparse
+        alive = [parameter for reference in self.queue.parameters if (parameter := reference()) is not None]
+        return [*alive, *self.sparse.named_parameters().values()]
 
     @property
     def used_by(self) -> dict[str, int]:
@@ -151,7 +147,7 @@ class Reducer:
         """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
         self._arrivals.remove()
-        self._beside.remove()
+        self.sparse.remove()
         self._forward.remove()
         self.queue.close()
         self.members.stop()
@@ -271,8 +267,8 @@ class Reducer:
             self._rejoin.refuse()
         inspected = self._inspection.every is not None and self._inspection.due(queue.pass_number)
         self._consensus.hear(words, at_once=changed or inspected)
-        if carries and beside.given_up:
-            raise self._consensus.failure(beside.given_up)
+        if carries and self.sparse.given_up:
+            raise self._consensus.failure(self.sparse.given_up)
         if inspected:
             self._inspection.run(queue.pass_number)
 
@@ -286,8 +282,8 @@ class Reducer:
         self.running = False
         self._tracker.end()
         self.queue.reset()
-        if self._beside.sparse.any:
-            self._beside.reset()
+        if self.sparse.any:
+            self.sparse.reset()
 
     def begin_idle(self) -> None:
         """Begin a pass of the other ranks with nothing to give. Collective."""
@@ -309,7 +305,7 @@ class Reducer:
             finally:
                 self._reset()
             self._consensus.act_on(words, release=False)
-            if self._inspection.due(self.queue.pass_number) and not self._beside.given_up:
+            if self._inspection.due(self.queue.pass_number) and not self.sparse.given_up:
                 self._inspection.run(self.queue.pass_number, idle=True)
 
     # A pass that failed on this rank: see [Note: a pass given up]

@@ -31,7 +31,6 @@ from .bucket import Bucket
 from .buffers import BufferPlaces
 from .changes import Changes
 from .errors import SetupError, name_list
-from .events import Events
 from .launch import LaunchQueue
 from .loose import Contribution, LooseRows, reduce_dense
 from .membership import Membership, named, plan_for, unfit
@@ -68,7 +67,6 @@ class Rejoin:
         queue: has the plan.
         tracker: knows what has arrived.
         rows: the parameters in no bucket.
-        events: told of new plans.
     """
 
     def __init__(
@@ -78,14 +76,13 @@ class Rejoin:
         queue: LaunchQueue,
         tracker: ArrivalTracker,
         rows: SparseGradients,
-        events: Events,
     ) -> None:
         self._members = members
         self._places = places
         self._queue = queue
         self._tracker = tracker
         self._rows = rows
-        self._events = events
+        self._events = queue.events
         self._changes = Changes(members, queue, rows)
         self._arrived: set[str] = set()
         """Names of planned ones that have got a gradient in the pass in which a change was noticed."""
@@ -105,7 +102,7 @@ class Rejoin:
             self._places.look()
         incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]
         if incomplete and queue.comm_hook is None and not members.suspect and self._some_are_frozen(incomplete):
-            members.expect_change()
+            members.suspect = True
         if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
             return False
         self.drop_withheld()

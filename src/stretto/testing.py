@@ -167,7 +167,9 @@ def _read_failure(folder: str, rank: int) -> str:
 
 
 class RecordingTransport:
-    """Passes everything on, and writes down each collective in ``calls`` as ``(kind, bytes)``.
+    """Passes on what :class:`Transport` has, and writes down each collective in ``calls`` as ``(kind, bytes)``.
+
+    Memory that ranks share, and the process group beneath, stay hidden behind it.
 
     Example::
 

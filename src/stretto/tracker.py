@@ -13,7 +13,6 @@ from .arrivals import Arrivals, has_other_hooks
 from .bucket import Bucket
 from .engine import ReentrantCheckpoints, current_task, left_uncompiled, will_arrive, without_graph
 from .errors import UnsupportedError, name_list
-from .events import Events
 from .launch import LaunchQueue
 from .parts import MisfitError
 from .schedule import Chunk, schedule
@@ -28,7 +27,6 @@ class ArrivalTracker:
     Args:
         parameters: to hook; not held.
         queue: has the buckets.
-        events: told of gradients and full buckets.
         owner: as in :class:`Arrivals`.
         first: as in :class:`Arrivals`.
         progressed: called when gradients were taken.
@@ -38,7 +36,6 @@ class ArrivalTracker:
         self,
         parameters: Sequence[torch.nn.Parameter],
         queue: LaunchQueue,
-        events: Events,
         owner: object,
         first: Callable[[torch.Tensor], None],
         progressed: Callable[[], None],
@@ -50,7 +47,7 @@ class ArrivalTracker:
         self.graph_changed = False
         """Whether two passes in succession have reached different parameters."""
         self._queue = queue
-        self._events = events
+        self._events = queue.events
         self._progressed = progressed
         self._running = False
         self._schedule: list[Chunk] | None = None

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..attach import attach
 from ..handle import Synchronizer
-from ..transport import ProcessGroupTransport, Transport, choose
+from ..transport import ProcessGroupTransport, SharedMemoryTransport, Transport, choose
 from .contestants import Contestant, OptimizerName
 from .floor import StepInShares, least_work, meeting
 from .models import LEARNING_RATE, Loss, Workload
@@ -152,8 +152,10 @@ def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Trainin
     return training
 
 
-def _shared_memory() -> Transport:
-    return choose(ProcessGroupTransport(), "shared_memory")
+def _shared_memory() -> SharedMemoryTransport:
+    chosen = choose(ProcessGroupTransport(), "shared_memory")
+    assert isinstance(chosen, SharedMemoryTransport), "so it was asked for"
+    return chosen
 
 
 def transport_of(contestant: Contestant) -> Transport:

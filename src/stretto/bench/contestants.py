@@ -38,7 +38,8 @@ class Contestant:
     ``replicate``, ``fully_shard``, ``stretto``: the libraries."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the library's constructor; and (stretto) ``groups``, so many process groups in turn, ``shard``, options of
-    ``stretto.shard``; (floor) ``shares``, whether the optimizer's step is divided."""
+    ``stretto.shard``; (replicate, fully_shard) ``by_layer``, each layer by itself; (floor) ``shares``, whether the
+    optimizer's step is divided."""
     sync_every: int = 1
     """Gradients are accumulated over so many backward passes, the last of which communicates."""
     candidates: tuple[Contestant, ...] = ()
@@ -78,9 +79,7 @@ def torch_tuned() -> Contestant:
 
 def replicate() -> Contestant:
     """torch's FSDP2 ``replicate``, the module as a whole or each layer by itself, whichever is faster."""
-    whole = Contestant("replicate, one message", "replicate", {"by_layer": False})
-    layers = Contestant("replicate, a message a layer", "replicate", {"by_layer": True})
-    return Contestant(REPLICATE, "replicate", candidates=(whole, layers))
+    return _as_whole_or_by_layer(REPLICATE, "replicate")
 
 
 def steppers() -> tuple[Contestant, ...]:
@@ -99,9 +98,13 @@ def stepping(contestant: Contestant, optimizer: OptimizerName) -> Contestant:
 
 def fully_shard() -> Contestant:
     """torch's FSDP2 ``fully_shard``, the module as a whole or each layer by itself, whichever is faster."""
-    whole = Contestant("fully_shard, one message", "fully_shard", {"by_layer": False})
-    layers = Contestant("fully_shard, a message a layer", "fully_shard", {"by_layer": True})
-    return Contestant(FULLY_SHARD, "fully_shard", candidates=(whole, layers))
+    return _as_whole_or_by_layer(FULLY_SHARD, "fully_shard")
+
+
+def _as_whole_or_by_layer(name: str, kind: Kind) -> Contestant:
+    whole = Contestant(f"{kind}, one message", kind, {"by_layer": False})
+    layers = Contestant(f"{kind}, a message a layer", kind, {"by_layer": True})
+    return Contestant(name, kind, candidates=(whole, layers))
 
 
 def naive() -> tuple[Contestant, ...]:

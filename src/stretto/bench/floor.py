@@ -16,42 +16,35 @@ block by block takes longer (measured on gradients of ones: 0.80 of the step wit
 from __future__ import annotations
 
 import array
-import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import SetupError
-from ..transport import Transport
-from ..transport.memory import map_shared
+from ..transport.ordinary import elements
+from ..transport.shared_memory import SharedMemoryTransport
 from .models import LEARNING_RATE
 
 SHARE = 64 * 1024
 """Elements that one rank sums of a block: 256 KB of float32, which stay in the processor's cache."""
 
 
-def meeting(shared: Any) -> Callable[[], object]:
-    """All ranks wait for each other, once, by the smallest message there is. ``shared``: as for ``least_work``."""
+def meeting(shared: SharedMemoryTransport) -> Callable[[], object]:
+    """All ranks wait for each other, once, by the smallest message there is."""
     numbers = array.array("q", (0, 0))
     return lambda: shared.meet(numbers, b"floor").wait()
 
 
-def least_work(model: nn.Module, shared: Transport) -> Callable[[], object]:
+def least_work(model: nn.Module, shared: SharedMemoryTransport) -> Callable[[], object]:
     """What follows backward in the floor. Collective.
 
     Args:
         model: whose gradients are meant; counted as float32.
-        shared: over shared memory.
-
-    Raises:
-        SetupError: a rank's memory cannot be opened by another.
+        shared: of all ranks.
     """
-    meet, blocks = meeting(shared), _blocks(model)
+    meet, blocks = meeting(shared), _blocks(model, shared)
 
     def work() -> None:
         meet()
@@ -66,9 +59,9 @@ def least_work(model: nn.Module, shared: Transport) -> Callable[[], object]:
 class StepInShares:
     """What follows backward in the floor where each rank steps its share with AdamW; arguments as above. Collective."""
 
-    def __init__(self, model: nn.Module, shared: Transport) -> None:
+    def __init__(self, model: nn.Module, shared: SharedMemoryTransport) -> None:
         self._model, self._meet = model, meeting(shared)
-        self.blocks = _blocks(model)
+        self.blocks = _blocks(model, shared)
         """Of the gradients."""
         self.parameters = [nn.Parameter(torch.zeros_like(block.share)) for block in self.blocks]
         """What this rank steps, by block."""
@@ -115,10 +108,10 @@ class _Strip:
             self.share.add_(peer)
 
 
-def _blocks(model: nn.Module) -> list[_Strip]:
+def _blocks(model: nn.Module, shared: SharedMemoryTransport) -> list[_Strip]:
     """All of a model's gradients. Collective."""
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    rank, ranks, buffers = dist.get_rank(), dist.get_world_size(), _buffers_of_all(numel)
+    rank, ranks, buffers = shared.rank, shared.world_size, _buffers_of_all(numel, shared)
     size = SHARE * ranks
     hot, found = torch.ones(min(size, numel)), []
     for begin in range(0, numel, size):
@@ -129,33 +122,14 @@ def _blocks(model: nn.Module) -> list[_Strip]:
     return found
 
 
-def _buffers_of_all(numel: int) -> list[torch.Tensor]:
+def _buffers_of_all(numel: int, shared: SharedMemoryTransport) -> list[torch.Tensor]:
     """One of each rank, by rank: every rank sees the same bytes."""
     nbytes = max(1, numel) * 4
-    number = os.memfd_create("stretto-floor")
-    try:
-        os.ftruncate(number, nbytes)
-        mine = map_shared(number, nbytes, fresh=True)
-        everyone: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-        dist.all_gather_object(everyone, (os.getpid(), number))
-        mappings = [mine if pid == os.getpid() else open_buffer(pid, theirs, nbytes) for pid, theirs in everyone]
-        dist.barrier()  # all have opened all
-    finally:
-        os.close(number)
-    return [torch.frombuffer(mapping, dtype=torch.float32)[:numel] for mapping in mappings]
-
-
-def open_buffer(pid: int, number: int, nbytes: int) -> mmap.mmap:
-    """The memory behind a descriptor of another process.
-
-    Raises:
-        SetupError: it cannot be opened.
-    """
-    try:
-        theirs = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-    except OSError as error:
-        raise SetupError(f"the memory of process {pid} cannot be opened: {error.strerror}") from error
-    try:
-        return map_shared(theirs, nbytes)
-    finally:
-        os.close(theirs)
+    mine = shared.host.allocate(nbytes)
+    places = shared.all_gather_object(shared.host.page.arena.locate(mine))
+    seen = [
+        mine if rank == shared.rank else peer.memory.bytes_at(places[rank], nbytes)
+        for rank, peer in enumerate(shared.host.peers)
+    ]
+    dist.barrier()  # all have opened all
+    return [elements(one, torch.float32)[:numel] for one in seen]

@@ -59,11 +59,11 @@ def doctor(
     if findings.launched is not None and findings.launched.rank > 0 and not broken:
         return FINE
     if as_json:
-        speed = findings.speed.to_dict() if findings.speed else None
+        speed = asdict(findings.speed) if findings.speed else None
         network = {"gloo": asdict(findings.gloo), "store": [asdict(one) for one in findings.reached]}
         ranks = asdict(findings.launched) if findings.launched else None
         told = {"broken": broken, "advice": advice, "speed": speed, "launched": ranks}
-        say_json({"machine": findings.machine.to_dict(), "network": network, **told})
+        say_json({"machine": asdict(findings.machine), "network": network, **told})
     else:
         verdict = [*(f"BROKEN: {one}" for one in broken), *advice] or ["Nothing to change."]
         parts = (_machine(findings.machine), _network(findings), _speed(findings), verdict)

@@ -9,9 +9,8 @@ import platform
 import resource
 import socket
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,10 +61,6 @@ class LocalMachine:
     """So many a process may have."""
     hostname: str
     interfaces: tuple[Interface, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; sizes in bytes."""
-        return asdict(self)
 
 
 def look_at_machine() -> LocalMachine:

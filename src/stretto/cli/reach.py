@@ -24,7 +24,7 @@ class GlooInterface:
     """What Gloo listens on."""
 
     by: str
-    """``GLOO_SOCKET_IFNAME`` or ``hostname``."""
+    """``GLOO_SOCKET_IFNAME``, ``hostname``, or why neither."""
     interface: str | None
     address: str | None
     problem: str = ""

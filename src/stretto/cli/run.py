@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,7 @@ def run(
         if failure.traceback:
             print(f"--- traceback of rank {failure.rank} ---\n{failure.traceback}", file=sys.stderr, flush=True)
     if as_json:
-        told = outcome.failure.to_dict() if outcome.failure else None
+        told = asdict(outcome.failure) if outcome.failure else None
         seconds = time.monotonic() - began
         say_json({"ranks": ranks, "exit_code": outcome.code, "seconds": seconds, "first_failure": told})
     return outcome.code

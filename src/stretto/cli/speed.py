@@ -6,9 +6,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,10 +55,6 @@ class Speed:
     """Why there is none; empty if there is."""
     two_hosts: str | None = None
     """Why ranks of two hosts, as which some pretended to be, could not sum; empty if they could, None if not tried."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; times in seconds, sizes in bytes."""
-        return asdict(self)
 
 
 def measure(*, quick: bool) -> Speed:

@@ -1,4 +1,4 @@
-"""What moves and sums a bucket. ``base`` has the protocol; each other file is one implementation of it."""
+"""What moves and sums a bucket: ``base`` has the protocol, ``choose`` says which implementation carries these ranks."""
 
 from .base import Transport, Work
 from .choose import TransportName, choose

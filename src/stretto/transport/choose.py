@@ -180,7 +180,7 @@ def _exchange_seen(
 def hosts_among(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Groups of ranks that share memory, in the order of their first ranks.
 
-    None if a rank has no such memory, or if two ranks share that of a third and not each other's.
+    None of them if a rank has no such memory, or if two ranks share that of a third and not each other's.
 
     Args:
         seen: the ranks whose memory each rank has opened, in rank order.
@@ -216,7 +216,7 @@ def _why_not() -> str | None:
     return futex.why_not()
 
 
-def refuse_unknown_name(name: str, where: str) -> None:
+def refuse_unknown_name(name: object, where: str) -> None:
     """Raise if no transport is called so. ``where``: how the message begins."""
     known = get_args(TransportName)
     if name not in known:

@@ -178,18 +178,17 @@ class Collectives:
         return posted
 
 
-class Staged:
+class Staged(Message):
     """A message for which each rank lays something into staging memory, where all read it."""
 
-    root = None
-    by_all = False
+    tensor: torch.Tensor
 
     def __init__(self, host: Host, staging: Staging, parts: Sequence[torch.Tensor], action: bytes, numel: int) -> None:
         self.action = action
         self.numel = numel
         self._host, self._staging = host, staging
         dtype = parts[0].dtype
-        self.tensor: torch.Tensor = staging.take(sum(part.nbytes for part in parts))
+        self.tensor = staging.take(sum(part.nbytes for part in parts))
         room, at = self.tensor.view(dtype), 0
         for part in parts:
             room[at : at + part.numel()].copy_(part)
@@ -249,23 +248,11 @@ class Gathering(Staged):
         del self._results
 
 
-class Barrier:
+class Barrier(Message):
     """Nothing but that all have come."""
 
     action = b"barrier"
     numel = 0
-    tensor: torch.Tensor | None = None
-    root = None
-    by_all = False
-
-    def begin(self, entries: Sequence[bytes]) -> None:
-        """All have come."""
-
-    def end(self) -> None:
-        """Nothing is left."""
-
-    def release(self) -> None:
-        """Nothing was held."""
 
 
 def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], operation: str) -> None:

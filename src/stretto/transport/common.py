@@ -14,6 +14,7 @@ import torch
 
 from .base import Work
 from .host import Host
+from .message import Message
 from .page import Entry
 
 
@@ -44,7 +45,7 @@ def own_memory(nbytes: int) -> CommonMemory:
     return CommonMemory(memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE)))
 
 
-class OfferMemory:
+class OfferMemory(Message):
     """The first rank's memory, opened by the others. Collective among the ranks of a host."""
 
     action = b"common memory"
@@ -53,7 +54,7 @@ class OfferMemory:
 
     def __init__(self, host: Host, nbytes: int) -> None:
         self.numel = nbytes
-        self.tensor: torch.Tensor | None = host.allocate(nbytes) if host.place == 0 else None
+        self.tensor = host.allocate(nbytes) if host.place == 0 else None
         self.memory: CommonMemory | None = None
         self._host = host
 
@@ -64,12 +65,6 @@ class OfferMemory:
         else:
             location = Entry.unpack(entries[0]).location
             self.memory = CommonMemory(self._host.peers[0].memory.buffer_at(location, self.numel))
-
-    def end(self) -> None:
-        """Nothing is left."""
-
-    def release(self) -> None:
-        """The memory stays with whoever uses it."""
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,11 @@ import torch.distributed as dist
 
 from ..specs import MIB, dtype_name
 from .base import Transport, Work, abandon
-from .common import Offered
 from .counterparts import Counterparts
 from .host import Host
+from .host_memory import HostMemoryTransport
 from .host_shares import HostShares
-from .message import Posted
-from .ordinary import elements
+from .message import Message, Posted
 from .shared_memory import CLOSE_SECONDS
 from .slices import slice_of
 from .spreading import SharesUnderWay, Spreading
@@ -48,7 +47,7 @@ def why_not(base: Transport) -> str | None:
     return None if dist.is_gloo_available() else "this torch was built without Gloo"
 
 
-class HierarchicalTransport:
+class HierarchicalTransport(HostMemoryTransport):
     """Collectives of ranks on several hosts, of which some share memory; tensors of other devices go over ``base``.
 
     Made by :func:`stretto.transport.choose`, since ranks have to open each other's memory first. Collective.
@@ -61,45 +60,20 @@ class HierarchicalTransport:
     """
 
     def __init__(self, host: Host, hosts: Hosts, base: Transport, name: str) -> None:
+        super().__init__(host, base)
         self.name = f"hierarchical ({base.world_size} ranks on {len(hosts)} hosts)"
-        self.rank = base.rank
-        self.world_size = base.world_size
         self.caps_follow_link = True
         self.bucket_cap_bytes = 4 * MIB
         self.last_bucket_cap_bytes = MIB
-        self.own_channel = True
-        self.store = getattr(base, "store", None)
-        self.patience = host.patience
-        self._base = base
         self._team = Team(host, tuple(map(tuple, hosts)), base, name)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """On the host, in memory that all its ranks map."""
-        if device.type != "cpu":
-            return self._base.allocate(numel, dtype, device)
-        return elements(self._team.host.allocate(numel * dtype.itemsize), dtype)
 
     @property
     def homes(self) -> Hosts:
         """The ranks of each host share one memory."""
         return self._team.hosts
 
-    def common(self, nbytes: int) -> Offered:
-        """As of shared memory, once for each host."""
-        return Offered.by(self._team.host, nbytes)
-
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Sum in place: in rank order inside each host, then over hosts."""
-        return self.all_reduce_mean(tensor, 0)
-
-    def all_reduce_mean(self, tensor: torch.Tensor, numel: int) -> Work:
-        """The same, with the first ``numel`` elements of each host's sum divided by the world size."""
-        if tensor.device.type != "cpu":
-            tensor[:numel].div_(self.world_size)
-            return self._base.all_reduce(tensor)
-        if tensor.is_complex():
-            tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
-        if tensor.numel() and self._team.host.page.arena.locate(tensor) is not None:
+    def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
+        if tensor.numel() and self.host.page.arena.locate(tensor) is not None:
             return self._post([Sum(self._team, tensor, numel)])
         pieces, step = torch.split(tensor, PIECE_BYTES // tensor.itemsize), PIECE_BYTES // tensor.itemsize
         starts = range(0, len(pieces) * step, step)
@@ -108,9 +82,9 @@ class HierarchicalTransport:
         )
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
-        """The same of this rank's share of the first ``numel`` elements, and of what follows them; the rest is lost."""
+        """The mean of this rank's share of the first ``numel`` elements, the sum of what follows; the rest is lost."""
         divisible = self._team.is_even and tensor.is_cpu and not tensor.is_complex()
-        if not divisible or tensor.nbytes <= SMALL_BYTES or self._team.host.page.arena.locate(tensor) is None:
+        if not divisible or tensor.nbytes <= SMALL_BYTES or self.host.page.arena.locate(tensor) is None:
             return self.all_reduce_mean(tensor, numel)
         return self._post([HostShares(self._team, tensor, numel)])
 
@@ -129,42 +103,25 @@ class HierarchicalTransport:
             [CopyAcross(self._team, part, root) for part in torch.split(tensor.view(torch.uint8), PIECE_BYTES)]
         )
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Over ``base``."""
-        return self._base.all_gather_object(value)
-
-    @property
-    def process_group(self) -> Any:
-        """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
-        return getattr(self._base, "process_group", None)
-
-    def flush(self, seconds: float) -> None:
-        """Let the others have what they need of this rank, as far as they come within so many seconds."""
-        self._team.host.flush(seconds)
-
-    def break_off(self, reason: str) -> None:
-        """Nothing will ever be done again on this host, for this reason; other hosts wait in vain."""
-        self._team.host.lose_patience(reason)
-
     def abandon(self, work: Any) -> None:
         """Of the groups that this stands on, those that have something under way are not freed any more."""
         if isinstance(work, SharesUnderWay):
             work.doubt()  # and goes on: others of this host wait for it
             return
-        if self._team.host.awaits_outside():
+        if self.host.awaits_outside():
             self._team.counterparts.abandon()
         if not isinstance(work, Posted):  # a comm hook's
             abandon(self._base, work)
 
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""
-        self._team.host.flush(CLOSE_SECONDS)
+        self.host.flush(CLOSE_SECONDS)
         self._team.counterparts.close()
         self._base.close()
 
     def _post(self, messages: Sequence[AcrossHosts | HostShares]) -> Work:
         _ = self.process_group  # raises on every rank if it was destroyed, and the connections with it
-        return [self._team.host.post(message) for message in messages][-1]  # they end in order
+        return [self.host.post(message) for message in messages][-1]  # they end in order
 
 
 class Team:
@@ -213,7 +170,7 @@ class OwnSlice:
     """Cut to fit the processor's cache; the source's part comes first."""
 
 
-class AcrossHosts(abc.ABC):
+class AcrossHosts(Message, abc.ABC):
     """One message between all ranks; see host.py for when its methods are called.
 
     Args:
@@ -224,13 +181,13 @@ class AcrossHosts(abc.ABC):
         source: the place whose memory is that of the host towards the other hosts.
     """
 
-    root = None
+    tensor: torch.Tensor
     by_all = True
 
     def __init__(self, team: Team, action: bytes, flat: torch.Tensor, *, staged: bool, source: int) -> None:
         self.action = action
         self.numel = flat.numel()
-        self.tensor: torch.Tensor = team.staging.take(flat.nbytes) if staged else flat
+        self.tensor = team.staging.take(flat.nbytes) if staged else flat
         self._team = team
         self._flat = flat
         self._staged = staged

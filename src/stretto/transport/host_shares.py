@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .message import Message
 from .slices import slice_of
 from .sums import BLOCK_BYTES, Block, action, views
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .hierarchical import Team
 
 
-class HostShares:
+class HostShares(Message):
     """One such message; see host.py for when its methods are called.
 
     Args:
@@ -30,13 +31,13 @@ class HostShares:
         shared: so many elements are divided into shares.
     """
 
-    root = None
+    tensor: torch.Tensor
     by_all = True
 
     def __init__(self, team: Team, tensor: torch.Tensor, shared: int) -> None:
         self.action = action("share", tensor.dtype)
         self.numel = tensor.numel()
-        self.tensor: torch.Tensor = tensor
+        self.tensor = tensor
         self._team = team
         self._shared = shared
         place = team.host.place
@@ -63,9 +64,7 @@ class HostShares:
 
     def end(self) -> None:
         """Add up what hosts have sent: nobody else reads this rank's share of its tensor."""
-        total = self._received[0]
-        wide = Block([*self._received], 1)
-        wide.add_up_into(total)
+        total = Block([*self._received], 1).add_up()
         start, stop = self._own
         torch.div(total[: stop - start], self._team.world_size, out=self.tensor[start:stop])
 

@@ -64,14 +64,7 @@ class Location(NamedTuple):
         return Location(self.line, self.segment, self.offset + nbytes)
 
 
-def map_shared(fd: int, nbytes: int, *, fresh: bool = False) -> mmap.mmap:
-    """Map a file that others map too, every page at once.
-
-    Raises:
-        OSError: there is no memory for it.
-    """
-    if not fresh:
-        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+def _map_fresh(fd: int, nbytes: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
     with contextlib.suppress(OSError):  # not every kernel has either
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -94,7 +87,7 @@ def create(nbytes: int) -> tuple[int, mmap.mmap]:
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
-        mapping = map_shared(fd, nbytes, fresh=True)
+        mapping = _map_fresh(fd, nbytes)
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -113,7 +106,7 @@ def open_peers(pid: int, fd: int, nbytes: int) -> mmap.mmap:
     try:
         if os.fstat(own).st_size < nbytes:
             raise OSError(errno.ESTALE, "is another file by now", f"/proc/{pid}/fd/{fd}")
-        return map_shared(own, nbytes)
+        return mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(own)
 

@@ -1,10 +1,14 @@
-"""What one collective of the ranks of a host does with memory. host.py drives it, shared_memory.py has the kinds."""
+"""What one collective of the ranks of a host does with memory. host.py drives it.
+
+Kinds: sums in sums.py and hierarchical.py, shares in host_shares.py, what lies once for all in common.py, the rest in
+collectives.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,28 +17,19 @@ if TYPE_CHECKING:
     from .page import Peer
 
 
-class Message(Protocol):
+class Message:
     """What one collective does; each kind is a class of its own."""
 
-    @property
-    def action(self) -> bytes:
-        """What it is, at most 16 bytes; the same on all ranks."""
-
-    @property
-    def numel(self) -> int:
-        """Elements; the same on all ranks."""
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """What the others may read or write, in this rank's arena; None if nothing."""
-
-    @property
-    def root(self) -> int | None:
-        """The only rank that has to publish before the others' part; None if all have to."""
-
-    @property
-    def by_all(self) -> bool:
-        """Whether the result is there when all have done their part; else when this rank has."""
+    action: bytes
+    """What it is, at most 16 bytes; the same on all ranks."""
+    numel: int
+    """Elements; the same on all ranks."""
+    tensor: torch.Tensor | None = None
+    """What the others may read or write, in this rank's arena; None if nothing."""
+    root: int | None = None
+    """The only rank that has to publish before the others' part; None if all have to."""
+    by_all = False
+    """Whether the result is there when all have done their part; else when this rank has."""
 
     def begin(self, entries: Sequence[bytes]) -> Any:
         """This rank's part, given where each rank's tensor lies.
@@ -43,10 +38,10 @@ class Message(Protocol):
         """
 
     def end(self) -> None:
-        """The rest of this rank's part."""
+        """The rest of this rank's part; mostly there is none."""
 
     def release(self) -> None:
-        """Nobody reads or writes the memory any more."""
+        """Nobody reads or writes the memory any more; mostly there is nothing to do."""
 
 
 class Posted:

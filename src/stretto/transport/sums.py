@@ -18,6 +18,7 @@ import torch
 
 from ..specs import KIB, MIB, dtype_name
 from .host import Host
+from .message import Message
 from .ordinary import elements
 from .page import Entry
 from .slices import WIDER, slice_of
@@ -31,17 +32,16 @@ PIECE_BYTES = 4 * MIB
 """What does not lie in shared memory passes through it in pieces of this size."""
 
 
-class SumForAll:
+class SumForAll(Message):
     """Each rank sums all of a small message: from everybody's staging memory into the tensor."""
 
-    root = None
-    by_all = False
+    tensor: torch.Tensor
 
     def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
         self.action = action("mean" if averaged else "sum", result.dtype)
         self.numel = result.numel()
         self._averaged = averaged
-        self.tensor: torch.Tensor = staging.take(result.nbytes)
+        self.tensor = staging.take(result.nbytes)
         self._host, self._result, self._staging = host, result, staging
         staging.view(self.tensor, result).copy_(result)
 
@@ -61,20 +61,13 @@ class SumForAll:
         if self._averaged:
             self._result[: self._averaged].div_(divisor)
 
-    def end(self) -> None:
-        """Nothing is left."""
-
     def release(self) -> None:
         """The staging memory is free."""
         self._staging.give(self.tensor)
 
 
-class SumOfNumbers:
+class SumOfNumbers(Message):
     """Two whole numbers of each rank, which stand in its ring where other messages say where their tensor lies."""
-
-    tensor: torch.Tensor | None = None
-    root = None
-    by_all = False
 
     def __init__(self, numbers: MutableSequence[int], action: bytes) -> None:
         self.action = action
@@ -87,24 +80,18 @@ class SumOfNumbers:
         self._numbers[0] = sum([place.line for place in told])
         self._numbers[1] = sum([place.segment for place in told])
 
-    def end(self) -> None:
-        """Nothing is left."""
 
-    def release(self) -> None:
-        """Nothing was held."""
-
-
-class SumOfSlices:
+class SumOfSlices(Message):
     """Each rank sums its slice in the first rank's memory and copies it to the others'."""
 
-    root = None
+    tensor: torch.Tensor
     by_all = True
 
     def __init__(self, host: Host, tensor: torch.Tensor, averaged: int) -> None:
         self.action = action("mean" if averaged else "sum", tensor.dtype)
         self.numel = tensor.numel()
         self.dtype = tensor.dtype
-        self.tensor: torch.Tensor = tensor
+        self.tensor = tensor
         self._averaged = averaged
         self._host = host
 
@@ -135,12 +122,6 @@ class SumOfSlices:
             Block(views(self._host, entries, self.dtype, start, min(start + step, high)), divisor)
             for start in range(low, high, step)
         ]
-
-    def end(self) -> None:
-        """Nothing is left."""
-
-    def release(self) -> None:
-        """The result is in place."""
 
 
 class SumOfShare(SumOfSlices):
@@ -186,17 +167,16 @@ class StagedSum(SumOfSlices):
         self._staging.give(self._memory)
 
 
-class Copy:
+class Copy(Message):
     """One rank's tensor for all."""
 
-    by_all = False
+    root: int
 
     def __init__(self, host: Host, tensor: torch.Tensor, staging: Staging, root: int) -> None:
         self.action = f"broadcast by {root}".encode()
         self.numel = tensor.numel()
         self.root = root
         self._host, self._result, self._staging = host, tensor, staging
-        self.tensor: torch.Tensor | None = None
         if root == host.place:
             self.tensor = staging.take(tensor.nbytes)
             self.tensor[: self.numel].copy_(tensor)

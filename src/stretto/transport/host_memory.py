@@ -1,0 +1,79 @@
+"""What the transports over the memory of a host have in common."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+
+from .base import Transport, Work
+from .common import Offered
+from .host import Host
+from .ordinary import elements
+
+
+class HostMemoryTransport(abc.ABC):
+    """Tensors of the host lie in memory that its ranks map; objects and tensors of other devices go over ``base``.
+
+    Args:
+        host: the ranks of this host, for whoever has messages of other kinds for them too.
+        base: a transport of all ranks.
+    """
+
+    own_channel = True
+
+    def __init__(self, host: Host, base: Transport) -> None:
+        self.rank = base.rank
+        self.world_size = base.world_size
+        self.store = getattr(base, "store", None)
+        self.patience = host.patience
+        self.host = host
+        self._base = base
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """On the host, in memory that all its ranks map."""
+        if device.type != "cpu":
+            return self._base.allocate(numel, dtype, device)
+        return elements(self.host.allocate(numel * dtype.itemsize), dtype)
+
+    def common(self, nbytes: int) -> Offered:
+        """Memory that lies once for all ranks of a host. Collective; it is there when the work is done."""
+        return Offered.by(self.host, nbytes)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum in place: in rank order inside each host."""
+        return self.all_reduce_mean(tensor, 0)
+
+    def all_reduce_mean(self, tensor: torch.Tensor, numel: int) -> Work:
+        """The same, with the first ``numel`` elements divided by the world size."""
+        if not tensor.is_cpu:
+            tensor[:numel].div_(self.world_size)
+            return self._base.all_reduce(tensor)
+        if tensor.is_complex():
+            tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
+        return self._sum(tensor, numel)
+
+    @abc.abstractmethod
+    def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
+        """Of real numbers on the host."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Over ``base``."""
+        return self._base.all_gather_object(value)
+
+    @property
+    def process_group(self) -> Any:
+        """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
+        return getattr(self._base, "process_group", None)
+
+    def flush(self, seconds: float) -> None:
+        """Let the others have what they need of this rank, as far as they come within so many seconds.
+
+        For a rank that leaves, or will not come back for a while: what it has begun goes on only while it waits.
+        """
+        self.host.flush(seconds)
+
+    def break_off(self, reason: str) -> None:
+        """Nothing will ever be done again on this host, for this reason; other hosts wait in vain."""
+        self.host.lose_patience(reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -116,12 +117,7 @@ def last_words(rank: int, begun: Mapping[str, int], told: Collection[tuple[str, 
 
 def _files_of(error: BaseException) -> set[str]:
     """Those that an exception came through."""
-    files = set()
-    trace = error.__traceback__
-    while trace is not None:
-        files.add(trace.tb_frame.f_code.co_filename.replace(os.sep, "/"))
-        trace = trace.tb_next
-    return files
+    return {one.f_code.co_filename.replace(os.sep, "/") for one, _ in traceback.walk_tb(error.__traceback__)}
 
 
 def _phase_of(files: set[str]) -> str:

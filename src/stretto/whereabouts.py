@@ -6,6 +6,7 @@ import os
 import secrets
 import sysconfig
 import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -84,28 +85,19 @@ def standing(frame: FrameType | None) -> str:
 def place_of_traceback(trace: TracebackType | None) -> str:
     """The same for where an exception was raised; empty where that is not known."""
     place, users = "", False
-    while trace is not None:
-        code = trace.tb_frame.f_code
+    for frame, line in traceback.walk_tb(trace):
+        code = frame.f_code
         if (own := _is_users(code.co_filename)) or not users:
-            place, users = _describe(code.co_filename, trace.tb_lineno, code.co_name), own
-        trace = trace.tb_next
+            place, users = _describe(code.co_filename, line, code.co_name), own
     return place
 
 
 def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> str:
     """The same for an exception that is still on its way up through ``frame``, whose callers may be the user's."""
-    users = [one for one in _frames_of(trace) if _is_users(one.f_code.co_filename)]
+    users = [one for one, _ in traceback.walk_tb(trace) if _is_users(one.f_code.co_filename)]
     while not users and frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return place_of_traceback(trace) if users or frame is None else place_of_frame(frame)
-
-
-def _frames_of(trace: TracebackType | None) -> list[FrameType]:
-    frames = []
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    return frames
 
 
 def count(passes: int) -> str:

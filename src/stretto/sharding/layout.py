@@ -71,10 +71,12 @@ class Layout:
             sizes[device] += -(-end * bucket.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = sum(sizes.values())
         on_host = all(device.type == "cpu" for device in sizes)
-        self.homes = homes_of(transport) if on_host else homes_of(None, transport.world_size)
+        alone = [(rank,) for rank in range(transport.world_size)]
+        self.homes: Sequence[Sequence[int]] = getattr(transport, "homes", alone) if on_host else alone
+        """The groups of ranks that share memory for parameters."""
+        self.home = next(ranks for ranks in self.homes if transport.rank in ranks)
         self.is_shared = any(len(ranks) > 1 for ranks in self.homes)
-        home = next(ranks for ranks in self.homes if transport.rank in ranks)
-        self._is_first = home[0] == transport.rank
+        self._is_first = self.home[0] == transport.rank
         self._memories: dict[torch.device, Any] = (
             {torch.device("cpu"): self._common(transport, wait_for)}
             if self.is_shared
@@ -246,11 +248,3 @@ class DeviceMemory:
 
 def _own(nbytes: int, device: torch.device) -> CommonMemory | DeviceMemory:
     return own_memory(nbytes) if device.type == "cpu" else DeviceMemory(nbytes, device)
-
-
-def homes_of(transport: Transport | None, world_size: int = 0) -> Sequence[Sequence[int]]:
-    """The groups of ranks that share memory for parameters."""
-    if transport is not None and hasattr(transport, "homes"):
-        homes: Sequence[Sequence[int]] = transport.homes
-        return homes
-    return [(rank,) for rank in range(world_size if transport is None else transport.world_size)]

@@ -22,7 +22,6 @@ def footprint_of(
     layout: Layout,
     states: Mapping[torch.Tensor, Mapping[str, Any]],
     apart: Sequence[torch.Tensor],
-    rank: int,
 ) -> tuple[Footprint, Footprint]:
     """What a rank holds of one optimizer; and without shares, but for the state that other ranks have.
 
@@ -30,13 +29,13 @@ def footprint_of(
         layout: of the parameters that are divided.
         states: what this rank keeps.
         apart: parameters that every rank steps.
-        rank: this one.
     """
     own, of_every_rank = sum(map(state_bytes, states.values())), sum(state_bytes(states.get(one, {})) for one in apart)
     whole = sum(one.nbytes for one in apart)
     dense = sum(layout.plan.parameters[index].nbytes for index in layout.parameters)
-    home = next(ranks for ranks in layout.homes if rank in ranks)
-    return Footprint(layout.nbytes // len(home) + whole, dense, own), Footprint(dense + whole, dense, of_every_rank)
+    return Footprint(layout.nbytes // len(layout.home) + whole, dense, own), Footprint(
+        dense + whole, dense, of_every_rank
+    )
 
 
 class Holder(Protocol):

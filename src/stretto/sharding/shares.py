@@ -337,7 +337,7 @@ class Shares:
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""
-        return footprint_of(self.layout, self.inner.state, self._apart, self.rank)
+        return footprint_of(self.layout, self.inner.state, self._apart)
 
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""

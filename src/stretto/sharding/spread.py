@@ -75,7 +75,7 @@ class Spread:
         self._compare = compare
         self._under_way: list[Arrival] = []
         before_forks().change(more=self._finish_here)
-        self._home = next(ranks for ranks in layout.homes if transport.rank in ranks)
+        self._home = layout.home
         self._compiler = compiler
         compiler.call(self.finish)
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.homes) > 1 else ()

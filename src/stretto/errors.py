@@ -73,8 +73,8 @@ class PeerError(CommunicationError):
     """Another rank failed in this pass, has ended, or was killed: its gradients are missing from the mean."""
 
 
-def name_list(names: Iterable[str], most: int = 6) -> str:
+def name_list(names: Iterable[str]) -> str:
     """``a.weight, a.bias (+14 more)``: enough names to find the place, never a screenful."""
-    listed = list(names)
+    listed, most = list(names), 6
     shown = ", ".join(listed[:most])
     return shown if len(listed) <= most else f"{shown} (+{len(listed) - most} more)"

@@ -24,7 +24,7 @@ from itertools import chain
 import torch
 
 from .errors import PlanError
-from .specs import MIB, ParameterSpec, counted, dtype_name, dtype_of, format_bytes
+from .specs import MIB, ParameterSpec, columns, counted, dtype_name, dtype_of, format_bytes
 
 
 @dataclass(frozen=True)
@@ -171,20 +171,12 @@ class BucketPlan:
             size = format_bytes(self.bucket_bytes(number))
             dtypes = " as ".join(filter(None, (dtype_name(bucket.dtype), dtype_name(bucket.reduce_dtype))))
             rows.append((str(number), dtypes, bucket.device, str(len(names)), size, span))
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        right = (0, 3, 4)
-        lines = [
-            "  ".join(
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
         total = format_bytes(sum(p.nbytes for p in self.parameters))
         parameters, buckets = counted(len(self.parameters), "parameters"), counted(len(self.buckets), "buckets")
         title = f"plan {self.hash}: {parameters}, {total}, in {buckets}"
         if len(self.buckets) > 1:
             title += f" of at most {format_bytes(self.cap_bytes)} (the last {format_bytes(self.last_cap_bytes)})"
-        return "\n".join([title, *(line.rstrip() for line in lines)])
+        return f"{title}\n{columns(rows, left=(1, 2, 5))}"
 
 
 def plan_buckets(

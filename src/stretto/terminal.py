@@ -3,22 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-
-
-def columns(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
-    """Columns of text, the first row their heads.
-
-    Args:
-        rows: of the same length.
-        left: columns that begin at the left; others end at the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ class EmulatedHosts:
         if done.returncode:
             raise OSError(f"emulated host {host}: {' '.join(command)}: {done.stderr.strip()}")
 
-    def limit(self, rate: str, *, burst: str = "128kb", latency: str = "50ms") -> None:
+    def limit(self, rate: str) -> None:
         """Slow the cable down, both ways, to what ``tc`` calls ``rate`` (``"1gbit"``).
 
         Raises:
@@ -147,7 +147,7 @@ class EmulatedHosts:
         if shutil.which("tc") is None:
             raise OSError("the cable cannot be slowed down: tc is not installed")
         for host in range(2):
-            shape = ["tbf", "rate", rate, "burst", burst, "latency", latency]
+            shape = ["tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
             self._on(host, "tc", "qdisc", "replace", "dev", INTERFACE, "root", *shape)
 
     # Using

@@ -5,12 +5,9 @@ Contestant ──build.py──> Training, a model of its own that steps
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import SetupError
 
@@ -56,20 +53,14 @@ def alone(sync_every: int = 1) -> Contestant:
 def torch_variants() -> tuple[Contestant, ...]:
     """torch DDP, tuned in the ways that help on CPUs."""
     base = {"gradient_as_bucket_view": True, "static_graph": True}
-    batched = {"batched_grad_copy": True} if _takes("batched_grad_copy") else {}
     found = [
         Contestant(
             f"torch DDP, {cap} MB{', batched copy' if copy else ''}", "torch", base | copy | {"bucket_cap_mb": cap}
         )
-        for copy in ({}, batched)
-        for cap in (1, 4, 10, 25)
-        if copy or not batched or cap == 4
+        for copy in ({}, {"batched_grad_copy": True})
+        for cap in ((1, 4, 10, 25) if copy else (4,))
     ]
     return tuple(found)
-
-
-def _takes(option: str) -> bool:
-    return option in inspect.signature(TorchDDP).parameters
 
 
 def torch_tuned() -> Contestant:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..terminal import columns
+from ..specs import columns
 from .contestants import ALONE
 from .machine import Machine
 from .models import title_of

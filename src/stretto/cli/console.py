@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import StrettoError
-from ..terminal import columns as table
+from ..specs import columns as table
 from ..terminal import progress, show_cursor
 
 __all__ = [

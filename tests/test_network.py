@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -178,24 +179,33 @@ def test_a_rank_that_was_killed_alone_on_its_host_is_named(hosts: EmulatedHosts,
     assert f"rank 0 cannot go on: {failed.splitlines()[0].removeprefix('rank 0: ')}" in texts[1] or failed in texts[1]
 
 
-def die_in_attach(rank: int, folder: str) -> None:
+def die_in_attach(second: bool, rank: int, folder: str) -> None:
+    """A rank that lives on takes its time to end, as programs do that save what they have."""
+
     def die(*_: object) -> None:
         Path(folder, "pid").write_text(f"{os.getpid()}")
         os.kill(os.getpid(), signal.SIGKILL)
 
+    if second:
+        actor = small_model()
+        stretto.attach(actor)
     if rank == 3:
         stretto.peers.gather_by_sums = die  # type: ignore[assignment]
     try:
         stretto.attach(small_model())
     except stretto.StrettoError as error:
         Path(folder, f"told{rank}").write_text(f"{type(error).__name__}: {error}")
+        time.sleep(4)
         raise
 
 
-def test_a_rank_of_another_host_that_was_killed_in_attach_is_named(hosts: EmulatedHosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [False, True])
+def test_a_rank_of_another_host_that_was_killed_in_attach_is_named(
+    hosts: EmulatedHosts, tmp_path: Path, second: bool
+) -> None:
     """The rank beside it sees that, and says so though its own handle has no name yet."""
     with pytest.raises(RuntimeError):
-        hosts.spawn_ranks(die_in_attach, [2, 2], str(tmp_path), timeout=60)
+        hosts.spawn_ranks(functools.partial(die_in_attach, second), [2, 2], str(tmp_path), timeout=60)
     pid = (tmp_path / "pid").read_text()
     for rank in range(3):
         text = (tmp_path / f"told{rank}").read_text()

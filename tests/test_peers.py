@@ -537,7 +537,7 @@ def test_ctrl_c_before_the_others_have_come_to_a_call(tmp_path: Path, transport:
         "  KeyboardInterrupt\nRemove the cause and start again, on all ranks."
     )
     assert re.fullmatch(
-        r"rank 1, pass 1: rank 0 failed and left, so nobody can complete this pass.\n"
+        r"rank 1, pass 1: rank 0 failed and left, so nobody can complete this call.\n"
         r"  rank 0, pass 1, waiting: KeyboardInterrupt.*\nRemove the cause and start again, on all ranks.",
         within(other, "PeerError", 4),
     )
@@ -653,8 +653,9 @@ def test_a_rank_that_was_killed_between_number_and_note_silences_nobody() -> Non
     assert [note.phase for note in reader.notes] == ["forward", "backward", "ended", "detached"]
 
 
-def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it() -> None:
-    """The other failed for want of this rank, which alone knows the cause."""
+@pytest.mark.parametrize("ended", [False, True])
+def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -> None:
+    """The other failed for want of this rank, which alone knows the cause; its process may have ended by that."""
 
     class Broken:
         rank, world_size, patience, name = 0, 2, 10.0, "broken"
@@ -666,11 +667,31 @@ def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it() -> None:
         def wait(self, timeout: object = None) -> None:
             raise stretto.CommunicationError("rank 0: the exchange with rank 2 of another host has failed: no route")
 
+        def dead(self) -> list[tuple[int, int]]:
+            return [(1, 77)] if ended else []
+
     quoting = "rank 1: rank 0 cannot go on: the exchange with rank 2 of another host has failed: no route."
     Channel(Broken.store, 1, 2).post(Note(1, "backward", error=f"PeerError: {quoting}", leaves=True))
     with pytest.raises(stretto.CommunicationError) as caught:
         Peers(Broken()).wait(Broken())  # type: ignore[arg-type]
     assert str(caught.value) == "rank 0: the exchange with rank 2 of another host has failed: no route"
+
+
+def test_a_rank_that_is_another_process_by_now_is_heard() -> None:
+    """Without a handle for a while, it has attached anew, and left for want of a third, before it had a name there."""
+    store = dist.HashStore()
+    reader, before = Channel(store, 0, 2), Channel(store, 1, 2)
+    first = Seat(handle="actor")
+    before.open(first)
+    assert reader.person(1) is not None
+    before.close(first, "detached")
+    after = Channel(store, 1, 2)
+    after.open(Seat())
+    after.post(Note(1, "attach", error="PeerError: rank 2 died", leaves=True))
+    reader.read()
+    assert reader.told("") == []
+    reader.look_again()
+    assert [note.error for note in reader.told("")] == ["PeerError: rank 2 died"]
 
 
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:

@@ -595,11 +595,11 @@ def test_an_optimizer_that_counts_in_a_tensor_of_its_options() -> None:
 
 
 class RememberingInOptions(Signed):
-    """With what no list is: a queue, and a tensor that is computed from another."""
+    """With what no list is: a queue, and tensors that are computed from another."""
 
     def __init__(self, params: Any) -> None:
         of = torch.tensor(0.5, requires_grad=True)
-        super().__init__(params, {"last": deque(maxlen=20), "scale": of * 2})
+        super().__init__(params, {"last": deque(maxlen=20), "scale": (of * 4, [of * 1])})
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -607,7 +607,7 @@ class RememberingInOptions(Signed):
         super().step()
 
     def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
-        return parameter.grad * group["scale"] / len(group["last"])
+        return parameter.grad * group["scale"][0] * group["scale"][1][0] / len(group["last"])
 
 
 def test_an_optimizer_that_remembers_in_its_options() -> None:

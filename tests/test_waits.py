@@ -18,6 +18,7 @@ from test_peers import DIED, LEFT, ranks, within
 
 import stretto
 from stretto import DistributedDataParallel as DDP
+from stretto.blame import SAME_CALLS
 from stretto.testing import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(100)
@@ -81,12 +82,38 @@ def test_a_rank_that_ends_before_the_others_attach_is_quoted(tmp_path: Path, wor
 
 
 @pytest.mark.ranks
-def test_a_call_before_the_first_pass_is_not_called_attach(tmp_path: Path) -> None:
-    found = ranks(tmp_path, "if rank != 1: told(sync.check)", 2, end=False)
+@pytest.mark.parametrize(("before", "when"), [("", "before pass 1"), ("step()\n", "pass 1")])
+@pytest.mark.parametrize("call", ["check", "report"])
+def test_a_call_of_one_rank_alone_is_called_neither_attach_nor_a_pass(
+    tmp_path: Path, before: str, when: str, call: str
+) -> None:
+    found = ranks(tmp_path, f"{before}if rank != 1: told(sync.{call})", 2, end=False)
     assert within(found[0][1], "PeerError", 6) == (
-        "rank 0, before pass 1: rank 1 has left (its process has ended), so nobody can complete this call.\n"
-        "Expected every rank to call the same."
+        f"rank 0, {when}: rank 1 has left (its process has ended), so nobody can complete this call.\n{SAME_CALLS}"
     )
+
+
+@pytest.mark.ranks
+def test_attaching_again_after_all_ranks_have_failed_for_a_reason_of_their_own(tmp_path: Path) -> None:
+    """Not at the same time: what the later one said of its first try is nothing to the other's second."""
+    body = """
+        sync.detach()
+        class NotBuilt(torch.nn.Linear):
+            is_built = False
+            def named_parameters(self, *how, **more):
+                if not self.is_built:
+                    raise ValueError("not built yet")
+                return super().named_parameters(*how, **more)
+        late = NotBuilt(2, 1)
+        told(lambda: stretto.attach(late))
+        late.is_built = True
+        time.sleep(3 * rank)
+        sync = stretto.attach(late)
+        late(torch.ones(1, 2)).sum().backward()
+        print(f"{sync.statistics.passes} pass")
+    """
+    for _, printed, _ in ranks(tmp_path, body, 2):
+        assert "ValueError" in printed and printed.endswith("1 pass\n"), printed
 
 
 @pytest.mark.ranks

@@ -12,12 +12,14 @@ from .specs import counted
 from .whereabouts import count
 
 NORM = "the norm of gradients"
+STEPPED_ELSEWHERE = "what other hosts have stepped"
 EXPECTED = {
     "pass": "backward for this pass",
     "attach": "stretto.attach",
     "call": "the same",
     "reduce": "stretto.reduce",
     NORM: "sync.clip_grad_norm_",
+    STEPPED_ELSEWHERE: "optimizer.step()",
 }
 """What every rank is to call on these occasions, or for this."""
 SAME_CALLS = (
@@ -68,10 +70,10 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
         )
     note = notes[0]
     how = WAYS_TO_LEAVE[note.phase]
-    if note.passes is None or not passes:
+    if note.passes is None or not passes or occasion == "call":
+        expected = SAME_CALLS if occasion == "call" else f"Expected every rank to call {EXPECTED[occasion]}."
         return PeerError(
-            f"{where}: rank {note.rank} has left ({how}), so nobody can complete this {occasion}.\n"
-            f"Expected every rank to call {EXPECTED[occasion]}."
+            f"{where}: rank {note.rank} has left ({how}), so nobody can complete this {occasion}.\n{expected}"
         )
     return PeerError(
         f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -103,8 +103,6 @@ class Channel:
         if seat.handle:
             self.post(Note(self._rank, how, seat.handle, seat.passes, seat.passes, leaves=True))
         if not self._seats and not self.in_one_process:
-            for note in [one for one in seat.unsent if one.leaves]:  # it had no name, and there is no other handle
-                self.post(note)
             self._stop()
             self._set(f"who/{self._rank}", "")
 
@@ -172,9 +170,9 @@ class Channel:
         person = self._people.get(note.rank)
         return person is None or person.name == note.process
 
-    def look_again(self, ranks: Iterable[int]) -> None:
-        """These may be other processes by now."""
-        for rank in ranks:
+    def look_again(self) -> None:
+        """Those that have left may be other processes by now; or the notes may be of processes not known so far."""
+        for rank in {note.rank for note in self.notes if note.leaves and note.rank != self._rank}:
             self.person(rank, fresh=not self.store_is_gone())
 
     # Who

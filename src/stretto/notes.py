@@ -58,6 +58,11 @@ class Note:
         """Whether it did not fail for want of another rank."""
         return not self.error.startswith(("PeerError", "CommunicationError"))
 
+    @property
+    def is_for_good(self) -> bool:
+        """Whether it left since another has left or died: no handle of these ranks can go on, by any name."""
+        return self.leaves and self.error.startswith("PeerError")
+
     def is_for_want_of(self, rank: int) -> bool:
         """Whether it failed since that rank could not go on, which knows more of it."""
         return not self.first_hand and f"rank {rank} cannot go on" in self.error

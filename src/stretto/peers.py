@@ -56,7 +56,7 @@ class Peers:
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
         self._transport = transport
-        self._occasion = occasion
+        self._occasion, self.attached = occasion, False  # until all ranks have attached
         self._offer = secrets.token_hex(8)
         self._patience: float | None = getattr(transport, "patience", None)
         self._pid = os.getpid()
@@ -84,11 +84,11 @@ class Peers:
 
     @property
     def _what(self) -> str:
-        return f"pass {self.seat.passes}" if self.seat.passes else self.seat.before or self._occasion
+        return f"pass {self.seat.passes}" if self.seat.passes else "before pass 1" if self.attached else self._occasion
 
     @property
     def _kind(self) -> str:
-        return "pass" if self.seat.passes else "call" if self.seat.before else self._occasion
+        return "pass" if self.seat.in_pass else "call" if self.attached else self._occasion
 
     # Telling
 
@@ -120,7 +120,7 @@ class Peers:
             self.seat.told = self.seat.handle, begun, text_of(error)
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
         note = Note(self._transport.rank, phase, self.seat.handle, begun, number, text_of(error), place, leaves=leaves)
-        if self.seat.handle:
+        if self.seat.handle or note.is_for_good:
             self._channel.post(note)
         else:
             self.seat.unsent.append(note)
@@ -312,9 +312,8 @@ class Peers:
         self._open()
         if self._channel is None:
             return ""
-        self._look_for_blame()
-        told = self._channel.gather(self.seat.handle, 2.5)
-        return places(self._transport.rank, self._channel, told) + ".\n"
+        self._look_for_blame(own=True)
+        return places(self._transport.rank, self._channel, self._channel.gather(self.seat.handle, 2.5)) + ".\n"
 
     def _look_for_blame(self, *, own: bool = False) -> None:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
@@ -344,7 +343,8 @@ class Peers:
             return None, False
         dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
         channel.read()  # last words were written before the death
-        channel.look_again({note.rank for note in self._notes() if note.leaves})
+        channel.look_again()
         left = [note for note in self._notes() if note.leaves]
-        left = [note for note in left if not (own and note.is_for_want_of(self._transport.rank))]
+        excused = {note.rank for note in left if own and note.is_for_want_of(self._transport.rank)}
+        left, dead = [one for one in left if one.rank not in excused], [one for one in dead if one[0] not in excused]
         return who_is_to_blame(self.where, self._kind, self.seat.passes, left, dead, by_itself=by_itself)

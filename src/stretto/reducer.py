@@ -199,6 +199,7 @@ class Reducer:
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
+        self.queue.peers.seat.in_pass = True
         refuse_compiled(self.queue)
         self.queue.peers.refuse_fork()
         self.failing.refuse_if_lost()
@@ -237,6 +238,7 @@ class Reducer:
         with self.failing, self.queue.lock:
             self._end.ends()
             without_graph(self._settle)
+            self.queue.peers.seat.in_pass = False
 
     def _settle(self) -> None:
         queue, tracker, beside = self.queue, self._tracker, self._beside
@@ -307,6 +309,7 @@ class Reducer:
             self._consensus.act_on(words, release=False)
             if self._inspection.due(self.queue.pass_number) and not self.sparse.given_up:
                 self._inspection.run(self.queue.pass_number, idle=True)
+            self.queue.peers.seat.in_pass = False
 
     # A pass that failed on this rank: see [Note: a pass given up]
 

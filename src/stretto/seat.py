@@ -20,8 +20,8 @@ class Seat:
     """The name on which all ranks have agreed, if they have."""
     passes: int = 0
     """How many have begun; others read it."""
-    before: str = ""
-    """What messages call the time before the first pass, once ranks have attached."""
+    in_pass: bool = False
+    """Whether one is under way; else what this rank waits for belongs to another call."""
     thread: int = 0
     """Which began the last; 0 before the first."""
     told: tuple[str, int, str] | None = None

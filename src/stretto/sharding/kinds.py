@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
 from .attributes import are_same, comparable, hand_on, is_plain
@@ -155,9 +156,10 @@ def tried_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and not value.is_leaf:  # torch copies none that has a graph
-        value = value.detach()
-    return copy.deepcopy(value) if isinstance(value, (torch.Tensor, list, dict, set, tuple, deque)) else value
+    if not isinstance(value, (torch.Tensor, list, dict, set, tuple, deque)):
+        return value
+    tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return copy.deepcopy(value, {id(one): one.detach().clone() for one in tensors if not one.is_leaf})  # torch refuses
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..blame import STEPPED_ELSEWHERE
 from ..errors import CommunicationError
 from ..listeners import before_forks
 from ..transport import Transport, Work
@@ -149,7 +150,7 @@ class Spread:
         own = _joined(shares.flats[rank], like=shares.parameters[0])
         others = [flat for one in alike if one != rank for flat in shares.flats[one]]
         work = spreading.send(message, own, numels, others)
-        return functools.partial(self._wait_for, work, "what other hosts have stepped")
+        return functools.partial(self._wait_for, work, STEPPED_ELSEWHERE)
 
     def _exchange(self, shares: _OfBucket) -> Callable[[], None]:
         numels, rank = shares.numels, self._transport.rank

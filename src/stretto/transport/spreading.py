@@ -75,10 +75,8 @@ class Spreading:
             self._team.counterparts.courier.take(Incoming(exchange, received, others, say))
         else:
             say(None)
-        ranks = self.hosts[self._team.home]
-        return SharesUnderWay(
-            self._words, dict(zip(places, ranks, strict=True)), self._round, self._team.counterparts.courier
-        )
+        ranks = dict(zip(places, self.hosts[self._team.home], strict=True))
+        return SharesUnderWay(self._words, ranks, self._round, self._team.counterparts.courier, self._team.host.abroad)
 
 
 class Words:
@@ -93,14 +91,15 @@ class Words:
         self._numbers = numbers
         self._futex = futex
         self._address = torch.frombuffer(numbers, dtype=torch.int32).data_ptr() if len(numbers) else 0
-        self.problem: BaseException | None = None
-        """Why this rank's own say ``_FAILED``."""
+        self.problems: dict[int, BaseException] = {}
+        """Why this rank's own say ``_FAILED``, by place."""
 
     def sayer(self, place: int, number: int) -> Callable[[BaseException | None], None]:
         """To be called once, by whatever thread."""
 
         def say(problem: BaseException | None) -> None:
-            self.problem = self.problem or problem
+            if problem is not None:
+                self.problems[place] = problem
             self._futex.fence()
             self._numbers[place] = number if problem is None else _FAILED
             self._futex.wake(self._address + 4 * place)
@@ -130,19 +129,23 @@ class SharesUnderWay:
         ranks: who says it, by the word's place.
         number: what they will say.
         courier: of this rank.
+        abroad: with whom it exchanges.
     """
 
     goes_on_by_itself = True
 
-    def __init__(self, words: Words, ranks: Mapping[int, int], number: int, courier: Courier) -> None:
+    def __init__(
+        self, words: Words, ranks: Mapping[int, int], number: int, courier: Courier, abroad: str = "other hosts"
+    ) -> None:
         self._words = words
         self._ranks = ranks
         self._number = number
         self._courier = courier
+        self._abroad = abroad
 
     def is_completed(self) -> bool:
         """Whether waiting would return, or raise, at once."""
-        return self._missing() is None or self._failed() is not None
+        return self._missing() is None or bool(self._failed())
 
     def _missing(self) -> tuple[int, int] | None:
         """A word that does not say so yet, and what it says."""
@@ -153,8 +156,8 @@ class SharesUnderWay:
         """Another thread may have gone on to the next."""
         return (round_ - self._number) % _ROUNDS >= _ROUNDS // 2
 
-    def _failed(self) -> int | None:
-        return next((rank for place, rank in self._ranks.items() if self._words.seen(place) == _FAILED), None)
+    def _failed(self) -> list[int]:
+        return [place for place in self._ranks if self._words.seen(place) == _FAILED]
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
         """Until all of it is there. Raises ``RuntimeError`` if it lasts longer, and can be called again then.
@@ -163,7 +166,7 @@ class SharesUnderWay:
         """
         until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while (missing := self._missing()) is not None:
-            if (failed := self._failed()) is not None:
+            if failed := self._failed():
                 self._refuse(failed)
             left = _SLICE_SECONDS if until is None else until - time.monotonic()
             if left <= 0:
@@ -171,9 +174,13 @@ class SharesUnderWay:
             self._words.sleep(*missing, min(left, _SLICE_SECONDS))
         self._words.fence()
 
-    def _refuse(self, rank: int) -> NoReturn:
-        told = "" if self._words.problem is None else f": {self._words.problem}"
-        raise RuntimeError(f"the exchange of rank {rank} with other hosts has failed{told}")
+    def _refuse(self, failed: list[int]) -> NoReturn:
+        for place in failed:
+            if (problem := self._words.problems.get(place)) is not None:
+                raise RuntimeError(
+                    f"the exchange of rank {self._ranks[place]} with {self._abroad} has failed: {problem}"
+                )
+        raise RuntimeError(f"the exchange of rank {self._ranks[failed[0]]} with other hosts has failed")
 
     def doubt(self) -> None:
         """Whoever has waited for it does not any more."""

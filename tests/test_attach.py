@@ -273,6 +273,43 @@ def test_a_scripted_module_is_refused_on_all_ranks() -> None:
         stretto.attach(scripted)
 
 
+TWO_REDUCE = (
+    "two would average the same gradients, and some be lost.\n"
+    "Use one of the two: attach the module that you made, and call that; or wrap it in "
+    "stretto.DistributedDataParallel."
+)
+
+
+@pytest.mark.ranks
+def test_torchs_wrapper_around_what_is_attached_or_inside_it_is_refused() -> None:
+    """Its reducer read a gradient that was in a bucket already, and wrote back what it had found instead."""
+    within, inside, around, after = zip(*spawn_ranks(beside_torchs_wrapper, 2), strict=True)
+    is_wrapped = "is wrapped in torch's DistributedDataParallel: " + TWO_REDUCE
+    assert within == tuple(f"rank {rank}: attach: 0 {is_wrapped}" for rank in (0, 1))
+    assert inside == tuple(f"rank {rank}: attach: the module {is_wrapped}" for rank in (0, 1))
+    text = f"the module is attached: with torch's DistributedDataParallel around it {TWO_REDUCE}"
+    assert around == (text, text) and after == ([1.5], [1.5])
+
+
+def beside_torchs_wrapper(rank: int) -> tuple[str, str, str, list[float]]:
+    texts = []
+    wrapped = torch.nn.parallel.DistributedDataParallel(linear())
+    for take in (
+        lambda: stretto.attach(torch.nn.Sequential(wrapped)),
+        lambda: stretto.DistributedDataParallel(wrapped),
+    ):
+        with pytest.raises(stretto.SetupError) as caught:
+            take()
+        texts.append(str(caught.value))
+    sync = stretto.attach(model := torch.nn.Linear(1, 1))
+    with pytest.raises(stretto.SetupError) as caught:
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model))
+    sync.detach()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.full((1, 1), float(1 + rank))).sum().backward()
+    return *texts, str(caught.value), model.weight.grad.flatten().tolist()
+
+
 def test_unknown_arguments_and_values() -> None:
     with pytest.raises(TypeError, match="bucket_size"):
         stretto.attach(linear(), bucket_size=3)

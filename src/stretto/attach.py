@@ -23,6 +23,7 @@ from .scaling import Reduce, Scaling
 from .sizing import suit_link
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_unknown_name, warn_of_tasks
+from .watch import INSTEAD_OF_TORCHS, torch_reduces
 
 log = logging.getLogger("stretto")
 
@@ -253,6 +254,11 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
         raise SetupError(
             f"attach: {name_list(scripted)} went through torch.jit.script or torch.jit.trace.\n"
             "Attach the module that you made; to speed it up, torch.compile(module)."
+        )
+    if doubled := [name or "the module" for name, one in module.named_modules() if torch_reduces(one)]:
+        raise SetupError(
+            f"attach: {name_list(doubled)} is wrapped in torch's DistributedDataParallel: two would average the same "
+            f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"
         )
     everything = dict(module.named_parameters()) | dict(module.named_buffers())
     lazy = [name for name, tensor in everything.items() if torch.nn.parameter.is_lazy(tensor)]

@@ -27,7 +27,7 @@ from .plan import BucketPlan, plan_buckets
 from .preset import Preset
 from .specs import MIB, describe_parameters
 from .transport.base import Transport
-from .watch import listen, stop_listening
+from .watch import listen, refuse_torchs, stop_listening
 from .withheld import Withheld
 
 _WITH_INSERT = (torch.nn.ModuleList, torch.nn.Sequential)
@@ -292,6 +292,7 @@ class Membership:
 
     def _registered(self, owner: torch.nn.Module, item: object) -> None:
         """Something is about to be registered, in some module of the process."""
+        refuse_torchs(owner, item, (parameter() for parameter in self._planned.values()))
         if owner not in self._modules:
             return
         self.suspect = True

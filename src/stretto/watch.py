@@ -7,16 +7,22 @@ for all attached models, which stays while there is one. A finalizer of a model 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .engine import left_uncompiled
+from .errors import SetupError
 from .listeners import Listeners
 
 ENTRY: Any = "stretto"
+
+INSTEAD_OF_TORCHS = (
+    "Use one of the two: attach the module that you made, and call that; or wrap it in stretto.DistributedDataParallel."
+)
 
 Listener = Callable[[torch.nn.Module, object], None]
 
@@ -51,3 +57,20 @@ def stop_listening(listener: Listener) -> None:
     if not len(watch):
         parameters.pop(ENTRY, None)
         modules.pop(ENTRY, None)
+
+
+def torch_reduces(module: torch.nn.Module) -> bool:
+    """Whether it is torch's wrapper, whose reducer reads and writes ``.grad`` while ours does; the drop-in has none."""
+    classes = type(module).__mro__
+    return TorchDDP in classes and not any(one.__module__.startswith(f"{__package__}.") for one in classes)
+
+
+def refuse_torchs(owner: torch.nn.Module, item: object, attached: Iterable[object]) -> None:
+    """Raise where torch's wrapper is about to take a module with a parameter that is attached."""
+    if not isinstance(item, torch.nn.Module) or not torch_reduces(owner):
+        return
+    if not {*map(id, attached)}.isdisjoint(map(id, item.parameters())):
+        raise SetupError(
+            "the module is attached: with torch's DistributedDataParallel around it two would average the same "
+            f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"
+        )

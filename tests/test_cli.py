@@ -786,6 +786,17 @@ def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
     assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
 
 
+@pytest.mark.parametrize("asked, code", [("--help", 0), ("plan policy", 0), ("run -n 1 script.py", 7), ("fly", 2)])
+def test_the_exit_code_is_the_same_where_nobody_reads(tmp_path: Path, asked: str, code: int) -> None:
+    """As behind ``| head`` in a container, where PYTHONUNBUFFERED is set: each line meets the closed pipe."""
+    script(tmp_path, "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise SystemExit(7) from error")
+    here, there = os.pipe()
+    os.close(here)
+    line, unbuffered = [sys.executable, "-m", "stretto", *asked.split()], os.environ | {"PYTHONUNBUFFERED": "1"}
+    with open(there, "wb") as sink:
+        assert subprocess.run(line, stdout=sink, stderr=sink, env=unbuffered, cwd=tmp_path).returncode == code
+
+
 def test_names_that_a_terminal_cannot_show_cost_no_result(tmp_path: Path) -> None:
     script(tmp_path, "import torch\ndef net():\n    return torch.nn.ModuleDict({'größe': torch.nn.Linear(2, 1)})")
     line = [sys.executable, "-m", "stretto", "plan", "script.py:net", "-n", "1"]

@@ -101,7 +101,7 @@ def execute(arguments: Sequence[str]) -> int:
         return getattr(error, "exit_code", BAD_INPUT)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except SystemExit:  # of the parser, whose help nobody reads to the end
         return FINE
     except Exception as error:
         if type(error).__name__ == "Abort":  # what older parsers make of Ctrl-C

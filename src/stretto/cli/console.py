@@ -5,6 +5,7 @@ Results go to stdout, everything else to stderr. With ``--json`` stdout holds on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -55,18 +56,20 @@ class CommandError(StrettoError):
 
 
 def say(text: str = "") -> None:
-    """A result."""
-    print(text)
+    """A result. Whoever reads no more of it (``| head``) had enough: the exit code tells of the result alone."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text)
 
 
 def note(text: str) -> None:
     """To whoever watches; no result."""
-    print(f"stretto: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):
+        print(f"stretto: {text}", file=sys.stderr, flush=True)
 
 
 def say_json(value: Any) -> None:
     """The result, for programs."""
-    print(json.dumps(value, indent=2))
+    say(json.dumps(value, indent=2))
 
 
 def check_writable(path: Path) -> None:

@@ -45,13 +45,12 @@ def run(
     if outcome.stopped_by is not None:
         note(f"stopped by {signal_name(outcome.stopped_by)}; all ranks have ended")
     elif (failure := outcome.failure) is not None:
-        note(f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended")
-        if failure.traceback:
-            print(f"--- traceback of rank {failure.rank} ---\n{failure.traceback}", file=sys.stderr, flush=True)
+        told = f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended"
+        note(told + (f"\n--- traceback of rank {failure.rank} ---\n{failure.traceback}" if failure.traceback else ""))
     if as_json:
-        told = asdict(outcome.failure) if outcome.failure else None
+        first = asdict(outcome.failure) if outcome.failure else None
         seconds = time.monotonic() - began
-        say_json({"ranks": ranks, "exit_code": outcome.code, "seconds": seconds, "first_failure": told})
+        say_json({"ranks": ranks, "exit_code": outcome.code, "seconds": seconds, "first_failure": first})
     return outcome.code
 
 

@@ -919,6 +919,21 @@ def test_a_log_that_is_made_while_torch_is_imported_is_not_cut_into_lines(tmp_pa
     assert b"importing torch" in shown and b"long" * 100 in shown
 
 
+def test_a_terminal_that_cannot_erase_gets_the_result_alone() -> None:
+    """rich leaves an empty line there for each bar."""
+    here, there = os.openpty()
+    line = [sys.executable, "-c", "import _stretto_command as command; command.main()", "plan", "nowhere.py:net"]
+    with subprocess.Popen(line, stdout=there, stderr=there, env=os.environ | {"TERM": "dumb"}) as running:
+        os.close(there)
+        shown = b""
+        with contextlib.suppress(OSError):  # that is how a terminal ends
+            while more := os.read(here, 1000):
+                shown += more
+        assert running.wait(30) == 2
+    os.close(here)
+    assert shown == b"stretto: nowhere.py: no such file\r\n"
+
+
 def test_ctrl_c_as_a_command_begins_ends_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "stretto").mkdir()
     (tmp_path / "stretto/__init__.py").touch()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(title: str, total: float | None = None, *, wanted: bool = True) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr if that is a terminal; what is yielded is told how much has been done.
+    """A bar on stderr if that is a terminal that can erase it; what is yielded is told how much has been done.
 
     Args:
         title: of the bar.
@@ -23,7 +23,7 @@ def progress(title: str, total: float | None = None, *, wanted: bool = True) -> 
 
     console = Console(stderr=True)
     shown = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*shown, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
 

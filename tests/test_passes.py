@@ -512,6 +512,39 @@ def test_undefined_gradients_of_parameters_with_hooks_are_no_fault(caplog: pytes
     )
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_returns_something_is_refused_in_torchs_words(when: str) -> None:
+    """torch calls the hooks behind it with what it has returned, in the place of the parameter, and raises then."""
+
+    def worker(transport):
+        model, handles, told = Branches(), [], []
+
+        def hook() -> None:
+            handles.extend(one.register_post_accumulate_grad_hook(lambda one: one.grad) for one in model.parameters())
+
+        if when == "before":
+            hook()
+        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(6):
+            if when == "after" and number == 2:
+                hook()
+            model.zero_grad()
+            try:
+                model(inputs_of(transport.rank), "ab").backward()
+            except RuntimeError as error:
+                told.append(str(error))
+                continue
+            finally:
+                if number == 4:
+                    for handle in handles:
+                        handle.remove()
+            assert_same(gradients(model), expected(2, ["ab"] * 2))
+        return told
+
+    told = ["Tensor post accumulate grad hooks should return None."] * (5 if when == "before" else 3)
+    assert run_ranks(worker, 2) == [told, told]
+
+
 def test_what_is_never_used_is_known_by_its_name_when_the_plan_follows_the_module(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -163,7 +163,7 @@ class ArrivalTracker:
 
     @left_uncompiled
     def _look(self, parameter: torch.Tensor) -> None:
-        if not self._running:
+        if not self._running or id(parameter) not in self.index_of:  # a hook before it returned something: torch raises
             return
         if current_task() != self._task:
             self.meet_nested()

@@ -1166,3 +1166,10 @@ class EightBits(Slow):
 @pytest.mark.parametrize("shape", [(1000, 768), (50257, 16), (300, 1280)])
 def test_a_large_parameter_is_tried_in_a_shape_that_can_be_cut_into_blocks(shape: tuple[int, int]) -> None:
     assert kind_of(EightBits([torch.nn.Parameter(torch.ones(shape))])) is Kind.WHOLE
+
+
+def test_a_default_device_is_not_that_of_the_trial_steps() -> None:
+    """One without values, or an accelerator beside a model that is on the CPU."""
+    optimizer = torch.optim.AdamW(START.parameters())
+    with torch.device("meta"):
+        assert kind_of(optimizer) is Kind.ELEMENTWISE

@@ -36,7 +36,7 @@ def numbers(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     ]
     found: list[torch.Tensor] = []
     for shape in wanted:
-        levels = (torch.arange(math.prod(shape)) * 3571 + 1009 * len(found)) % _LEVELS - _LEVELS // 2
+        levels = (torch.arange(math.prod(shape), device="cpu") * 3571 + 1009 * len(found)) % _LEVELS - _LEVELS // 2
         found.append((levels / 4096).view(shape))
     return found
 

@@ -19,7 +19,7 @@ import stretto
 from stretto.sharding import inner
 from stretto.sharding.attributes import comparable
 from stretto.sharding.kinds import Kind, kind_of
-from stretto.testing import run_ranks
+from stretto.testing import run_ranks, spawn_ranks
 
 
 class Two(torch.nn.Module):
@@ -1173,3 +1173,18 @@ def test_a_default_device_is_not_that_of_the_trial_steps() -> None:
     optimizer = torch.optim.AdamW(START.parameters())
     with torch.device("meta"):
         assert kind_of(optimizer) is Kind.ELEMENTWISE
+
+
+def profiled(rank: int) -> None:
+    model, sharded, _, plain, other = pair(None, torch.optim.AdamW)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, with_stack=True, profile_memory=True, record_shapes=True):
+        train(model, sharded, rank)
+    train(plain, other, rank)
+    assert_same(model, plain)
+
+
+@pytest.mark.ranks
+def test_torchs_profiler_finds_no_state_to_look_into() -> None:
+    """It follows Python, and looks at optimizers where they say that they have stepped."""
+    spawn_ranks(profiled, 2)

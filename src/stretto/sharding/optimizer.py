@@ -116,6 +116,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             return step() if closure is None else step(closure)  # some optimizers take none
         return self._step_share(closure)
 
+    def _optimizer_step_code(self) -> None:
+        """Where torch's profiler, when it follows Python, looks into the state of each parameter: none is here."""
+        if self._elsewhere is None:
+            super()._optimizer_step_code()
+
     @left_uncompiled
     def _step_share(self, closure: Callable[[], Any] | None) -> Any:
         loss = None

@@ -19,9 +19,10 @@ import torch.distributed as dist
 import warm_programs
 
 import stretto
-from stretto.channel import Channel, Lookout
+from stretto.channel import Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
+from stretto.line import Lookout
 from stretto.notes import Note
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
@@ -562,10 +563,10 @@ def test_a_pass_that_goes_well_does_not_touch_the_store(tmp_path: Path) -> None:
             raise AssertionError("the store was used")
 
         step()
-        channel = sync._peers._channel
-        channel._lookout.stop()
+        line = sync._peers._channel._line
+        line.lookout.stop()
         for name in ("add", "set", "get", "check", "wait"):
-            setattr(type(channel._store), name, refuse)
+            setattr(type(line.store), name, refuse)
         for _ in range(5):
             step()
         right()
@@ -951,7 +952,7 @@ def test_attaching_does_not_wait_for_the_connection_of_the_thread() -> None:
             return self
 
     class Watched:
-        def watch(self, store: Slow, stopped: threading.Event) -> None:
+        def watch(self, store: Slow, is_over: object) -> None:
             seen.append(store)
 
     lookout = Lookout(Watched(), slow := Slow())  # type: ignore[arg-type]

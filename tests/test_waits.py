@@ -122,7 +122,7 @@ def test_a_rank_that_cannot_start_its_thread_is_quoted(tmp_path: Path) -> None:
         def refuse(self):
             raise RuntimeError("can't start new thread")
         if rank == 1:
-            stretto.channel.Lookout.start = refuse
+            stretto.line.Lookout.start = refuse
         told(lambda: stretto.attach(Model())) if rank == 0 else stretto.attach(Model())
     """
     found = ranks_without_a_model(tmp_path, body, 2, end=False)

@@ -3,12 +3,7 @@
     who/RANK     the process, while it has a handle       notes, note/n      how many, and what ranks tell: notes.py
     a waiting rank ──> ask/RANK/n ──> that rank's thread ──> at/RANK/n
 
-All handles of a process on one store share one channel, with one thread and one connection of its own.
-
-[Note: the thread]  A rank that waits elsewhere cannot answer for itself, so a thread does. It polls once a second and,
-once connected, never blocks in the store: a daemon thread that returns from C++ while the interpreter shuts down aborts
-the process. It is woken and joined at exit. Ranks that are threads of one process read each other's stacks, and need
-none. The thread is also how the channel of a store is found again: nothing else keeps a list of them.
+All handles of a process on one store share one channel, with one thread and one connection of its own: line.py.
 """
 
 from __future__ import annotations
@@ -27,16 +22,14 @@ from types import FrameType
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from .line import Line, Lookout
 from .notes import Note, last_words
 from .seat import Answer, Seat
 from .whereabouts import Person, count, myself, standing
-from .word import Word
+from .word import Silent, Word
 
 LINGER_SECONDS = 2.0
 """How long the rank that has the store stays for the others to read its last note."""
-POLL_SECONDS = 1.0
-CONNECT_SECONDS = 30.0
-"""How long the thread may take to connect: torch looks up the name of the other end, 5 s where DNS is silent."""
 
 
 class Channel:
@@ -57,7 +50,7 @@ class Channel:
         self._missing: set[int] = set()
         """Those of them that were not there yet."""
         self._given = store
-        self._store = PrefixStore("stretto", store)
+        self._line = Line(PrefixStore("stretto", store))
         self._rank = rank
         self._world_size = world_size
         self._seats: list[Seat] = []
@@ -68,7 +61,6 @@ class Channel:
         self.me = myself()
         """This process, and the thread that made this."""
         self._ended = False
-        self._lookout: Lookout | None = None
         self._finalizer: Finalize | None = None
 
     def serves(self, store: Store, rank: int) -> bool:
@@ -93,7 +85,7 @@ class Channel:
             # os._exit and run their finalizers alone.
             atexit.register(self.end)
             self._finalizer = Finalize(None, self.end, exitpriority=1000)
-            self._lookout = Lookout(self, self._store)  # last: no thread may be had, and the end has to tell that
+            self._line.lookout = Lookout(self, self._line.store)  # last: it may not be had, and the end tells that
 
     def close(self, seat: Seat, how: str) -> None:
         """A handle leaves. With the last, the rank is silent. Harmless twice."""
@@ -103,27 +95,29 @@ class Channel:
         if seat.handle:
             self.post(Note(self._rank, how, seat.handle, seat.passes, seat.passes, leaves=True))
         if not self._seats and not self.in_one_process:
-            self._stop()
             self._set(f"who/{self._rank}", "")
+            self._stop()
 
     def end(self) -> None:
         """The last note of this process: how it ended. Harmless twice."""
         if self._ended or not self._is_mine():
             return
-        self._stop()
         begun = {seat.handle: seat.passes for seat in self._seats if seat.handle}
         told = {seat.told for seat in self._seats if seat.told is not None}
-        self.post(last_words(self._rank, begun, told))
-        if self._rank == 0 and self.rank_0_has_store():
-            self._linger()
+        try:
+            self.post(last_words(self._rank, begun, told))
+            if self._rank == 0 and self.rank_0_has_store():
+                self._linger()
+        finally:
+            self._stop()
 
     def _stop(self) -> None:
         self._ended = True
         atexit.unregister(self.end)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if self._lookout is not None:
-            self._lookout.stop()
+        if self._line.lookout is not None:
+            self._line.lookout.stop()
 
     def _linger(self) -> None:
         """The store ends with this process: let the others read, and write their own last note."""
@@ -142,16 +136,18 @@ class Channel:
         """For all others to read. Never raises: the store may be gone."""
         if not self._is_mine() or self.store_is_gone():
             return
+        text = json.dumps(asdict(replace(note, process=self.me.name)))
         with contextlib.suppress(RuntimeError):
-            number = self._store.add("notes", 1)
-            self._store.set(f"note/{number}", json.dumps(asdict(replace(note, process=self.me.name))))
+            self._line.run(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
 
-    def read(self, store: Store | None = None) -> None:
-        """What is new. The thread gives its own connection."""
-        if self.store_is_gone():
-            return
-        store = store or self._store
-        with self._lock, contextlib.suppress(RuntimeError):
+    def read(self) -> None:
+        """What is new."""
+        if not self.store_is_gone():
+            with contextlib.suppress(RuntimeError):
+                self._line.run(self._read)
+
+    def _read(self, store: Store) -> None:
+        with self._lock:
             if self._numbers or store.check(["notes"]):
                 last = int(store.get("notes"))
                 self._missing.update(range(self._numbers + 1, last + 1))
@@ -188,9 +184,9 @@ class Channel:
     def person(self, rank: int, store: Store | None = None, *, fresh: bool = False) -> Person | None:
         """Who that is, if it has said so and has a handle."""
         if fresh or rank not in self._people:
-            store = store or self._store
+            over = store or self._line
             with contextlib.suppress(RuntimeError):
-                said = store.get(f"who/{rank}") if store.check([f"who/{rank}"]) else b""
+                said = over.get(f"who/{rank}") if over.check([f"who/{rank}"]) else b""
                 self._people.pop(rank, None)
                 if said:
                     self._people[rank] = Person(**json.loads(said))
@@ -233,19 +229,24 @@ class Channel:
         """
         keys = [f"call/{seat.handle}/{seat.calls}/{rank}" for rank in range(self._world_size)]
         site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-        self._store.set(keys[self._rank], f"{site} {standing(caller)}")
+        said = f"{site} {standing(caller)}"
+        with contextlib.suppress(Silent):
+            self._line.run(lambda store: store.set(keys[self._rank], said), later=True)
         with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
-            self._store.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self._rank}")
-        return Word(self._store, *keys, meanwhile=meanwhile)
+            self._line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self._rank}")
+        return Word(self._line, *keys, meanwhile=meanwhile)  # type: ignore[arg-type]  # it has a store's methods
 
     def ask(self, handle: str) -> dict[int, str]:
         """Ask the others where they are with a handle; returns the key under which each will answer."""
+        return self._line.run(lambda store: self._ask(store, handle))
+
+    def _ask(self, store: Store, handle: str) -> dict[int, str]:
         keys = {}
         for rank in self.others():
-            if self.person(rank) is None:
+            if self.person(rank, store) is None:
                 continue  # nobody is there to answer
-            number = self._store.add(f"ask/{rank}", 1)
-            self._store.set(f"ask/{rank}/{number}", handle)
+            number = store.add(f"ask/{rank}", 1)
+            store.set(f"ask/{rank}/{number}", handle)
             keys[rank] = f"at/{rank}/{number}"
         return keys
 
@@ -257,9 +258,21 @@ class Channel:
             if person is not None and person.pid == self.me.pid and person.host == self.me.host:
                 frame = sys._current_frames().get(person.thread)
                 told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {})
-            elif self._store.check([key]):
-                told[rank] = Answer(*json.loads(self._store.get(key)))
+            elif self._line.check([key]):
+                told[rank] = Answer(*json.loads(self._line.get(key)))
         return told
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store does not answer."""
+        return self._line.is_silent
+
+    def why_silent(self, rank: int) -> str:
+        """Of a rank that does not answer; the end of a sentence that begins with it."""
+        if (person := self.person(rank)) is None:
+            return "has not come here so far"
+        stopped = person.is_stopped()
+        return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"
 
     def gather(self, handle: str, seconds: float) -> dict[int, Answer]:
         """Ask, and wait so long for answers."""
@@ -270,15 +283,15 @@ class Channel:
             return told
         return {}
 
-    def watch(self, store: Store, stopped: threading.Event) -> None:
+    def watch(self, store: Store, is_over: Callable[[], bool]) -> None:
         """On the thread. Whoever is dead when the store is gone too must be known by then, so all are read early."""
         with contextlib.suppress(RuntimeError):  # the store has gone
             answered, unknown = store.add(f"ask/{self._rank}", 0), self.others()
-            while not stopped.wait(POLL_SECONDS) and not self.store_is_gone():
+            while not is_over() and not self.store_is_gone():
                 for rank in unknown[:64]:
                     self.person(rank, store)
                 unknown = [rank for rank in unknown if rank not in self._people]
-                self.read(store)
+                self._read(store)
                 while store.check([key := f"ask/{self._rank}/{answered + 1}"]):
                     answered += 1
                     store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
@@ -305,39 +318,7 @@ class Channel:
     def _set(self, key: str, value: str) -> None:
         if not self.store_is_gone():
             with contextlib.suppress(RuntimeError):
-                self._store.set(key, value)
-
-
-class Lookout(threading.Thread):
-    """See [Note: the thread]."""
-
-    def __init__(self, channel: Channel, store: Store) -> None:
-        super().__init__(name="stretto", daemon=True)
-        self.channel = channel
-        self._stopped = threading.Event()
-        self._shared = store
-        self._connected = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        """Poll until told to stop."""
-        connection: Store | None = None
-        try:
-            with contextlib.suppress(RuntimeError):  # one that cannot be cloned is not to be shared: a call could block
-                connection = self._shared.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
-        finally:
-            self._connected.set()
-        if connection is None:
-            self._stopped.wait()
-        else:
-            self.channel.watch(connection, self._stopped)
-
-    def stop(self) -> None:
-        """End, soon. Harmless twice."""
-        self._stopped.set()
-        if self is not threading.current_thread():
-            self._connected.wait(CONNECT_SECONDS)
-            self.join(2.0)
+                self._line.run(lambda store: store.set(key, value), later=True)
 
 
 def channel_of(store: Store, rank: int, world_size: int) -> Channel:

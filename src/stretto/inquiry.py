@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import time
 from itertools import chain
@@ -50,9 +49,8 @@ class Inquiry:
                 self._asked = channel.ask(self._seat.handle)
                 return None
             told = channel.heard(self._asked)
-        except RuntimeError:  # the store has gone
-            self._after = math.inf
-            return None
+        except RuntimeError:  # the store has gone, or is silent: that is told
+            told, self._asked = {}, self._asked or {}
         if len(told) < len(self._asked) and waited <= self._after + ANSWER_SECONDS:
             return None
         self._asked, self._after = None, REPEATS * self._after
@@ -114,6 +112,7 @@ def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float |
     since = "" if waited is None else f" since {waited:.0f} s"
     lines = [f"rank {rank} waits{since} {standing(sys._getframe())}"]
     for other in channel.others():
-        silent = "does not answer" if channel.person(other) else "has not come here so far"
-        lines.append(f"rank {other} {told[other].text if other in told else silent}")
+        lines.append(f"rank {other} {told[other].text if other in told else channel.why_silent(other)}")
+    if channel.is_silent:
+        lines.append(f"the process group's store{', which rank 0 has,' * channel.rank_0_has_store()} does not answer")
     return "; ".join(lines)

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from .transport.life import is_over, started_at
+from .transport.life import is_over, is_stopped, started_at
 
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -32,9 +32,14 @@ class Person:
 
     def is_dead(self) -> bool:
         """Whether it is known not to run any more; of another host, or where there is no /proc, nothing is known."""
-        if not self.host or self.host != _host():
-            return False
-        return is_over(self.pid, self.started)
+        return self._is_here() and is_over(self.pid, self.started)
+
+    def is_stopped(self) -> bool:
+        """Whether it is known to go on only when somebody continues it."""
+        return self._is_here() and is_stopped(self.pid)
+
+    def _is_here(self) -> bool:
+        return bool(self.host) and self.host == _host()
 
 
 def myself() -> Person:

@@ -14,6 +14,10 @@ _HURRY_SECONDS = 0.4
 """After so long one asks more rarely: with many ranks the store has a key of each to look for, for each of them."""
 
 
+class Silent(RuntimeError):
+    """A store has not answered for a while, and may yet."""
+
+
 class Word:
     """Keys of a store that other ranks will set, to be waited for as if it were a collective.
 
@@ -36,8 +40,11 @@ class Word:
         return False
 
     def is_completed(self) -> bool:
-        """Whether all are there."""
-        return bool(self._store.check(self._keys))
+        """Whether all are there, as far as is known."""
+        try:
+            return bool(self._store.check(self._keys))
+        except Silent:
+            return False
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Ask the store again and again: its own wait takes a second at least, or warns from C++ when it is over.

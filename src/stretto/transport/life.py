@@ -23,6 +23,11 @@ def is_over(pid: int, started: str) -> bool:
     return state in ("Z", "X") or (started != "" and now != started)  # unknown where it could not be read
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped that process, as far as can be read."""
+    return _state_of(pid)[0] in ("T", "t")
+
+
 class Life:
     """Of one process, which is looked at often."""
 

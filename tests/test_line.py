@@ -1,0 +1,133 @@
+"""A store that does not answer, since whoever has it was stopped: nobody waits there, and it is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from test_peers import ranks, within
+from test_waits import explained
+
+from stretto import line
+from stretto.channel import Channel
+from stretto.inquiry import Inquiry, places
+from stretto.line import Line, Lookout
+from stretto.seat import Seat
+from stretto.word import Silent, Word
+
+pytestmark = pytest.mark.timeout(60)
+SILENT = (
+    "rank 1, pass 2: bucket 0 (b.bias) could not be reduced over {0}: {2}\n"
+    "rank 1 waits at train.py:LINE in step; rank 0 is stopped by a signal or a debugger (pid PID); the process group's "
+    "store, which rank 0 has, does not answer.\n"
+    "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("transport", "name"), [("auto", "shared_memory"), ("process_group", "process_group (gloo)")], ids=["auto", "gloo"]
+)
+def test_the_rank_that_has_the_store_is_stopped(tmp_path: Path, transport: str, name: str) -> None:
+    """Its server is stopped with it, and the others' sockets wait for as long."""
+    body = """
+        pid = torch.tensor(os.getpid())
+        dist.broadcast(pid, 0)
+        step()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            told()
+            os.kill(int(pid), signal.SIGCONT)
+        os._exit(0)
+    """
+    found = ranks(tmp_path, body, 2, "tcp", patience=4.0, transport=transport)
+    assert [code for code, _, _ in found] == [0, 0], found
+    told = explained(within(found[1][1], "CommunicationError", 15)).replace("not done within 4 s", "{2}")
+    assert told == SILENT.replace("{0}", name)
+
+
+class Stopped:
+    """A store of which calls do not return before ``goes_on`` is set."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.written: list[str] = []
+
+    def clone(self) -> Stopped:
+        return self
+
+    def set(self, key: str) -> str:
+        assert self.goes_on.wait(30)
+        self.written.append(key)
+        return key
+
+    def check(self, keys: list[str]) -> bool:
+        return self.set(keys[0]) in self.written
+
+
+class Polling:
+    """In the place of a channel: no polls, only what is asked for."""
+
+    def watch(self, store: Stopped, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            pass
+
+
+def connected(store: Any, channel: Any) -> Line:
+    through = Line(store)
+    through.lookout = Lookout(channel, store)
+    assert through.lookout._connected.wait(10)
+    return through
+
+
+def test_a_silent_store_is_waited_for_once_and_what_is_to_be_written_is_written_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 0.1)
+    store = Stopped()
+    through = connected(store, Polling())
+    word = Word(through, "word")  # type: ignore[arg-type]
+    assert not word.is_completed() and through.is_silent
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 60.0)  # nobody waits again
+    with pytest.raises(Silent, match=r"^the process group's store does not answer$"):
+        through.set("dropped")
+    with pytest.raises(Silent):
+        through.run(lambda one: one.set("written"), later=True)
+    store.goes_on.set()
+    assert through._unanswered is not None and through._unanswered.result(10)
+    assert through.set("last") == "last" and not through.is_silent and word.is_completed()
+    assert store.written == ["word", "written", "last", "word"]
+    through.lookout.stop()  # type: ignore[union-attr]
+    assert through.set("by itself") == "by itself"
+
+
+def test_what_is_asked_as_the_store_goes_is_refused() -> None:
+    class Gone:
+        def watch(self, store: Stopped, is_over: object) -> None:
+            assert store.goes_on.wait(10)
+
+    through = connected(store := Stopped(), Gone())
+    threading.Timer(0.2, store.goes_on.set).start()
+    with pytest.raises(RuntimeError, match=r"^the process group's store has gone$"):
+        through.set("key")
+
+
+def test_who_waits_while_the_store_is_silent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel(dist.HashStore(), 1, 3)
+
+    def silent(*_: object, **__: object) -> None:
+        raise Silent("the process group's store does not answer")
+
+    monkeypatch.setattr(Line, "run", silent)
+    monkeypatch.setattr(Line, "is_silent", True)
+    inquiry = Inquiry(Seat())
+    told = {second: inquiry.go_on(channel, float(second)) for second in range(40)}
+    assert [second for second, one in told.items() if one is not None] == [6, 31]
+    assert places(1, channel, {}).partition("; ")[2] == (
+        "rank 0 has not come here so far; rank 2 has not come here so far; the process group's store does not answer"
+    )

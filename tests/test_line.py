@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from test_peers import ranks, within
-from test_waits import explained
+from test_waits import explained, ranks_without_a_model
 
 from stretto import line
 from stretto.channel import Channel
@@ -49,6 +49,43 @@ def test_the_rank_that_has_the_store_is_stopped(tmp_path: Path, transport: str, 
     assert [code for code, _, _ in found] == [0, 0], found
     told = explained(within(found[1][1], "CommunicationError", 15)).replace("not done within 4 s", "{2}")
     assert told == SILENT.replace("{0}", name)
+
+
+@pytest.mark.ranks
+def test_the_rank_that_has_the_store_is_killed_before_the_others_attach(tmp_path: Path) -> None:
+    """They know no process of it. What connects to its store goes on trying for as long as a collective may take."""
+    body = """
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        told(lambda: stretto.attach(Model()))
+        assert time.monotonic() - began < 15, "this waited for the store"
+        os._exit(0)
+    """
+    found = ranks_without_a_model(tmp_path, body, 2, meeting="tcp")
+    assert [code for code, _, _ in found] == [-9, 0], found
+    assert explained(within(found[1][1], "CommunicationError", 15)) == (
+        "rank 1, attach: what ranks hold could not be gathered over process_group (gloo): {2}\n"
+        "rank 1 waits in attach() at train.py:LINE in <lambda>; rank 0 does not answer; the process group's store, "
+        "which rank 0 has, does not answer.\n"
+        "Expected every rank to call stretto.attach. Look at the first error in the other ranks' logs."
+    )
+
+
+def test_a_store_that_has_gone_is_called_once() -> None:
+    class Broken:
+        calls = 0
+
+        def add(self, key: str, number: int) -> int:
+            self.calls += 1
+            raise dist.DistNetworkError("Broken pipe")
+
+    through = Line(store := Broken())  # type: ignore[arg-type]
+    with pytest.raises(dist.DistNetworkError):
+        through.add("notes", 1)
+    with pytest.raises(RuntimeError, match=r"^the process group's store has gone$"):
+        through.add("notes", 1)
+    assert store.calls == 1 and through.is_silent
 
 
 class Stopped:
@@ -129,5 +166,5 @@ def test_who_waits_while_the_store_is_silent_says_so(monkeypatch: pytest.MonkeyP
     told = {second: inquiry.go_on(channel, float(second)) for second in range(40)}
     assert [second for second, one in told.items() if one is not None] == [6, 31]
     assert places(1, channel, {}).partition("; ")[2] == (
-        "rank 0 has not come here so far; rank 2 has not come here so far; the process group's store does not answer"
+        "rank 0 does not answer; rank 2 does not answer; the process group's store does not answer"
     )

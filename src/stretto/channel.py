@@ -117,7 +117,7 @@ class Channel:
         if self._finalizer is not None:
             self._finalizer.cancel()
         if self._line.lookout is not None:
-            self._line.lookout.stop()
+            self._line.lookout.stop(has_gone=self._line.has_gone)
 
     def _linger(self) -> None:
         """The store ends with this process: let the others read, and write their own last note."""
@@ -201,9 +201,10 @@ class Channel:
         return [(rank, person.pid) for rank, person in sure if person is not None and person.is_dead()]
 
     def store_is_gone(self) -> bool:
-        """Whether the store's server is known to have ended with rank 0; calls would print warnings from C++."""
+        """Whether the store's server is known to have ended, as with rank 0; calls would print warnings from C++."""
         host = self._people.get(0)
-        return self._rank != 0 and self.rank_0_has_store() and host is not None and host.is_dead()
+        with_rank_0 = self._rank != 0 and self.rank_0_has_store() and host is not None and host.is_dead()
+        return self._line.has_gone or with_rank_0
 
     def rank_0_has_store(self) -> bool:
         """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
@@ -270,7 +271,7 @@ class Channel:
     def why_silent(self, rank: int) -> str:
         """Of a rank that does not answer; the end of a sentence that begins with it."""
         if (person := self.person(rank)) is None:
-            return "has not come here so far"
+            return "does not answer" if self.is_silent else "has not come here so far"
         stopped = person.is_stopped()
         return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from .word import Silent
@@ -33,6 +34,7 @@ CONNECT_SECONDS = 30.0
 """How long the thread may take to connect: torch looks up the name of the other end, 5 s where DNS is silent."""
 ANSWER_SECONDS = 3.0
 """How long the store may take to answer."""
+_GONE = "the process group's store has gone"
 
 
 class Line:
@@ -44,12 +46,14 @@ class Line:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.lookout: Lookout | None = None
+        self.has_gone = False
+        """Whether the connection is broken. Each further call would print a stack from C++."""
         self._unanswered: futures.Future[Any] | None = None
 
     @property
     def is_silent(self) -> bool:
-        """Whether it owes an answer."""
-        return self._unanswered is not None and not self._unanswered.done()
+        """Whether it owes an answer, or has gone."""
+        return self.has_gone or (self._unanswered is not None and not self._unanswered.done())
 
     def run(self, job: Callable[[Any], T], *, later: bool = False) -> T:
         """What the job returns.
@@ -62,6 +66,15 @@ class Line:
             Silent: the store does not answer.
             RuntimeError: as the job.
         """
+        if self.has_gone:
+            raise RuntimeError(_GONE)
+        try:
+            return self._run(job, later=later)
+        except dist.DistNetworkError:
+            self.has_gone = True
+            raise
+
+    def _run(self, job: Callable[[Any], T], *, later: bool) -> T:
         lookout = self.lookout
         if lookout is None or lookout.connection is None or not lookout.is_alive():
             return job(self.store)
@@ -106,7 +119,7 @@ class Lookout(threading.Thread):
         self.channel.watch(self.connection, self._is_over)
         while not self.jobs.empty():  # the store has gone meanwhile
             if (asked := self.jobs.get()) is not None:
-                asked[1].set_exception(RuntimeError("the process group's store has gone"))
+                asked[1].set_exception(RuntimeError(_GONE))
 
     def _is_over(self) -> bool:
         """Do what is asked for until it is time for the next look; whether to end."""
@@ -125,9 +138,9 @@ class Lookout(threading.Thread):
                 future.set_exception(error)
         return False
 
-    def stop(self) -> None:
-        """End, soon. Harmless twice."""
+    def stop(self, *, has_gone: bool = False) -> None:
+        """End, soon. Harmless twice. ``has_gone``: the store, to which it may go on connecting in vain."""
         self.jobs.put(None)
         if self is not threading.current_thread():
-            self._connected.wait(CONNECT_SECONDS)
+            self._connected.wait(0.0 if has_gone else CONNECT_SECONDS)
             self.join(2.0)

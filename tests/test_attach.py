@@ -273,10 +273,8 @@ def test_a_scripted_module_is_refused_on_all_ranks() -> None:
         stretto.attach(scripted)
 
 
-TWO_REDUCE = (
-    "two would average the same gradients, and some be lost.\n"
-    "Use one of the two: attach the module that you made, and call that; or wrap it in "
-    "stretto.DistributedDataParallel."
+INSTEAD = (
+    "Use one of the two: attach the module that you made, and call that; or wrap it in stretto.DistributedDataParallel."
 )
 
 
@@ -284,10 +282,16 @@ TWO_REDUCE = (
 def test_torchs_wrapper_around_what_is_attached_or_inside_it_is_refused() -> None:
     """Its reducer read a gradient that was in a bucket already, and wrote back what it had found instead."""
     within, inside, around, after = zip(*spawn_ranks(beside_torchs_wrapper, 2), strict=True)
-    is_wrapped = "is wrapped in torch's DistributedDataParallel: " + TWO_REDUCE
-    assert within == tuple(f"rank {rank}: attach: 0 {is_wrapped}" for rank in (0, 1))
-    assert inside == tuple(f"rank {rank}: attach: the module {is_wrapped}" for rank in (0, 1))
-    text = f"the module is attached: with torch's DistributedDataParallel around it {TWO_REDUCE}"
+    for found, name in ((within, "0"), (inside, "the module")):
+        assert found == tuple(
+            f"rank {rank}: attach: {name} is wrapped in torch's DistributedDataParallel: two would average the same "
+            f"gradients, and some be lost.\n{INSTEAD}"
+            for rank in (0, 1)
+        )
+    text = (
+        "the module is attached: with torch's DistributedDataParallel around it two would average the same "
+        f"gradients, and some be lost.\n{INSTEAD}"
+    )
     assert around == (text, text) and after == ([1.5], [1.5])
 
 

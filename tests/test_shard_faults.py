@@ -417,7 +417,7 @@ def test_a_step_that_fails_on_one_rank_is_told_to_all(tmp_path: Path, way: Way, 
             assert text == own
         else:
             assert re.sub(r"pass \d+: rank", "pass N: rank", re.sub(r"\.py:\d+", ".py:LINE", text)) == (
-                f"PeerError: rank {rank}, pass N: rank 1 failed and left, so nobody can complete this pass.\n"
+                f"PeerError: rank {rank}, pass N: rank 1 failed and left, so nobody can complete this call.\n"
                 f"  rank 1, pass 12, step: {own.removesuffix(': ')} (test_shard_faults.py:LINE in step)\n"
                 "Remove the cause and start again, on all ranks."
             )

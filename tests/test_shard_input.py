@@ -404,7 +404,7 @@ def test_a_rank_that_leaves_before_it_has_stepped_says_so(run: Callable[..., Any
     told = run(worker, 2)[0]
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     assert told == (
-        "rank 0, pass 3: rank 1 failed and left, so nobody can complete this pass.\n"
+        "rank 0, pass 3: rank 1 failed and left, so nobody can complete this call.\n"
         f"  rank 1, pass 3, step: {said} (test_shard_input.py:LINE in fail)\n"
         "Remove the cause and start again, on all ranks."
     )

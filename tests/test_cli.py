@@ -902,36 +902,28 @@ def test_a_log_that_is_made_while_torch_is_imported_is_not_cut_into_lines(tmp_pa
     program = "import logging\nlog = logging.StreamHandler()\ndef main(): log.stream.write('long' * 100)"
     (tmp_path / "stretto/cli.py").write_text(program)
     path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    here, there = os.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", "import _stretto_command as command; command.main()"],
-        stdout=there,
-        stderr=there,
-        env=os.environ | {"PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "80"},
-    ) as running:
-        os.close(there)
-        shown = b""
-        with contextlib.suppress(OSError):  # that is how a terminal ends
-            while more := os.read(here, 1000):
-                shown += more
-        assert running.wait(30) == 0
-    os.close(here)
-    assert b"importing torch" in shown and b"long" * 100 in shown
+    code, shown = on_a_terminal(PYTHONPATH=path, TERM="xterm", COLUMNS="80")
+    assert code == 0 and b"importing torch" in shown and b"long" * 100 in shown
 
 
 def test_a_terminal_that_cannot_erase_gets_the_result_alone() -> None:
     """rich leaves an empty line there for each bar."""
+    assert on_a_terminal("plan", "nowhere.py:net", TERM="dumb") == (2, b"stretto: nowhere.py: no such file\r\n")
+
+
+def on_a_terminal(*arguments: str, **environment: str) -> tuple[int, bytes]:
+    """The command's exit code, and all that a terminal is given to show."""
     here, there = os.openpty()
-    line = [sys.executable, "-c", "import _stretto_command as command; command.main()", "plan", "nowhere.py:net"]
-    with subprocess.Popen(line, stdout=there, stderr=there, env=os.environ | {"TERM": "dumb"}) as running:
+    line = [sys.executable, "-c", "import _stretto_command as command; command.main()", *arguments]
+    with subprocess.Popen(line, stdout=there, stderr=there, env=os.environ | environment) as running:
         os.close(there)
         shown = b""
         with contextlib.suppress(OSError):  # that is how a terminal ends
             while more := os.read(here, 1000):
                 shown += more
-        assert running.wait(30) == 2
+        code = running.wait(30)
     os.close(here)
-    assert shown == b"stretto: nowhere.py: no such file\r\n"
+    return code, shown
 
 
 def test_ctrl_c_as_a_command_begins_ends_without_a_word(tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ def same_bits(one: dict, other: dict) -> None:
         assert torch.equal(gradient, found), name
 
 
+def both_have(worker, wanted: dict) -> None:
+    """What two ranks return."""
+    first, second = run_ranks(worker, 2, timeout=20)
+    close(first, wanted)
+    same_bits(first, second)
+
+
 def close(found: dict, wanted: dict) -> None:
     for name, gradient in wanted.items():
         if gradient is None:
@@ -210,9 +217,7 @@ def test_a_model_with_nothing_dense(bag) -> None:
 
     alone = build()
     sum(alone(indices_of(rank)).square().sum() / 2 for rank in range(2)).backward()
-    first, second = run_ranks(worker, 2, timeout=20)
-    close(first, copies(alone))
-    same_bits(first, second)
+    both_have(worker, copies(alone))
 
 
 @pytest.mark.parametrize(
@@ -232,9 +237,7 @@ def test_options(options, divisor) -> None:
         model(indices_of(transport.rank), "wbh").backward()
         return copies(model)
 
-    first, second = run_ranks(worker, 2, timeout=20)
-    close(first, joined(2, [["wbh", "wbh"]], divisor=divisor))
-    same_bits(first, second)
+    both_have(worker, joined(2, [["wbh", "wbh"]], divisor=divisor))
 
 
 @pytest.mark.parametrize("use", ["wbh", "wt"])
@@ -249,9 +252,7 @@ def test_weighted(use) -> None:
     model = Net()
     for rank in range(2):
         (model(indices_of(rank), use) * (1 + 2 * rank) / 4).backward()
-    first, second = run_ranks(worker, 2, timeout=20)
-    close(first, copies(model))
-    same_bits(first, second)
+    both_have(worker, copies(model))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -404,9 +405,7 @@ def test_sparse_gradients_that_are_not_rows_become_dense() -> None:
 
     model = Gathers()
     sum(model(indices_of(rank)) / 2 for rank in range(2)).backward()
-    first, second = run_ranks(worker, 2, timeout=20)
-    close(first, copies(model))
-    same_bits(first, second)
+    both_have(worker, copies(model))
 
 
 def test_ranks_that_disagree_on_what_is_sparse_are_told() -> None:
@@ -504,6 +503,4 @@ def test_a_weight_given_during_backward_is_of_the_next_pass_for_every_gradient()
 
     alone = Net()
     sum(alone(indices_of(rank)) / 2 for rank in range(2)).backward()
-    first, second = run_ranks(worker, 2, timeout=20)
-    close(first, copies(alone))
-    same_bits(first, second)
+    both_have(worker, copies(alone))

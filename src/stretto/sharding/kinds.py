@@ -158,8 +158,8 @@ def tried_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if not isinstance(value, (torch.Tensor, list, dict, set, tuple, deque)):
         return value
-    tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return copy.deepcopy(value, {id(one): one.detach().clone() for one in tensors if not one.is_leaf})  # torch refuses
+    with_graphs = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor) and not one.is_leaf]
+    return copy.deepcopy(value, {id(one): one.detach().clone() for one in with_graphs})  # torch copies none of these
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -33,9 +33,8 @@ def footprint_of(
     own, of_every_rank = sum(map(state_bytes, states.values())), sum(state_bytes(states.get(one, {})) for one in apart)
     whole = sum(one.nbytes for one in apart)
     dense = sum(layout.plan.parameters[index].nbytes for index in layout.parameters)
-    return Footprint(layout.nbytes // len(layout.home) + whole, dense, own), Footprint(
-        dense + whole, dense, of_every_rank
-    )
+    held = Footprint(layout.nbytes // len(layout.home) + whole, dense, own)
+    return held, Footprint(dense + whole, dense, of_every_rank)
 
 
 class Holder(Protocol):
@@ -71,23 +70,20 @@ def _added(several: Sequence[Footprint]) -> Footprint:
     return Footprint(*(sum(getattr(one, name) for one in several) for name in ("parameters", "gradients", "state")))
 
 
-def describe_shares(
-    homes: Sequence[Sequence[int]], rank: int, numels: tuple[int, int], nbytes: int, *, whole: bool, late: bool
-) -> str:
+def describe_shares(layout: Layout, numels: tuple[int, int], nbytes: int, *, whole: bool, late: bool) -> str:
     """What is done with the shares of an optimizer, in plain words.
 
     Args:
-        homes: groups of ranks that share memory.
-        rank: this one.
+        layout: of the parameters that are divided.
         numels: elements that it steps, and that all step together.
         nbytes: of state that it keeps.
         whole: whether parameters stay whole.
         late: whether what was stepped travels while forward runs.
     """
-    home = next(ranks for ranks in homes if rank in ranks)
+    home = layout.home
     how = "each parameter whole on one rank" if whole else "in equal shares of each bucket"
     where = [f"lie once for ranks {', '.join(map(str, home))}"] if len(home) > 1 else []
-    if len(homes) > 1:
+    if len(layout.homes) > 1:
         when = "while the next forward runs" if late else "before step() returns"
         where.append(f"come from {'other hosts' if where else 'other ranks'} {when}")
     return (

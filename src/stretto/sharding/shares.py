@@ -327,8 +327,8 @@ class Shares:
     def describe(self) -> str:
         """What is done with them, in plain words."""
         numels = sum(piece.numel for piece in self._pieces), sum(map(torch.numel, self.layout.views.values()))
-        whole, late, homes = self._kind is Kind.WHOLE, self._spread.is_late, self.layout.homes
-        told = describe_shares(homes, self.rank, numels, self.footprint()[0].state, whole=whole, late=late)
+        whole, late = self._kind is Kind.WHOLE, self._spread.is_late
+        told = describe_shares(self.layout, numels, self.footprint()[0].state, whole=whole, late=late)
         return "; ".join(filter(None, (told, self.describe_gradients())))
 
     def describe_gradients(self) -> str:

@@ -154,7 +154,7 @@ def words(*said: int, problem: str | None = None) -> SharesUnderWay:
     found = Words(page, Futex())
     if problem is not None:
         found.sayer(0, 7)(ValueError(problem))
-    return SharesUnderWay(found, {0: 4, 1: 5}, 7, Courier([], 1.0))
+    return SharesUnderWay(found, {0: 4, 1: 5}, 7, Courier([], 1.0), "rank 9 of another host")
 
 
 @pytest.mark.parametrize(("said", "failed"), [((0, FAILED), 5), ((FAILED, 0), 4), ((FAILED, 7), 4)])
@@ -172,7 +172,7 @@ def test_a_failure_is_told_whatever_else_is_awaited(
 def test_the_cause_is_told() -> None:
     with pytest.raises(RuntimeError) as caught:
         words(0, 0, problem="no way").wait()
-    assert str(caught.value) == "the exchange of rank 4 with other hosts has failed: no way"
+    assert str(caught.value) == "the exchange of rank 4 with rank 9 of another host has failed: no way"
 
 
 def test_the_cause_of_one_rank_is_not_told_of_another() -> None:
@@ -221,7 +221,7 @@ def test_whoever_stops_waiting_says_so() -> None:
     told: list[str] = []
     courier = SimpleNamespace(doubt=lambda: told.append("doubt"))
     team = SimpleNamespace(counterparts=SimpleNamespace(courier=courier))
-    work = SharesUnderWay(words(7, 6)._words, {0: 4, 1: 5}, 7, courier)
+    work = SharesUnderWay(words(7, 6)._words, {0: 4, 1: 5}, 7, courier, "rank 9 of another host")
     work.doubt()
     HierarchicalTransport.abandon(SimpleNamespace(_team=team), work)
     Spreading.doubt(SimpleNamespace(_team=team))

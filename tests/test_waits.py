@@ -82,7 +82,14 @@ def test_a_rank_that_ends_before_the_others_attach_is_quoted(tmp_path: Path, wor
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("before", "when"), [("", "before pass 1"), ("step()\n", "pass 1")])
+@pytest.mark.parametrize(
+    ("before", "when"),
+    [
+        ("", "before pass 1"),
+        ("step()\n", "pass 1"),
+        ("try: step(fail=True)\nexcept ValueError: pass\n", "pass 1"),
+    ],
+)
 @pytest.mark.parametrize("call", ["check", "report"])
 def test_a_call_of_one_rank_alone_is_called_neither_attach_nor_a_pass(
     tmp_path: Path, before: str, when: str, call: str

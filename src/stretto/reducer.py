@@ -237,8 +237,10 @@ class Reducer:
         """Every gradient of the pass has arrived. Collective."""
         with self.failing, self.queue.lock:
             self._end.ends()
-            without_graph(self._settle)
-            self.queue.peers.seat.in_pass = False
+            try:
+                without_graph(self._settle)
+            finally:
+                self.queue.peers.seat.in_pass = False
 
     def _settle(self) -> None:
         queue, tracker, beside = self.queue, self._tracker, self._beside
@@ -326,7 +328,7 @@ class Reducer:
             self.queue.peers.flush()
 
     def _stop(self) -> None:
-        self.running = False
+        self.running = self.queue.peers.seat.in_pass = False
         self._tracker.stop()
         self._tracker.unsynchronized.clear()
         self._beside.forget()

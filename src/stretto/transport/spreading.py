@@ -134,9 +134,7 @@ class SharesUnderWay:
 
     goes_on_by_itself = True
 
-    def __init__(
-        self, words: Words, ranks: Mapping[int, int], number: int, courier: Courier, abroad: str = "other hosts"
-    ) -> None:
+    def __init__(self, words: Words, ranks: Mapping[int, int], number: int, courier: Courier, abroad: str) -> None:
         self._words = words
         self._ranks = ranks
         self._number = number

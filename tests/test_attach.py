@@ -309,9 +309,25 @@ def beside_torchs_wrapper(rank: int) -> tuple[str, str, str, list[float]]:
     with pytest.raises(stretto.SetupError) as caught:
         torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model))
     sync.detach()
+    gradients_beside_torchs_wrapper(rank)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     wrapped(torch.full((1, 1), float(1 + rank))).sum().backward()
     return *texts, str(caught.value), model.weight.grad.flatten().tolist()
+
+
+def gradients_beside_torchs_wrapper(rank: int) -> None:
+    """Where each has parameters of its own, both are right."""
+    torchs = torch.nn.parallel.DistributedDataParallel
+    ours, theirs = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    sync = stretto.attach(torch.nn.Sequential(torchs(theirs), ours), ignore=["0.*"])
+    sync.detach()
+    net = torch.nn.Sequential(ours, theirs)
+    sync = stretto.attach(ours)
+    torchs._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "0.bias"])
+    wrapped = torchs(net)
+    wrapped(torch.full((1, 1), float(1 + rank))).sum().backward()
+    sync.detach()
+    torch.testing.assert_close(ours.weight.grad, 1.5 * theirs.weight.detach())
 
 
 def test_unknown_arguments_and_values() -> None:

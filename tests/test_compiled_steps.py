@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto
+from stretto.reducer import reducer_of
 from stretto.testing import spawn_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(100)]
@@ -151,6 +152,8 @@ def compiled_autograd(rank: int) -> None:
             f"rank {rank}, before pass 1: this backward is run by torch's compiled autograd, in which gradients cannot "
             "be reduced.\nLeave torch._dynamo.config.compiled_autograd False; torch.compile(model) alone is fine."
         )
+        reducer = reducer_of(next(model.parameters()))
+        assert reducer is not None and not reducer.queue.peers.seat.in_pass, "what it waits for now is another call"
         backward(model, rank, 0, steady=True)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from stretto import line
 from stretto.channel import Channel
 from stretto.inquiry import Inquiry, places
 from stretto.line import Line, Lookout
+from stretto.notes import Note
 from stretto.seat import Seat
 from stretto.word import Silent, Word
 
@@ -117,8 +121,8 @@ class Polling:
 
 def connected(store: Any, channel: Any) -> Line:
     through = Line(store)
-    through.lookout = Lookout(channel, store)
-    assert through.lookout._connected.wait(10)
+    through.lookout = Lookout(channel, through)
+    assert through.lookout._tried.wait(10)
     return through
 
 
@@ -136,7 +140,9 @@ def test_a_silent_store_is_waited_for_once_and_what_is_to_be_written_is_written_
     with pytest.raises(Silent):
         through.run(lambda one: one.set("written"), later=True)
     store.goes_on.set()
-    assert through._unanswered is not None and through._unanswered.result(10)
+    until = time.monotonic() + 10
+    while through.is_silent and time.monotonic() < until:
+        time.sleep(0.01)
     assert through.set("last") == "last" and not through.is_silent and word.is_completed()
     assert store.written == ["word", "written", "last", "word"]
     through.lookout.stop()  # type: ignore[union-attr]
@@ -147,11 +153,80 @@ def test_what_is_asked_as_the_store_goes_is_refused() -> None:
     class Gone:
         def watch(self, store: Stopped, is_over: object) -> None:
             assert store.goes_on.wait(10)
+            raise dist.DistNetworkError("Broken pipe")
 
     through = connected(store := Stopped(), Gone())
     threading.Timer(0.2, store.goes_on.set).start()
-    with pytest.raises(RuntimeError, match=r"^the process group's store has gone$"):
-        through.set("key")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^the process group's store has gone$"):
+            through.set("key")
+    assert through.has_gone and store.written == [], "by nobody, over no connection"
+    through.lookout.stop()  # type: ignore[union-attr]
+    assert not through.lookout.is_alive()  # type: ignore[union-attr]
+
+
+def test_a_store_that_lets_nobody_connect_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unreachable(Stopped):
+        def clone(self) -> Stopped:
+            assert self.goes_on.wait(30)
+            return self
+
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 0.1)
+    through = Line(store := Unreachable())  # type: ignore[arg-type]
+    through.lookout = lookout = Lookout(Polling(), through)  # type: ignore[arg-type]
+    with pytest.raises(Silent):
+        through.run(lambda one: one.set("written"), later=True)
+    began = time.monotonic()
+    lookout.stop(waits=not through.is_silent)
+    assert time.monotonic() - began < 10 and store.written == []
+    store.goes_on.set()
+    lookout.join(10)
+    assert store.written == ["written"] and not lookout.is_alive()
+
+
+def test_an_error_that_came_through_keeps_nothing_of_its_callers() -> None:
+    class Refuses(Stopped):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("no")
+
+    class Kept:
+        pass
+
+    through = connected(Refuses(), Polling())
+
+    def call(kept: Kept) -> None:
+        with pytest.raises(RuntimeError, match=r"^no$"):
+            through.check(["key"])
+
+    gone = weakref.ref(kept := Kept())
+    gc.collect()
+    gc.disable()
+    try:
+        call(kept)
+        del kept
+        assert gone() is None
+    finally:
+        gc.enable()
+        through.lookout.stop()  # type: ignore[union-attr]
+
+
+def test_a_thread_goes_on_after_a_store_that_was_silent_for_longer_than_it_may_be() -> None:
+    class Slow(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            if not self.num_keys():
+                raise dist.DistStoreError("wait timeout after 4000ms")
+            return super().check(keys)
+
+    channel, looks = Channel(store := Slow(), 1, 2), []
+
+    def is_over() -> bool:
+        looks.append(len(channel.notes))
+        if len(looks) == 2:
+            Channel(store, 0, 2).post(Note(0, "ended", leaves=True))
+        return len(looks) == 4
+
+    channel.watch(dist.PrefixStore("stretto", store), is_over)
+    assert looks[-1] == 1
 
 
 def test_who_waits_while_the_store_is_silent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     },
     {"transport", "replan", "scaling", "words"},
     {"withheld", "slots", "parts", "preset", "bucket", "agreement", "broadcast", "options", "sizing", "backend"},
-    {"waiting", "whereabouts", "notes", "seat", "line", "channel", "watch", "steps", "blame", "inquiry"},
+    {"waiting", "whereabouts", "notes", "seat", "line", "people", "channel", "watch", "steps", "blame", "inquiry"},
     {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
     {"launch", "sparse", "failing", "crossing", "family", "forward"},
     {"tracker", "usage", "beside", "changes", "loose"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import stretto
 from stretto.channel import Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
-from stretto.line import Lookout
+from stretto.line import Line, Lookout
 from stretto.notes import Note
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
@@ -688,11 +689,50 @@ def test_a_rank_that_is_another_process_by_now_is_heard() -> None:
     before.close(first, "detached")
     after = Channel(store, 1, 2)
     after.open(Seat())
-    after.post(Note(1, "attach", error="PeerError: rank 2 died", leaves=True))
+    after.post(Note(1, "waiting", error="PeerError: rank 2 died", leaves=True))
     reader.read()
     assert reader.told("") == []
     reader.look_again()
     assert [note.error for note in reader.told("")] == ["PeerError: rank 2 died"]
+
+
+def test_notes_of_a_handle_ask_nobody_who_the_ranks_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank that ever detached one would be asked for in every look of all that wait."""
+    store = dist.HashStore()
+    channel = Channel(store, 0, 2)
+    channel.post(Note(1, "detached", handle="actor", leaves=True))
+    channel.read()
+    monkeypatch.setattr(Channel, "person", lambda *_, **__: pytest.fail("asked"))
+    channel.look_again()
+
+
+def test_what_failed_before_a_handle_had_a_name_is_told_to_those_that_have_failed_less_often() -> None:
+    class Processes(Channel):
+        """As ranks that are processes, but for the thread."""
+
+        def __init__(self, store: dist.Store, rank: int) -> None:
+            super().__init__(store, rank, 2)
+            self.in_one_process = False
+
+    store = dist.HashStore()
+    mine, other = Processes(store, 0), Processes(store, 1)
+    failed = Note(1, "attach", error="ValueError: not built yet", leaves=True)
+
+    def heard(handle: str = "") -> list[str]:
+        mine.read()
+        mine.look_again()
+        return [note.error for note in mine.told(handle) if note.rank == 1]
+
+    other._set("who/1", json.dumps(dataclasses.asdict(other.me)))
+    other.post_unnamed(failed)
+    assert heard() == ["ValueError: not built yet"] and heard("actor") == []
+    mine.post_unnamed(dataclasses.replace(failed, rank=0))
+    assert heard() == []
+    other.post_unnamed(failed)
+    assert heard() == ["ValueError: not built yet"]
+    other._seats.append(Seat("actor"))
+    other.open(Seat())  # it tries again
+    assert heard() == []
 
 
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
@@ -955,7 +995,7 @@ def test_attaching_does_not_wait_for_the_connection_of_the_thread() -> None:
         def watch(self, store: Slow, is_over: object) -> None:
             seen.append(store)
 
-    lookout = Lookout(Watched(), slow := Slow())  # type: ignore[arg-type]
+    lookout = Lookout(Watched(), Line(slow := Slow()))  # type: ignore[arg-type]
     may_go.set()
     lookout.stop()
     assert seen == [slow] and not lookout.is_alive()

@@ -101,6 +101,24 @@ def test_a_call_of_one_rank_alone_is_called_neither_attach_nor_a_pass(
 
 
 @pytest.mark.ranks
+def test_a_rank_that_fails_in_attach_for_a_reason_of_its_own_and_lives_on_is_quoted(tmp_path: Path) -> None:
+    """Its handle has no name yet, by which ranks know what a note is about."""
+    body = """
+        class NotBuilt(torch.nn.Linear):
+            def named_parameters(self, *how, **more):
+                raise ValueError("not built yet")
+        told(lambda: stretto.attach((torch.nn.Linear if rank == 0 else NotBuilt)(2, 1)))
+        hang()
+    """
+    (_, mine, _), _ = ranks_without_a_model(tmp_path, body, 2)
+    assert within(mine, "PeerError", 6) == (
+        "rank 0, attach: rank 1 failed and left, so nobody can complete this attach.\n"
+        "  rank 1, attach: ValueError: not built yet (train.py:LINE in named_parameters)\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+@pytest.mark.ranks
 def test_attaching_again_after_all_ranks_have_failed_for_a_reason_of_their_own(tmp_path: Path) -> None:
     """Not at the same time: what the later one said of its first try is nothing to the other's second."""
     body = """

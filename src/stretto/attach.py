@@ -110,7 +110,7 @@ def attach(
     Raises:
         SetupError: no parameter requires grad; lazy parameters, or some on the meta device; ``WORLD_SIZE`` is set and
             no group is initialised; ``"shared_memory"`` cannot be had; an argument is of another kind than said above,
-            or names what the module does not have.
+            or names what the module does not have; torch's DistributedDataParallel holds what is to be reduced.
         AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
         UnsupportedError: an option has a value that is not known.
@@ -255,7 +255,9 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: {name_list(scripted)} went through torch.jit.script or torch.jit.trace.\n"
             "Attach the module that you made; to speed it up, torch.compile(module)."
         )
-    if doubled := [name or "the module" for name, one in module.named_modules() if torch_reduces(one)]:
+    mine = {id(one) for one in trained(module, options).values()}
+    wrappers = [(name, one) for name, one in module.named_modules() if torch_reduces(one)]
+    if doubled := [name or "the module" for name, one in wrappers if not mine.isdisjoint(map(id, one.parameters()))]:
         raise SetupError(
             f"attach: {name_list(doubled)} is wrapped in torch's DistributedDataParallel: two would average the same "
             f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"

@@ -12,55 +12,50 @@ import atexit
 import contextlib
 import json
 import os
+import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
 from types import FrameType
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistNetworkError
 
-from .line import Line, Lookout
-from .notes import Note, last_words
+from .line import Lookout
+from .notes import UNNAMED, Note, last_words
+from .people import People
 from .seat import Answer, Seat
-from .whereabouts import Person, count, myself, standing
+from .whereabouts import count, myself, standing
 from .word import Silent, Word
 
 LINGER_SECONDS = 2.0
 """How long the rank that has the store stays for the others to read its last note."""
 
 
-class Channel:
-    """See :func:`channel_of`.
-
-    Args:
-        store: that all ranks see.
-        rank: this one.
-        world_size: how many there are.
-    """
+class Channel(People):
+    """See :func:`channel_of`; arguments as of :class:`People`."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.in_one_process = isinstance(store, HashStore)
+        super().__init__(store, rank, world_size)
         self.notes: list[Note] = []
         """All that were read, this rank's own too."""
         self._numbers = 0
         """How many notes have been given a number, as far as is known."""
         self._missing: set[int] = set()
         """Those of them that were not there yet."""
-        self._given = store
-        self._line = Line(PrefixStore("stretto", store))
-        self._rank = rank
-        self._world_size = world_size
         self._seats: list[Seat] = []
         self.begun = 0
         """Models whose attaching has begun, in one order on all ranks."""
         self._lock = threading.Lock()  # the thread reads notes too
-        self._people: dict[int, Person] = {}
         self.me = myself()
         """This process, and the thread that made this."""
         self._ended = False
+        self._has_failed_unnamed = False
+        self._failures: int | None = None
+        """How often this rank has failed in attaching a handle that had no name yet, on this store; None: not known."""
         self._finalizer: Finalize | None = None
 
     def serves(self, store: Store, rank: int) -> bool:
@@ -77,15 +72,19 @@ class Channel:
         """A handle joins. With the first, the rank says who it is."""
         self._seats.append(seat)
         seat.row = self._seats
+        if len(self._seats) > 1 and not self._has_failed_unnamed:
+            return
+        if self._has_failed_unnamed:  # what it told of that is of nobody any more
+            self.me, self._has_failed_unnamed = replace(self.me, name=secrets.token_hex(8)), False
+        self._set(f"who/{self._rank}", json.dumps(asdict(self.me)))
         if len(self._seats) > 1:
             return
-        self._set(f"who/{self._rank}", json.dumps(asdict(self.me)))
         if not self.in_one_process:
             # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
             # os._exit and run their finalizers alone.
             atexit.register(self.end)
             self._finalizer = Finalize(None, self.end, exitpriority=1000)
-            self._line.lookout = Lookout(self, self._line.store)  # last: it may not be had, and the end tells that
+            self._line.lookout = Lookout(self, self._line)  # last: it may not be had, and the end tells that
 
     def close(self, seat: Seat, how: str) -> None:
         """A handle leaves. With the last, the rank is silent. Harmless twice."""
@@ -117,7 +116,7 @@ class Channel:
         if self._finalizer is not None:
             self._finalizer.cancel()
         if self._line.lookout is not None:
-            self._line.lookout.stop(has_gone=self._line.has_gone)
+            self._line.lookout.stop(waits=not self._line.is_silent)
 
     def _linger(self) -> None:
         """The store ends with this process: let the others read, and write their own last note."""
@@ -140,6 +139,19 @@ class Channel:
         with contextlib.suppress(RuntimeError):
             self._line.run(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
 
+    def post_unnamed(self, note: Note) -> None:
+        """About a handle that has no name yet. Others that attach hear it, but for those that have failed as often.
+
+        Else ranks that have all failed, each for a reason of its own, and try again at different times, would fail
+        again by what was told of the first try.
+        """
+        if self.in_one_process or not self._is_mine() or self.store_is_gone():
+            return
+        with contextlib.suppress(RuntimeError):
+            self._has_failed_unnamed, self._failures = True, self._line.add(f"failures/{self._rank}", 1)
+            if not note.only_quotes:
+                self.post(replace(note, handle=UNNAMED, passes=None, failures=self._failures))
+
     def read(self) -> None:
         """What is new."""
         if not self.store_is_gone():
@@ -159,59 +171,28 @@ class Channel:
 
     def told(self, handle: str) -> list[Note]:
         """What was read about a handle, and about the processes that ranks are now; this rank's own too."""
-        notes = [note for note in self.notes if (note.handle == handle if note.handle else self._is_current(note))]
-        return [note.about(handle) for note in notes]
+        return [note.about(handle) for note in self.notes if self._is_about(note, handle)]
+
+    def _is_about(self, note: Note, handle: str) -> bool:
+        if note.handle == UNNAMED:
+            return not handle and self._is_current(note) and note.failures > self._own_failures()
+        return note.handle == handle if note.handle else self._is_current(note)
+
+    def _own_failures(self) -> int:
+        if self._failures is None:
+            with contextlib.suppress(RuntimeError):
+                self._failures = self._line.add(f"failures/{self._rank}", 0)
+        return self._failures or 0
 
     def _is_current(self, note: Note) -> bool:
         person = self._people.get(note.rank)
         return person is None or person.name == note.process
 
     def look_again(self) -> None:
-        """Those that have left may be other processes by now; or the notes may be of processes not known so far."""
-        for rank in {note.rank for note in self.notes if note.leaves and note.rank != self._rank}:
+        """Ranks with notes about a process may be other ones by now, or be those, if that was not known so far."""
+        about = [note for note in self.notes if note.leaves and note.handle in ("", UNNAMED)]
+        for rank in {note.rank for note in about} - {self._rank}:
             self.person(rank, fresh=not self.store_is_gone())
-
-    # Who
-
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        return [rank for rank in range(self._world_size) if rank != self._rank]
-
-    def know(self, people: Sequence[Person | None]) -> None:
-        """Who all ranks are, as they have said in a gather: the one with the store may take it along a moment later."""
-        self._people.update((rank, one) for rank, one in enumerate(people) if one is not None)
-
-    def person(self, rank: int, store: Store | None = None, *, fresh: bool = False) -> Person | None:
-        """Who that is, if it has said so and has a handle."""
-        if fresh or rank not in self._people:
-            over = store or self._line
-            with contextlib.suppress(RuntimeError):
-                said = over.get(f"who/{rank}") if over.check([f"who/{rank}"]) else b""
-                self._people.pop(rank, None)
-                if said:
-                    self._people[rank] = Person(**json.loads(said))
-        return self._people.get(rank)
-
-    def dead(self) -> list[tuple[int, int]]:
-        """Rank and pid of those that are known not to run any more."""
-        seem = [rank for rank in self.others() if (one := self.person(rank)) is not None and one.is_dead()]
-        gone = self.store_is_gone()
-        # It may have gone in peace, or another process may be that rank by now.
-        sure = [(rank, self.person(rank, fresh=not gone)) for rank in seem]
-        return [(rank, person.pid) for rank, person in sure if person is not None and person.is_dead()]
-
-    def store_is_gone(self) -> bool:
-        """Whether the store's server is known to have ended, as with rank 0; calls would print warnings from C++."""
-        host = self._people.get(0)
-        with_rank_0 = self._rank != 0 and self.rank_0_has_store() and host is not None and host.is_dead()
-        return self._line.has_gone or with_rank_0
-
-    def rank_0_has_store(self) -> bool:
-        """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
-        store = self._given
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     # Where
 
@@ -263,18 +244,6 @@ class Channel:
                 told[rank] = Answer(*json.loads(self._line.get(key)))
         return told
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether the store does not answer."""
-        return self._line.is_silent
-
-    def why_silent(self, rank: int) -> str:
-        """Of a rank that does not answer; the end of a sentence that begins with it."""
-        if (person := self.person(rank)) is None:
-            return "does not answer" if self.is_silent else "has not come here so far"
-        stopped = person.is_stopped()
-        return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"
-
     def gather(self, handle: str, seconds: float) -> dict[int, Answer]:
         """Ask, and wait so long for answers."""
         with contextlib.suppress(RuntimeError):
@@ -285,17 +254,33 @@ class Channel:
         return {}
 
     def watch(self, store: Store, is_over: Callable[[], bool]) -> None:
-        """On the thread. Whoever is dead when the store is gone too must be known by then, so all are read early."""
-        with contextlib.suppress(RuntimeError):  # the store has gone
-            answered, unknown = store.add(f"ask/{self._rank}", 0), self.others()
-            while not is_over() and not self.store_is_gone():
-                for rank in unknown[:64]:
-                    self.person(rank, store)
-                unknown = [rank for rank in unknown if rank not in self._people]
-                self._read(store)
-                while store.check([key := f"ask/{self._rank}/{answered + 1}"]):
-                    answered += 1
-                    store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
+        """On the thread. Whoever is dead when the store is gone too must be known by then, so all are read early.
+
+        Raises:
+            DistNetworkError: the store has gone.
+        """
+        answered: int | None = None
+        while True:
+            try:
+                answered = self._look(store, answered)
+            except DistNetworkError:
+                raise
+            except RuntimeError:
+                pass  # it was silent for longer than it may be asked, and may answer again
+            if is_over() or self.store_is_gone():
+                return
+
+    def _look(self, store: Store, answered: int | None) -> int:
+        """What is new, and questions, of which so many are answered; at first, which there were for another process."""
+        if answered is None:
+            return store.add(f"ask/{self._rank}", 0)
+        for rank in [rank for rank in self.others() if rank not in self._people][:64]:
+            self.person(rank, store)
+        self._read(store)
+        while store.check([key := f"ask/{self._rank}/{answered + 1}"]):
+            answered += 1
+            store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
+        return answered
 
     def beside(self) -> dict[str, list[int]]:
         """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""

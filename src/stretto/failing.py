@@ -41,7 +41,10 @@ class Failing:
         self._is_told = False
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or self._is_told:
+        if error is None:
+            return
+        self._queue.peers.seat.in_pass = False
+        if self._is_told:
             return
         if not isinstance(error, StrettoError):
             self.lose(error, trace)

@@ -4,20 +4,19 @@
 
 [Note: the thread]  A rank that waits elsewhere cannot answer for itself, so a thread does, which polls once a second.
 While the store answers it blocks there no longer than a call takes: a daemon thread that returns from C++ while the
-interpreter shuts down aborts the process. It is woken and joined at exit. Ranks that are threads of one process read
+interpreter shuts down aborts the process. It is woken and joined at exit. What it is asked for before it is connected
+waits for that, as a store that is stopped lets nobody connect. Ranks that are threads of one process read
 each other's stacks, and need none. The thread is also how the channel of a store is found again: nothing else keeps a
 list of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 T = TypeVar("T")
-Job = tuple[Callable[[Any], Any], "futures.Future[Any]"]
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
 """How long the thread may take to connect: torch looks up the name of the other end, 5 s where DNS is silent."""
@@ -37,8 +35,17 @@ ANSWER_SECONDS = 3.0
 _GONE = "the process group's store has gone"
 
 
+class Job(NamedTuple):
+    """What the thread is asked for."""
+
+    do: Callable[[Any], Any]
+    """Is given the store."""
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]]
+    """Gets one. No lock of Python's is held while it is waited for: a handle may be collected meanwhile."""
+
+
 class Line:
-    """A store as :class:`~stretto.channel.Channel` calls it: through the thread, as soon as that is connected.
+    """A store as :class:`~stretto.channel.Channel` calls it: through the thread, where there is one.
 
     Its methods are those of the store, and raise ``Silent`` too.
     """
@@ -48,78 +55,103 @@ class Line:
         self.lookout: Lookout | None = None
         self.has_gone = False
         """Whether the connection is broken. Each further call would print a stack from C++."""
-        self._unanswered: futures.Future[Any] | None = None
+        self._unanswered: queue.SimpleQueue[Any] | None = None
 
     @property
     def is_silent(self) -> bool:
         """Whether it owes an answer, or has gone."""
-        return self.has_gone or (self._unanswered is not None and not self._unanswered.done())
+        return self.has_gone or (self._unanswered is not None and self._unanswered.empty())
 
-    def run(self, job: Callable[[Any], T], *, later: bool = False) -> T:
-        """What the job returns.
+    def run(self, do: Callable[[Any], T], *, later: bool = False) -> T:
+        """What ``do`` returns.
 
         Args:
-            job: is given the store.
-            later: if the store is silent, the job is done when it answers again.
+            do: is given the store.
+            later: if the store is silent, it is done when the store answers again.
 
         Raises:
             Silent: the store does not answer.
-            RuntimeError: as the job.
+            RuntimeError: as ``do``.
         """
         if self.has_gone:
             raise RuntimeError(_GONE)
         try:
-            return self._run(job, later=later)
+            return self._run(do, later=later)
         except dist.DistNetworkError:
             self.has_gone = True
             raise
 
-    def _run(self, job: Callable[[Any], T], *, later: bool) -> T:
+    def _run(self, do: Callable[[Any], T], *, later: bool) -> T:
         lookout = self.lookout
-        if lookout is None or lookout.connection is None or not lookout.is_alive():
-            return job(self.store)
+        if lookout is None or not lookout.is_alive() or lookout.has_no_connection:
+            return do(self.store)
         if lookout is threading.current_thread():  # a handle is collected there
-            return job(lookout.connection)
-        waits = not self.is_silent
+            return do(lookout.connection)
+        waits, answers = not self.is_silent, queue.SimpleQueue[tuple[Any, Exception | None]]()
         if waits or later:
-            lookout.jobs.put((job, future := futures.Future[T]()))
+            lookout.jobs.put(Job(do, answers))
         if waits:
             try:
-                return future.result(ANSWER_SECONDS)
-            except futures.TimeoutError:
-                self._unanswered = future
+                found: T = _answer(*answers.get(timeout=ANSWER_SECONDS))
+                return found
+            except queue.Empty:
+                self._unanswered = answers
         raise Silent("the process group's store does not answer")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self.run(lambda store: getattr(store, name)(*arguments))
 
 
+def _answer(found: Any, error: Exception | None) -> Any:
+    if error is None:
+        return found
+    try:
+        raise error
+    finally:
+        del error  # or its frames, the model in them, would live until a garbage collection
+
+
 class Lookout(threading.Thread):
     """See [Note: the thread]."""
 
-    def __init__(self, channel: Channel, store: Store) -> None:
+    def __init__(self, channel: Channel, line: Line) -> None:
         super().__init__(name="stretto", daemon=True)
         self.channel = channel
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.connection: Store | None = None
-        self._shared = store
-        self._connected = threading.Event()
+        self._line = line
+        self._tried = threading.Event()
+        self._is_stopped = False
         self.start()
+
+    @property
+    def has_no_connection(self) -> bool:
+        """Whether it has tried to connect in vain."""
+        return self._tried.is_set() and self.connection is None
 
     def run(self) -> None:
         """Poll until told to stop."""
         try:
-            with contextlib.suppress(RuntimeError):  # one that cannot be cloned is not to be shared: a call could block
-                self.connection = self._shared.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+            self._connect()
+            if self.connection is not None:
+                self.channel.watch(self.connection, self._is_over)
+        except dist.DistNetworkError:
+            self._line.has_gone = True
+        while not (self._is_stopped and self.jobs.empty()):
+            if (asked := self.jobs.get()) is None:
+                self._is_stopped = True
+            else:
+                asked.answers.put((None, RuntimeError(_GONE)))
+
+    def _connect(self) -> None:
+        try:
+            self.connection = self._line.store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:
+            pass  # one that cannot be cloned is not to be shared: a call could block
         finally:
-            self._connected.set()
-        if self.connection is None:
-            self.jobs.get()
-            return
-        self.channel.watch(self.connection, self._is_over)
-        while not self.jobs.empty():  # the store has gone meanwhile
-            if (asked := self.jobs.get()) is not None:
-                asked[1].set_exception(RuntimeError(_GONE))
+            self._tried.set()
 
     def _is_over(self) -> bool:
         """Do what is asked for until it is time for the next look; whether to end."""
@@ -130,17 +162,17 @@ class Lookout(threading.Thread):
             except queue.Empty:
                 break
             if asked is None:
+                self._is_stopped = True
                 return True
-            job, future = asked
             try:
-                future.set_result(job(self.connection))
-            except BaseException as error:
-                future.set_exception(error)
+                asked.answers.put((asked.do(self.connection), None))
+            except Exception as error:
+                asked.answers.put((None, error))
         return False
 
-    def stop(self, *, has_gone: bool = False) -> None:
-        """End, soon. Harmless twice. ``has_gone``: the store, to which it may go on connecting in vain."""
+    def stop(self, *, waits: bool = True) -> None:
+        """End, soon. Harmless twice. ``waits``: for the connection, where the store is not known to be silent."""
         self.jobs.put(None)
         if self is not threading.current_thread():
-            self._connected.wait(0.0 if has_gone else CONNECT_SECONDS)
+            self._tried.wait(CONNECT_SECONDS if waits else 0.0)
             self.join(2.0)

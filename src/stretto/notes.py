@@ -22,6 +22,9 @@ WAYS_TO_LEAVE = {
     "ended": "its process has ended",
 }
 """By which a rank leaves without having failed."""
+DIED = "died without a word"
+UNNAMED = "?"
+"""In place of the name of a handle on which ranks have not agreed yet."""
 _REDUCER = __file__.replace(os.sep, "/").replace("notes.py", "reducer.py")
 
 
@@ -33,7 +36,7 @@ class Note:
     phase: str
     """Where it failed, or a key of ``WAYS_TO_LEAVE``."""
     handle: str = ""
-    """What it is about; empty: the process."""
+    """What it is about, or ``UNNAMED``; empty: the process."""
     passes: int | None = None
     """How many passes of the handle had begun; None if it never had that handle."""
     number: int | None = None
@@ -45,6 +48,8 @@ class Note:
     """See [Note: who leaves]."""
     process: str = ""
     """Who wrote it: a rank may be another process by now."""
+    failures: int = 0
+    """Of a handle that is ``UNNAMED``: how often the rank has failed there."""
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Of a process: ``passes`` and ``number`` of each of its handles."""
 
@@ -59,9 +64,9 @@ class Note:
         return not self.error.startswith(("PeerError", "CommunicationError"))
 
     @property
-    def is_for_good(self) -> bool:
-        """Whether it left since another has left or died: no handle of these ranks can go on, by any name."""
-        return self.leaves and self.error.startswith("PeerError")
+    def only_quotes(self) -> bool:
+        """Whether it says no more than the note of another, which all have read."""
+        return self.error.startswith("PeerError") and DIED not in self.error
 
     def is_for_want_of(self, rank: int) -> bool:
         """Whether it failed since that rank could not go on, which knows more of it."""

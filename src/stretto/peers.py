@@ -120,10 +120,10 @@ class Peers:
             self.seat.told = self.seat.handle, begun, text_of(error)
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
         note = Note(self._transport.rank, phase, self.seat.handle, begun, number, text_of(error), place, leaves=leaves)
-        if self.seat.handle or note.is_for_good:
-            self._channel.post(note)
+        if leaves and not self.seat.handle:
+            self._channel.post_unnamed(note)
         else:
-            self.seat.unsent.append(note)
+            (self._channel.post if self.seat.handle else self.seat.unsent.append)(note)
 
     def close(self) -> None:
         """Tell that this rank has done its passes. Harmless twice."""

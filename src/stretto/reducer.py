@@ -237,10 +237,8 @@ class Reducer:
         """Every gradient of the pass has arrived. Collective."""
         with self.failing, self.queue.lock:
             self._end.ends()
-            try:
-                without_graph(self._settle)
-            finally:
-                self.queue.peers.seat.in_pass = False
+            without_graph(self._settle)
+            self.queue.peers.seat.in_pass = False
 
     def _settle(self) -> None:
         queue, tracker, beside = self.queue, self._tracker, self._beside

@@ -69,7 +69,9 @@ def refuse_torchs(owner: torch.nn.Module, item: object, attached: Iterable[objec
     """Raise where torch's wrapper is about to take a module with a parameter that is attached."""
     if not isinstance(item, torch.nn.Module) or not torch_reduces(owner):
         return
-    if not {*map(id, attached)}.isdisjoint(map(id, item.parameters())):
+    left_alone = getattr(item, "_ddp_params_and_buffers_to_ignore", ())
+    taken = [id(one) for name, one in item.named_parameters() if name not in left_alone]
+    if not {*map(id, attached)}.isdisjoint(taken):
         raise SetupError(
             "the module is attached: with torch's DistributedDataParallel around it two would average the same "
             f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"

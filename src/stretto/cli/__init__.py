@@ -101,8 +101,8 @@ def execute(arguments: Sequence[str]) -> int:
         return getattr(error, "exit_code", BAD_INPUT)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SystemExit:  # of the parser, whose help nobody reads to the end
-        return FINE
+    except SystemExit as error:  # the parser's, where a pipe is closed
+        return FINE if "--help" in arguments else error.code if isinstance(error.code, int) else WRONG
     except Exception as error:
         if type(error).__name__ == "Abort":  # what older parsers make of Ctrl-C
             return INTERRUPTED

@@ -1,0 +1,83 @@
+"""Who the ranks are as processes, as they say in the store, and whether that is there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from .line import Line
+from .whereabouts import Person
+
+
+class People:
+    """All ranks of one store, as this one knows them.
+
+    Args:
+        store: that all ranks see.
+        rank: this one.
+        world_size: how many there are.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.in_one_process = isinstance(store, HashStore)
+        self._given = store
+        self._line = Line(PrefixStore("stretto", store))
+        self._rank = rank
+        self._world_size = world_size
+        self._people: dict[int, Person] = {}
+
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self._world_size) if rank != self._rank]
+
+    def know(self, people: Sequence[Person | None]) -> None:
+        """Who all ranks are, as they have said in a gather: the one with the store may take it along a moment later."""
+        self._people.update((rank, one) for rank, one in enumerate(people) if one is not None)
+
+    def person(self, rank: int, store: Store | None = None, *, fresh: bool = False) -> Person | None:
+        """Who that is, if it has said so and has a handle."""
+        if fresh or rank not in self._people:
+            over = store or self._line
+            with contextlib.suppress(RuntimeError):
+                said = over.get(f"who/{rank}") if over.check([f"who/{rank}"]) else b""
+                self._people.pop(rank, None)
+                if said:
+                    self._people[rank] = Person(**json.loads(said))
+        return self._people.get(rank)
+
+    def dead(self) -> list[tuple[int, int]]:
+        """Rank and pid of those that are known not to run any more."""
+        seem = [rank for rank in self.others() if (one := self.person(rank)) is not None and one.is_dead()]
+        gone = self.store_is_gone()
+        # It may have gone in peace, or another process may be that rank by now.
+        sure = [(rank, self.person(rank, fresh=not gone)) for rank in seem]
+        return [(rank, person.pid) for rank, person in sure if person is not None and person.is_dead()]
+
+    def store_is_gone(self) -> bool:
+        """Whether the store's server is known to have ended, as with rank 0; calls would print warnings from C++."""
+        host = self._people.get(0)
+        with_rank_0 = self._rank != 0 and self.rank_0_has_store() and host is not None and host.is_dead()
+        return self._line.has_gone or with_rank_0
+
+    def rank_0_has_store(self) -> bool:
+        """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
+        store = self._given
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store does not answer."""
+        return self._line.is_silent
+
+    def why_silent(self, rank: int) -> str:
+        """Of a rank that does not answer; the end of a sentence that begins with it."""
+        if (person := self.person(rank)) is None:
+            return "does not answer" if self.is_silent else "has not come here so far"
+        stopped = person.is_stopped()
+        return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"

@@ -33,8 +33,9 @@ EVERY = 100
 """And then one pass in so many."""
 KEPT = 20
 """So many records are kept for a report."""
-EXIT_SECONDS = 2.0
-"""The end of the program waits so long for works that were given up, which fail where another rank has gone."""
+EXIT_SECONDS = 10.0
+"""The end of the program waits so long for works that were given up. They fail when another rank's interpreter is gone,
+which on a busy machine takes it 6 s after its last line."""
 LET_GO_SECONDS = 0.01
 """And so long for the thread that has said so."""
 

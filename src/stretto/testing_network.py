@@ -175,17 +175,16 @@ class EmulatedHosts:
             TimeoutError: some rank did not end; all are killed.
         """
         world, hosts = sum(sizes), [host for host, size in enumerate(sizes) for _ in range(size)]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE}
         with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             Path(folder, "work").write_bytes(pickle.dumps((worker, args, os.getcwd())))
-            program = [sys.executable, "-c", _PROGRAM, pickle.dumps(sys.path).hex()]
-            ranks = [
-                subprocess.Popen(self.command(host, *program, folder, str(rank), str(world)), env=environment)
-                for rank, host in enumerate(hosts)
-            ]
+            ranks = [self._start_rank(host, folder, str(rank), str(world)) for rank, host in enumerate(hosts)]
             late = _wait(ranks, timeout)
             codes = [process.returncode for process in ranks]
             return read_results(folder, codes, late, timeout)
+
+    def _start_rank(self, host: int, *arguments: str) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-c", _PROGRAM, pickle.dumps(sys.path).hex(), *arguments]
+        return subprocess.Popen(self.command(host, *program), env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE})
 
     def close(self) -> None:
         """End both hosts, and all that runs there. Harmless twice."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_peers import ranks, within
+from test_peers import LEFT, ranks, within
 from test_waits import explained, ranks_without_a_model
 
 from stretto import line
@@ -73,6 +73,31 @@ def test_the_rank_that_has_the_store_is_killed_before_the_others_attach(tmp_path
         "rank 1 waits in attach() at train.py:LINE in <lambda>; rank 0 does not answer; the process group's store, "
         "which rank 0 has, does not answer.\n"
         "Expected every rank to call stretto.attach. Look at the first error in the other ranks' logs."
+    )
+
+
+@pytest.mark.ranks
+def test_a_slow_connection_delays_nothing_but_the_end(tmp_path: Path) -> None:
+    """torch looks up the name of the other end when it connects: 5 s and more where DNS does not answer."""
+    body = """
+        from torch._C._distributed_c10d import PrefixStore
+        connect = PrefixStore.clone
+        def slow(store):
+            time.sleep(5)
+            return connect(store)
+        PrefixStore.clone = slow
+        began = time.monotonic()
+        sync = stretto.attach(model, transport=transport)
+        step()
+        assert time.monotonic() - began < 4.5, "this waited for the connection"
+        if rank == 1:
+            raise ValueError("the true cause")
+        told()
+    """
+    (code, mine, _), (theirs, _, complaint) = ranks_without_a_model(tmp_path, body, 2, meeting="tcp")
+    assert (code, theirs) == (0, 1) and complaint.endswith("ValueError: the true cause\n")
+    assert within(mine, "PeerError", 4) == LEFT.format(
+        0, 2, "outside backward: ValueError: the true cause (train.py:LINE in <module>)"
     )
 
 

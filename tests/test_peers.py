@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -23,7 +22,6 @@ import stretto
 from stretto.channel import Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
-from stretto.line import Line, Lookout
 from stretto.notes import Note
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
@@ -691,9 +689,9 @@ def test_a_rank_that_is_another_process_by_now_is_heard() -> None:
     after.open(Seat())
     after.post(Note(1, "waiting", error="PeerError: rank 2 died", leaves=True))
     reader.read()
-    assert reader.told("") == []
+    assert reader.told(Seat()) == []
     reader.look_again()
-    assert [note.error for note in reader.told("")] == ["PeerError: rank 2 died"]
+    assert [note.error for note in reader.told(Seat())] == ["PeerError: rank 2 died"]
 
 
 def test_notes_of_a_handle_ask_nobody_who_the_ranks_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,33 +704,50 @@ def test_notes_of_a_handle_ask_nobody_who_the_ranks_are_now(monkeypatch: pytest.
     channel.look_again()
 
 
-def test_what_failed_before_a_handle_had_a_name_is_told_to_those_that_have_failed_less_often() -> None:
-    class Processes(Channel):
-        """As ranks that are processes, but for the thread."""
-
-        def __init__(self, store: dist.Store, rank: int) -> None:
-            super().__init__(store, rank, 2)
-            self.in_one_process = False
-
+def test_what_failed_in_attach_is_told_to_those_that_make_the_same_attempt_or_are_behind() -> None:
     store = dist.HashStore()
-    mine, other = Processes(store, 0), Processes(store, 1)
-    failed = Note(1, "attach", error="ValueError: not built yet", leaves=True)
+    mine, other = Channel(store, 0, 2), Channel(store, 1, 2)
 
-    def heard(handle: str = "") -> list[str]:
+    def attempt(channel: Channel) -> Seat:
+        channel.open(seat := Seat())
+        return seat
+
+    def fail(seat: Seat, text: str) -> None:
+        other.post(Note(1, "attach", attempt=seat.attempt, error=text, leaves=True))
+        other.close(seat, "detached")
+
+    def heard(seat: Seat) -> list[str]:
         mine.read()
-        mine.look_again()
-        return [note.error for note in mine.told(handle) if note.rank == 1]
+        return [note.error for note in mine.told(seat)]
 
-    other._set("who/1", json.dumps(dataclasses.asdict(other.me)))
-    other.post_unnamed(failed)
-    assert heard() == ["ValueError: not built yet"] and heard("actor") == []
-    mine.post_unnamed(dataclasses.replace(failed, rank=0))
-    assert heard() == []
-    other.post_unnamed(failed)
-    assert heard() == ["ValueError: not built yet"]
-    other._seats.append(Seat("actor"))
-    other.open(Seat())  # it tries again
-    assert heard() == []
+    fail(attempt(other), "first")
+    assert heard(Seat()) == [], "it does not attach"
+    assert heard(one := attempt(mine)) == ["first"]
+    fail(attempt(other), "second")
+    assert heard(one) == ["first", "second"], "it is behind"
+    two = attempt(mine)
+    assert heard(two) == ["second"]
+    two.handle = "named"
+    assert heard(two) == ["second"], "a rank that has not heard the name yet may be the one that fails"
+    assert heard(attempt(mine)) == []
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_attempts_are_counted_alike_by_a_rank_that_was_without_a_handle(tmp_path: Path, kind: str) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2) if kind == "file" else dist.HashStore()
+    channel = Channel(store, 0, 2)
+    channel.in_one_process = True  # without its thread
+    for expected, others in ((1, 1), (2, 5), (6, 6)):
+        channel.open(seat := Seat())
+        assert seat.attempt == channel.begun == expected
+        channel.catch_up(others)
+        channel.catch_up(1)
+    anew = Channel(store, 0, 2)
+    anew.in_one_process = True
+    anew.open(seat := Seat())
+    assert seat.attempt == 7
+    anew.open(seat := Seat(), attaches=False)
+    assert (seat.attempt, anew.begun) == (0, 7)
 
 
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
@@ -964,7 +979,7 @@ def test_handles_of_several_threads_have_no_common_order(threads: int, monkeypat
     """Daemon threads too, of which a program has more than one knows of."""
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
     channel = seated(Seat("a", passes=3, thread=1), Seat("b", passes=2, thread=threads), Seat("c"))
-    assert channel.beside() == ({"": [0], "a": [3, 0], "b": [2, 0], "c": [0, 0]} if threads == 1 else {})
+    assert channel.beside() == ({"": [3], "a": [3, 0], "b": [2, 0], "c": [0, 0]} if threads == 1 else {})
 
 
 def test_what_ranks_write_of_their_calls_does_not_pile_up() -> None:
@@ -980,22 +995,3 @@ def test_what_ranks_write_of_their_calls_does_not_pile_up() -> None:
             assert len({*word.said()}) == 1
         found.append(store.num_keys())
     assert found[2] == found[-1] == max(found)
-
-
-def test_attaching_does_not_wait_for_the_connection_of_the_thread() -> None:
-    """torch looks up the name of the other end when it connects: 5 s and more where DNS does not answer."""
-    may_go, seen = threading.Event(), []
-
-    class Slow:
-        def clone(self) -> Slow:
-            assert may_go.wait(10), "the thread was waited for"
-            return self
-
-    class Watched:
-        def watch(self, store: Slow, is_over: object) -> None:
-            seen.append(store)
-
-    lookout = Lookout(Watched(), Line(slow := Slow()))  # type: ignore[arg-type]
-    may_go.set()
-    lookout.stop()
-    assert seen == [slow] and not lookout.is_alive()

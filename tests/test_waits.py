@@ -141,6 +141,79 @@ def test_attaching_again_after_all_ranks_have_failed_for_a_reason_of_their_own(t
         assert "ValueError" in printed and printed.endswith("1 pass\n"), printed
 
 
+NOT_BUILT = """
+    class NotBuilt(torch.nn.Linear):
+        def named_parameters(self, *how, **more):
+            raise ValueError("not built yet")
+
+    def try_once():
+        try:
+            stretto.attach(NotBuilt(2, 1))
+        except ValueError:
+            pass
+"""
+QUOTED = (
+    "rank {0}, attach: rank 1 failed and left, so nobody can complete this attach.\n"
+    "  rank 1, {1}\n"
+    "Remove the cause and start again, on all ranks."
+)
+
+
+def ranks_that_fail_in_attach(folder: Path, body: str, **how):
+    return ranks(folder, textwrap.dedent(NOT_BUILT) + textwrap.dedent(body), 2, **how)
+
+
+@pytest.mark.ranks
+def test_one_rank_alone_has_failed_in_attach_and_later_the_other_does(tmp_path: Path) -> None:
+    """Attempts to attach are counted alike on all ranks, however many each of them has made."""
+    body = """
+        sync.detach()
+        try_once() if rank == 0 else time.sleep(1)
+        sync = stretto.attach(model)
+        told(lambda: stretto.attach(Model())) if rank == 0 else try_once()
+        if rank == 1:
+            hang()
+    """
+    (_, mine, _), _ = ranks_that_fail_in_attach(tmp_path, body)
+    cause = "attach: ValueError: not built yet (train.py:LINE in named_parameters)"
+    assert within(mine, "PeerError", 6) == QUOTED.format(0, cause)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_has_failed_in_attach_and_ends_is_quoted_to_the_one_that_tries_again(tmp_path: Path) -> None:
+    body = """
+        sync.detach()
+        if rank == 1:
+            try_once()
+            raise KeyError("no second try")
+        time.sleep(2)
+        try_once()
+        told(lambda: stretto.attach(model))
+    """
+    (_, mine, _), _ = ranks_that_fail_in_attach(tmp_path, body)
+    cause = "outside backward: KeyError: 'no second try' (train.py:LINE in <module>)"
+    assert within(mine, "PeerError", 6) == QUOTED.format(0, cause)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_has_failed_in_attaching_another_model_is_quoted_in_the_passes_of_the_first(tmp_path: Path) -> None:
+    """Its last words are those of a process that the others know; its store has gone when they look."""
+    body = """
+        step()
+        if rank == 1:
+            time.sleep(4)
+            told()
+            os._exit(0)
+        try_once()
+        try_once()
+        raise KeyError("no third try")
+    """
+    _, (_, theirs, _) = ranks_that_fail_in_attach(tmp_path, body, meeting="tcp")
+    assert within(theirs, "PeerError", 6) == LEFT.format(
+        1, 2, "outside backward: KeyError: 'no third try' (train.py:LINE in <module>)"
+    ).replace("rank 1 failed", "rank 0 failed").replace("  rank 1,", "  rank 0,")
+
+
 @pytest.mark.ranks
 def test_a_rank_that_cannot_start_its_thread_is_quoted(tmp_path: Path) -> None:
     body = """

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from .agreement import describe_ranks
 from .errors import CommunicationError, PeerError
-from .notes import DIED, WAYS_TO_LEAVE, Note
+from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted
 from .whereabouts import count
 
@@ -85,7 +85,7 @@ def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]]) -> PeerEr
     """An error for ranks that ended without a note, given by rank and pid."""
     told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
     return PeerError(
-        f"{where}: {told} {DIED}, so nobody can complete this {occasion}.\n"
+        f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n"
         "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
         "dmesg). Start again, on all ranks."
     )

@@ -1,6 +1,7 @@
 """One rank's end of the store that all ranks see: who they are, what they tell, where they are.
 
     who/RANK     the process, while it has a handle       notes, note/n      how many, and what ranks tell: notes.py
+    begun/RANK   how often it has begun to attach
     a waiting rank ──> ask/RANK/n ──> that rank's thread ──> at/RANK/n
 
 All handles of a process on one store share one channel, with one thread and one connection of its own: line.py.
@@ -12,7 +13,6 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import sys
 import threading
 import time
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
 from .line import Lookout
-from .notes import UNNAMED, Note, last_words
+from .notes import Note, last_words
 from .people import People
 from .seat import Answer, Seat
 from .whereabouts import count, myself, standing
@@ -48,14 +48,14 @@ class Channel(People):
         """Those of them that were not there yet."""
         self._seats: list[Seat] = []
         self.begun = 0
-        """Models whose attaching has begun, in one order on all ranks."""
+        """Attempts to attach a model, which all ranks make in one order."""
         self._lock = threading.Lock()  # the thread reads notes too
         self.me = myself()
         """This process, and the thread that made this."""
         self._ended = False
-        self._has_failed_unnamed = False
-        self._failures: int | None = None
-        """How often this rank has failed in attaching a handle that had no name yet, on this store; None: not known."""
+        self._is_open = False
+        self._stays = False
+        """Whether its last attempt to attach has failed: others may wait for the next, and are told if it ends."""
         self._finalizer: Finalize | None = None
 
     def serves(self, store: Store, rank: int) -> bool:
@@ -68,17 +68,21 @@ class Channel(People):
 
     # Handles come and go
 
-    def open(self, seat: Seat) -> None:
+    def open(self, seat: Seat, *, attaches: bool = True) -> None:
         """A handle joins. With the first, the rank says who it is."""
         self._seats.append(seat)
-        seat.row = self._seats
-        if len(self._seats) > 1 and not self._has_failed_unnamed:
-            return
-        if self._has_failed_unnamed:  # what it told of that is of nobody any more
-            self.me, self._has_failed_unnamed = replace(self.me, name=secrets.token_hex(8)), False
+        seat.row, self._stays = self._seats, False
+        if not self._is_open:
+            self._open()
+        if attaches:
+            self.begun += 1  # right unless this rank was without a handle, and the store is silent now
+            with contextlib.suppress(RuntimeError):
+                self.begun = self._line.run(lambda store: store.add(f"begun/{self._rank}", 1), later=True)
+            seat.attempt = self.begun
+
+    def _open(self) -> None:
+        self._is_open = True
         self._set(f"who/{self._rank}", json.dumps(asdict(self.me)))
-        if len(self._seats) > 1:
-            return
         if not self.in_one_process:
             # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
             # os._exit and run their finalizers alone.
@@ -86,14 +90,20 @@ class Channel(People):
             self._finalizer = Finalize(None, self.end, exitpriority=1000)
             self._line.lookout = Lookout(self, self._line)  # last: it may not be had, and the end tells that
 
+    def catch_up(self, begun: int) -> None:
+        """Another rank has begun so many attempts to attach: one without a handle for a while may count anew."""
+        if begun > self.begun:
+            self.begun = begun
+            self._set(f"begun/{self._rank}", str(begun))
+
     def close(self, seat: Seat, how: str) -> None:
-        """A handle leaves. With the last, the rank is silent. Harmless twice."""
+        """A handle leaves. With the last, the rank is silent, unless that has failed. Harmless twice."""
         if seat not in self._seats or not self._is_mine():
             return
         self._seats.remove(seat)
         if seat.handle:
             self.post(Note(self._rank, how, seat.handle, seat.passes, seat.passes, leaves=True))
-        if not self._seats and not self.in_one_process:
+        if not self._seats and not self.in_one_process and not self._stays:
             self._set(f"who/{self._rank}", "")
             self._stop()
 
@@ -123,7 +133,7 @@ class Channel(People):
         until = time.monotonic() + LINGER_SECONDS
         while time.monotonic() < until:
             self.read()
-            left = {note.rank for note in self.notes if note.leaves and not note.handle and self._is_current(note)}
+            left = {note.rank for note in self.notes if note.leaves and note.of_process and self._is_current(note)}
             left |= {rank for rank in self.others() if self.person(rank, fresh=True) is None}
             if left.union(rank for rank, _ in self.dead()).issuperset(self.others()):
                 break
@@ -135,22 +145,10 @@ class Channel(People):
         """For all others to read. Never raises: the store may be gone."""
         if not self._is_mine() or self.store_is_gone():
             return
+        self._stays |= bool(note.attempt)
         text = json.dumps(asdict(replace(note, process=self.me.name)))
         with contextlib.suppress(RuntimeError):
             self._line.run(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
-
-    def post_unnamed(self, note: Note) -> None:
-        """About a handle that has no name yet. Others that attach hear it, but for those that have failed as often.
-
-        Else ranks that have all failed, each for a reason of its own, and try again at different times, would fail
-        again by what was told of the first try.
-        """
-        if self.in_one_process or not self._is_mine() or self.store_is_gone():
-            return
-        with contextlib.suppress(RuntimeError):
-            self._has_failed_unnamed, self._failures = True, self._line.add(f"failures/{self._rank}", 1)
-            if not note.only_quotes:
-                self.post(replace(note, handle=UNNAMED, passes=None, failures=self._failures))
 
     def read(self) -> None:
         """What is new."""
@@ -169,20 +167,14 @@ class Channel(People):
                     self.notes.append(Note(**json.loads(store.get(key))))
                     self._missing.discard(number)
 
-    def told(self, handle: str) -> list[Note]:
+    def told(self, seat: Seat) -> list[Note]:
         """What was read about a handle, and about the processes that ranks are now; this rank's own too."""
-        return [note.about(handle) for note in self.notes if self._is_about(note, handle)]
+        return [note.about(seat.handle) for note in self.notes if self._is_about(note, seat)]
 
-    def _is_about(self, note: Note, handle: str) -> bool:
-        if note.handle == UNNAMED:
-            return not handle and self._is_current(note) and note.failures > self._own_failures()
-        return note.handle == handle if note.handle else self._is_current(note)
-
-    def _own_failures(self) -> int:
-        if self._failures is None:
-            with contextlib.suppress(RuntimeError):
-                self._failures = self._line.add(f"failures/{self._rank}", 0)
-        return self._failures or 0
+    def _is_about(self, note: Note, seat: Seat) -> bool:
+        if note.of_process:
+            return self._is_current(note)
+        return 0 < seat.attempt <= note.attempt or (bool(note.handle) and note.handle == seat.handle)
 
     def _is_current(self, note: Note) -> bool:
         person = self._people.get(note.rank)
@@ -190,8 +182,7 @@ class Channel(People):
 
     def look_again(self) -> None:
         """Ranks with notes about a process may be other ones by now, or be those, if that was not known so far."""
-        about = [note for note in self.notes if note.leaves and note.handle in ("", UNNAMED)]
-        for rank in {note.rank for note in about} - {self._rank}:
+        for rank in {note.rank for note in self.notes if note.leaves and note.of_process} - {self._rank}:
             self.person(rank, fresh=not self.store_is_gone())
 
     # Where
@@ -283,7 +274,7 @@ class Channel(People):
         return answered
 
     def beside(self) -> dict[str, list[int]]:
-        """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
+        """Progress of all handles, and without a name the attempts to attach: in one order too, if by one thread."""
         threads = {seat.thread for seat in [*self._seats] if seat.thread}
         if len(threads) > 1 or sum(not thread.daemon for thread in threading.enumerate()) > 1:
             return {}

@@ -93,7 +93,7 @@ def words_of(channel: Channel | None, seat: Seat, phase: str, ranks: int) -> lis
         told = list[Note]()
         if channel is not None:
             channel.read()
-            told = channel.told(seat.handle)
+            told = channel.told(seat)
         found = {note.rank: note for note in told if note.phase == phase and note.number == seat.passes}
         if len(found) >= ranks or channel is None or time.monotonic() >= until:
             return [found[rank] for rank in sorted(found)]

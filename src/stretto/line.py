@@ -4,10 +4,10 @@
 
 [Note: the thread]  A rank that waits elsewhere cannot answer for itself, so a thread does, which polls once a second.
 While the store answers it blocks there no longer than a call takes: a daemon thread that returns from C++ while the
-interpreter shuts down aborts the process. It is woken and joined at exit. What it is asked for before it is connected
-waits for that, as a store that is stopped lets nobody connect. Ranks that are threads of one process read
-each other's stacks, and need none. The thread is also how the channel of a store is found again: nothing else keeps a
-list of them.
+interpreter shuts down aborts the process. It is woken, and joined at exit unless the store owes it an answer. To
+connect may take seconds, or for ever where the store is stopped, so another thread does, and until then this one calls
+the store that it was given. Ranks that are threads of one process read each other's stacks, and need none. The thread
+is also how the channel of a store is found again: nothing else keeps a list of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
-"""How long the thread may take to connect: torch looks up the name of the other end, 5 s where DNS is silent."""
+"""How long it may take to connect: torch looks up the name of the other end, 5 s where DNS is silent."""
 ANSWER_SECONDS = 3.0
 """How long the store may take to answer."""
 _GONE = "the process group's store has gone"
@@ -86,7 +86,7 @@ class Line:
         if lookout is None or not lookout.is_alive() or lookout.has_no_connection:
             return do(self.store)
         if lookout is threading.current_thread():  # a handle is collected there
-            return do(lookout.connection)
+            return do(lookout.store)
         waits, answers = not self.is_silent, queue.SimpleQueue[tuple[Any, Exception | None]]()
         if waits or later:
             lookout.jobs.put(Job(do, answers))
@@ -122,6 +122,8 @@ class Lookout(threading.Thread):
         self._line = line
         self._tried = threading.Event()
         self._is_stopped = False
+        connects = threading.Thread(target=self._connect, name="stretto connects", daemon=True)
+        connects.start()
         self.start()
 
     @property
@@ -129,46 +131,54 @@ class Lookout(threading.Thread):
         """Whether it has tried to connect in vain."""
         return self._tried.is_set() and self.connection is None
 
-    def run(self) -> None:
-        """Poll until told to stop."""
-        try:
-            self._connect()
-            if self.connection is not None:
-                self.channel.watch(self.connection, self._is_over)
-        except dist.DistNetworkError:
-            self._line.has_gone = True
-        while not (self._is_stopped and self.jobs.empty()):
-            if (asked := self.jobs.get()) is None:
-                self._is_stopped = True
-            else:
-                asked.answers.put((None, RuntimeError(_GONE)))
+    @property
+    def store(self) -> Store:
+        """The given one, until there is a connection of its own."""
+        return self._line.store if self.connection is None else self.connection
 
     def _connect(self) -> None:
         try:
             self.connection = self._line.store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
         except dist.DistNetworkError:
-            raise
+            self._line.has_gone = True
         except RuntimeError:
             pass  # one that cannot be cloned is not to be shared: a call could block
         finally:
             self._tried.set()
+            self.jobs.put(Job(lambda store: None, queue.SimpleQueue()))  # it is waited for
+
+    def run(self) -> None:
+        """Do what is asked for, and poll as soon as there is a connection, until told to stop."""
+        while not (self._tried.is_set() or self._is_stopped):
+            self._do(self.jobs.get())
+        if not (self._is_stopped or self.has_no_connection):
+            try:
+                self.channel.watch(self.store, self._is_over)
+            except dist.DistNetworkError:
+                self._line.has_gone = True
+        while not (self._is_stopped and self.jobs.empty()):
+            self._do(self.jobs.get())
+
+    def _do(self, asked: Job | None) -> None:
+        if asked is None:
+            self._is_stopped = True
+            return
+        try:
+            if self._line.has_gone:
+                raise RuntimeError(_GONE)
+            asked.answers.put((asked.do(self.store), None))
+        except Exception as error:
+            asked.answers.put((None, error))
 
     def _is_over(self) -> bool:
         """Do what is asked for until it is time for the next look; whether to end."""
         until = time.monotonic() + POLL_SECONDS
-        while (left := until - time.monotonic()) > 0:
+        while not self._is_stopped and (left := until - time.monotonic()) > 0:
             try:
-                asked = self.jobs.get(timeout=left)
+                self._do(self.jobs.get(timeout=left))
             except queue.Empty:
                 break
-            if asked is None:
-                self._is_stopped = True
-                return True
-            try:
-                asked.answers.put((asked.do(self.connection), None))
-            except Exception as error:
-                asked.answers.put((None, error))
-        return False
+        return self._is_stopped
 
     def stop(self, *, waits: bool = True) -> None:
         """End, soon. Harmless twice. ``waits``: for the connection, where the store is not known to be silent."""

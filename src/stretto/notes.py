@@ -3,7 +3,9 @@
 [Note: who leaves]  A pass that fails on a rank which goes on is told in two ways. The control words keep all ranks in
 step and end the pass (reducer.py, [Note: a pass given up]); its note is only quoted. A note that *leaves* says that its
 rank will not come any more, and ends the waiting of others, whose buckets would never be complete. It is about one
-handle, or about the whole process.
+handle, about the whole process, or about one attempt to attach, before the handle has a name: ranks count those, and
+whoever makes the same attempt, or is behind it, heeds it. So ranks that have all failed may try again, each when it
+likes.
 """
 
 from __future__ import annotations
@@ -22,9 +24,6 @@ WAYS_TO_LEAVE = {
     "ended": "its process has ended",
 }
 """By which a rank leaves without having failed."""
-DIED = "died without a word"
-UNNAMED = "?"
-"""In place of the name of a handle on which ranks have not agreed yet."""
 _REDUCER = __file__.replace(os.sep, "/").replace("notes.py", "reducer.py")
 
 
@@ -36,7 +35,7 @@ class Note:
     phase: str
     """Where it failed, or a key of ``WAYS_TO_LEAVE``."""
     handle: str = ""
-    """What it is about, or ``UNNAMED``; empty: the process."""
+    """What it is about, if that has a name; see ``of_process``."""
     passes: int | None = None
     """How many passes of the handle had begun; None if it never had that handle."""
     number: int | None = None
@@ -48,8 +47,8 @@ class Note:
     """See [Note: who leaves]."""
     process: str = ""
     """Who wrote it: a rank may be another process by now."""
-    failures: int = 0
-    """Of a handle that is ``UNNAMED``: how often the rank has failed there."""
+    attempt: int = 0
+    """To attach, if it is about that: the rank's first is 1."""
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Of a process: ``passes`` and ``number`` of each of its handles."""
 
@@ -64,9 +63,9 @@ class Note:
         return not self.error.startswith(("PeerError", "CommunicationError"))
 
     @property
-    def only_quotes(self) -> bool:
-        """Whether it says no more than the note of another, which all have read."""
-        return self.error.startswith("PeerError") and DIED not in self.error
+    def of_process(self) -> bool:
+        """Whether it is about all that the rank has."""
+        return not self.handle and not self.attempt
 
     def is_for_want_of(self, rank: int) -> bool:
         """Whether it failed since that rank could not go on, which knows more of it."""

@@ -56,7 +56,7 @@ class Peers:
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
         self._transport = transport
-        self._occasion, self.attached = occasion, False  # until all ranks have attached
+        self._occasion, self.attached = occasion, False
         self._offer = secrets.token_hex(8)
         self._patience: float | None = getattr(transport, "patience", None)
         self._pid = os.getpid()
@@ -68,9 +68,13 @@ class Peers:
         store = getattr(self._transport, "store", None)
         if self._channel is None and store is not None and self._transport.world_size > 1:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
-            self._channel.open(self.seat)
+            self._channel.open(self.seat, attaches=self._occasion == "attach")
             self._leave = weakref.finalize(self, self._channel.close, self.seat, "dropped")
             self._leave.atexit = False  # the channel knows when the process ends
+
+    def have_attached(self) -> None:
+        """All ranks: what fails from here on is not about the attempt."""
+        self.attached, self.seat.attempt = True, 0
 
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
@@ -114,16 +118,14 @@ class Peers:
             self.left = text_of(error) or phase
         if self._channel is None:
             return
-        begun = self.seat.passes
-        number = begun + before
+        number = (begun := self.seat.passes) + before
         if not before:
             self.seat.told = self.seat.handle, begun, text_of(error)
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
         note = Note(self._transport.rank, phase, self.seat.handle, begun, number, text_of(error), place, leaves=leaves)
-        if leaves and not self.seat.handle:
-            self._channel.post_unnamed(note)
-        else:
-            (self._channel.post if self.seat.handle else self.seat.unsent.append)(note)
+        if leaves and not note.handle:
+            note = dataclasses.replace(note, attempt=self.seat.attempt)
+        (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
     def close(self) -> None:
         """Tell that this rank has done its passes. Harmless twice."""
@@ -160,9 +162,8 @@ class Peers:
 
     def _come_together(self, caller: FrameType) -> None:
         """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""
-        if (channel := self._channel) is not None and not self.seat.handle:
-            channel.begun += self._occasion == "attach"  # of others only those open the channel that wait long
-        elif channel is not None and self._occasion == "attach" and self._patience is not None and channel.can_meet():
+        channel = self._channel if self.seat.handle and self._occasion == "attach" else None
+        if channel is not None and self._patience is not None and channel.can_meet():
             refuse_if_lost(self.where, self.left)
             try:
                 self.wait(word := channel.come(self.seat, caller, functools.partial(self.flush, 0.0)))
@@ -186,8 +187,7 @@ class Peers:
         self.seat.handle = told[0][0]
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
-            # A rank that was without a handle for a while began to count anew.
-            channel.begun = max(channel.begun, *(begun for _, begun, _ in told))
+            channel.catch_up(max(begun for _, begun, _ in told))
             channel.know([person for _, _, person in told])
             for note in notes:
                 channel.post(dataclasses.replace(note, handle=self.seat.handle))
@@ -334,7 +334,7 @@ class Peers:
         """Those of the other ranks, as read so far."""
         if self._channel is None:
             return []
-        return [note for note in self._channel.told(self.seat.handle) if note.rank != self._transport.rank]
+        return [note for note in self._channel.told(self.seat) if note.rank != self._transport.rank]
 
     def _blame(self, *, by_itself: bool = False, own: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`."""

@@ -32,6 +32,8 @@ class Seat:
     """What acts for the handle, while it lives."""
     row: list[Seat] = field(default_factory=list)
     """Of all handles of this process at the channel, in the order in which they joined."""
+    attempt: int = 0
+    """Which one of this rank to attach is under way here; 0: none, or it is not known."""
     calls: int = 0
     """Collective calls that are no passes and no steps."""
     steps: list[int] = field(default_factory=list)

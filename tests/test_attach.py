@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -278,56 +280,132 @@ INSTEAD = (
 )
 
 
+AROUND = (
+    "the module is attached: with torch's DistributedDataParallel around it two would average the same "
+    f"gradients, and some be lost.\n{INSTEAD}"
+)
+
+
+def inside(rank: int, name: str) -> str:
+    return (
+        f"rank {rank}: attach: {name} is wrapped in torch's DistributedDataParallel: two would average the same "
+        f"gradients, and some be lost.\n{INSTEAD}"
+    )
+
+
+def torchs(module: torch.nn.Module, ignored: Sequence[str] = (), **how: Any) -> torch.nn.Module:
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    wrapper._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    return wrapper(module, **how)
+
+
 @pytest.mark.ranks
 def test_torchs_wrapper_around_what_is_attached_or_inside_it_is_refused() -> None:
     """Its reducer read a gradient that was in a bucket already, and wrote back what it had found instead."""
-    within, inside, around, after = zip(*spawn_ranks(beside_torchs_wrapper, 2), strict=True)
-    for found, name in ((within, "0"), (inside, "the module")):
-        assert found == tuple(
-            f"rank {rank}: attach: {name} is wrapped in torch's DistributedDataParallel: two would average the same "
-            f"gradients, and some be lost.\n{INSTEAD}"
-            for rank in (0, 1)
-        )
-    text = (
-        "the module is attached: with torch's DistributedDataParallel around it two would average the same "
-        f"gradients, and some be lost.\n{INSTEAD}"
-    )
-    assert around == (text, text) and after == ([1.5], [1.5])
+    for rank, (*texts, after) in enumerate(spawn_ranks(beside_torchs_wrapper, 2)):
+        assert texts == [inside(rank, "0"), inside(rank, "the module"), AROUND] and after == [1.5]
 
 
 def beside_torchs_wrapper(rank: int) -> tuple[str, str, str, list[float]]:
-    texts = []
-    wrapped = torch.nn.parallel.DistributedDataParallel(linear())
-    for take in (
-        lambda: stretto.attach(torch.nn.Sequential(wrapped)),
-        lambda: stretto.DistributedDataParallel(wrapped),
-    ):
-        with pytest.raises(stretto.SetupError) as caught:
-            take()
-        texts.append(str(caught.value))
-    sync = stretto.attach(model := torch.nn.Linear(1, 1))
+    wrapped, model = torchs(linear()), torch.nn.Linear(1, 1)
+    texts = [refusal(stretto.attach, torch.nn.Sequential(wrapped)), refusal(stretto.DistributedDataParallel, wrapped)]
+    sync = stretto.attach(model)
+    texts.append(refusal(torchs, torch.nn.Sequential(model)))
+    sync.detach()
+    run = torchs(model)
+    run(torch.full((1, 1), float(1 + rank))).sum().backward()
+    return *texts, model.weight.grad.flatten().tolist()
+
+
+def refusal(take: Callable[..., object], *given: Any, **options: Any) -> str:
     with pytest.raises(stretto.SetupError) as caught:
-        torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model))
-    sync.detach()
-    gradients_beside_torchs_wrapper(rank)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    wrapped(torch.full((1, 1), float(1 + rank))).sum().backward()
-    return *texts, str(caught.value), model.weight.grad.flatten().tolist()
+        take(*given, **options)
+    return str(caught.value)
 
 
-def gradients_beside_torchs_wrapper(rank: int) -> None:
-    """Where each has parameters of its own, both are right."""
-    torchs = torch.nn.parallel.DistributedDataParallel
-    ours, theirs = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    sync = stretto.attach(torch.nn.Sequential(torchs(theirs), ours), ignore=["0.*"])
-    sync.detach()
-    net = torch.nn.Sequential(ours, theirs)
-    sync = stretto.attach(ours)
-    torchs._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "0.bias"])
-    wrapped = torchs(net)
-    wrapped(torch.full((1, 1), float(1 + rank))).sum().backward()
-    sync.detach()
-    torch.testing.assert_close(ours.weight.grad, 1.5 * theirs.weight.detach())
+class Scaled(torch.nn.Module):
+    """One parameter at the root, and one that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.empty(1, 1))
+        self.first, self.again, self.last = (torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+        self.again.weight = self.first.weight
+        for parameter in self.parameters():
+            torch.nn.init.ones_(parameter)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(inputs * self.scale) + self.again(inputs))
+
+
+TIED = ("first.weight", "again.weight")
+
+
+@pytest.mark.ranks
+def test_parameters_that_torchs_wrapper_ignores_by_some_other_name_are_refused() -> None:
+    """Its reducer took them all the same, and the first gradient was zero."""
+    for rank, texts in enumerate(spawn_ranks(ignored_by_another_name, 2)):
+        assert texts == [AROUND, AROUND, AROUND, inside(rank, "the module"), inside(rank, "0")]
+
+
+def ignored_by_another_name(rank: int) -> list[str]:
+    texts = []
+    for ours, ignored, delayed in (
+        (["first.*", "last.*"], ["scale"], []),
+        (["scale", "last.*"], ["first.weight"], []),
+        (["scale", "last.*"], [], TIED),
+    ):
+        net = Scaled()
+        sync = stretto.attach(net, ignore=ours)
+        named = [(name, net.first.weight) for name in delayed] or None
+        how = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": named and net.last.weight}
+        texts.append(refusal(torchs, net, ignored, **how))
+        sync.detach()
+    wrapped = torchs(Scaled(), ["scale"])
+    texts.append(refusal(stretto.attach, wrapped, ignore=["module.first.*", "module.last.*"]))
+    late = torchs(Scaled())
+    late.module._ddp_params_and_buffers_to_ignore = TIED
+    texts.append(refusal(stretto.attach, torch.nn.Sequential(late), ignore=["0.module.scale", "0.module.last.*"]))
+    return texts
+
+
+@pytest.mark.ranks
+def test_torchs_wrapper_and_attach_each_reduce_parameters_of_their_own() -> None:
+    assert spawn_ranks(reduced_side_by_side, 2) == [None, None]
+
+
+def reduced_side_by_side(rank: int) -> None:
+    for lay in (beside_it, around_it, around_the_root, inside_it):
+        net = Scaled()
+        alone = copy.deepcopy(net)
+        sync, run = lay(net)
+        for _ in range(3):
+            for model, inputs in ((run, 1.0 + rank), (alone, 1.5)):  # the gradient at the mean is the mean gradient
+                model(torch.full((1, 1), inputs)).sum().backward()
+            for ours, right in zip(net.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, right.grad)
+            for model in (net, alone):
+                torch.optim.SGD(model.parameters(), 0.1).step()
+                model.zero_grad()
+        sync.detach()
+
+
+def beside_it(net: Scaled) -> tuple[stretto.Synchronizer, torch.nn.Module]:
+    net.last = torchs(net.last)
+    return stretto.attach(net, ignore=["last.*"]), net
+
+
+def around_it(net: Scaled) -> tuple[stretto.Synchronizer, torch.nn.Module]:
+    return stretto.attach(net.first), torchs(net, TIED)
+
+
+def around_the_root(net: Scaled) -> tuple[stretto.Synchronizer, torch.nn.Module]:
+    return stretto.attach(net, ignore=["first.*", "last.*"]), torchs(net, [".scale"])
+
+
+def inside_it(net: Scaled) -> tuple[stretto.Synchronizer, torch.nn.Module]:
+    run = torchs(net, TIED)
+    return stretto.attach(run, ignore=["module.scale", "module.last.*"]), run
 
 
 def test_unknown_arguments_and_values() -> None:

@@ -23,7 +23,7 @@ from .scaling import Reduce, Scaling
 from .sizing import suit_link
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_unknown_name, warn_of_tasks
-from .watch import INSTEAD_OF_TORCHS, torch_reduces
+from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
 
 log = logging.getLogger("stretto")
 
@@ -257,7 +257,7 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
         )
     mine = {id(one) for one in trained(module, options).values()}
     wrappers = [(name, one) for name, one in module.named_modules() if torch_reduces(one)]
-    if doubled := [name or "the module" for name, one in wrappers if not mine.isdisjoint(map(id, one.parameters()))]:
+    if doubled := [name or "the module" for name, one in wrappers if mine & taken_by_torch(one, one.module)]:
         raise SetupError(
             f"attach: {name_list(doubled)} is wrapped in torch's DistributedDataParallel: two would average the same "
             f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"

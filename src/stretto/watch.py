@@ -65,13 +65,28 @@ def torch_reduces(module: torch.nn.Module) -> bool:
     return TorchDDP in classes and not any(one.__module__.startswith(f"{__package__}.") for one in classes)
 
 
+def taken_by_torch(wrapper: Any, module: torch.nn.Module) -> set[int]:
+    """The parameters, by ``id``, of which torch's wrapper around ``module`` averages the gradients.
+
+    Its reducer goes by other names than ``named_parameters()``: one at the root is ``".scale"`` there, and one that is
+    tied is reduced unless each of its names is ignored. Those that it delays are averaged as well, beside the reducer.
+    """
+    left_alone = getattr(wrapper, "parameters_to_ignore", ())
+    delayed = getattr(wrapper, "_delay_all_reduce_params", ())
+    reduced = (
+        one
+        for prefix, part in module.named_modules()
+        for name, one in part.named_parameters(recurse=False)
+        if one.requires_grad and f"{prefix}.{name}" not in left_alone
+    )
+    return {*map(id, reduced), *map(id, delayed)}
+
+
 def refuse_torchs(owner: torch.nn.Module, item: object, attached: Iterable[object]) -> None:
     """Raise where torch's wrapper is about to take a module with a parameter that is attached."""
     if not isinstance(item, torch.nn.Module) or not torch_reduces(owner):
         return
-    left_alone = getattr(item, "_ddp_params_and_buffers_to_ignore", ())
-    taken = [id(one) for name, one in item.named_parameters() if name not in left_alone]
-    if not {*map(id, attached)}.isdisjoint(taken):
+    if not taken_by_torch(owner, item).isdisjoint(map(id, attached)):
         raise SetupError(
             "the module is attached: with torch's DistributedDataParallel around it two would average the same "
             f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"

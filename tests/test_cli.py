@@ -786,7 +786,17 @@ def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
     assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
 
 
-@pytest.mark.parametrize("asked, code", [("--help", 0), ("plan policy", 0), ("run -n 1 script.py", 7), ("fly", 2)])
+@pytest.mark.parametrize(
+    "asked, code",
+    [
+        ("-h", 0),
+        ("--help", 0),
+        ("plan -h", 0),
+        ("plan policy", 0),
+        ("run -n 1 script.py --help", 7),
+        ("fly", 2),
+    ],
+)
 def test_the_exit_code_is_the_same_where_nobody_reads(tmp_path: Path, asked: str, code: int) -> None:
     """As behind ``| head`` in a container, where PYTHONUNBUFFERED is set: each line meets the closed pipe."""
     script(tmp_path, "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise SystemExit(7) from error")
@@ -795,6 +805,17 @@ def test_the_exit_code_is_the_same_where_nobody_reads(tmp_path: Path, asked: str
     line, unbuffered = [sys.executable, "-m", "stretto", *asked.split()], os.environ | {"PYTHONUNBUFFERED": "1"}
     with open(there, "wb") as sink:
         assert subprocess.run(line, stdout=sink, stderr=sink, env=unbuffered, cwd=tmp_path).returncode == code
+
+
+def test_a_command_that_is_left_keeps_its_code_whatever_its_program_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(*_: object) -> None:
+        raise SystemExit(7)
+
+    monkeypatch.setattr("stretto.cli.launch.launch", left)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert execute(["run", "-n", "1", str(script(tmp_path, "")), "--help"]) == 7
 
 
 def test_names_that_a_terminal_cannot_show_cost_no_result(tmp_path: Path) -> None:

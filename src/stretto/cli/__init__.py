@@ -11,9 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from ..errors import StrettoError
 from .bench import bench
@@ -27,9 +28,32 @@ from .trace import trace
 INTERRUPTED = 130
 
 
+class _Group(typer.core.TyperGroup):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _said(super().get_help_option(ctx))
+
+
+class _Command(typer.core.TyperCommand):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _said(super().get_help_option(ctx))
+
+
+def _said(option: Any) -> Any:
+    """Help as any other result: the parser's own way to write it ends with 1 where nobody reads to the end."""
+    option.callback = _say_help
+    return option
+
+
+def _say_help(context: typer.Context, _: object, wanted: bool) -> None:
+    if wanted:
+        say(context.get_help())
+        raise typer.Exit
+
+
 def make_app() -> typer.Typer:
     """All commands."""
     made = typer.Typer(
+        cls=_Group,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
@@ -37,9 +61,9 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for command in (demo, plan, trace, doctor, bench):
-        made.command()(command)
+        made.command(cls=_Command)(command)
     made.callback()(_options)
-    made.command(context_settings={"allow_interspersed_args": False})(run)
+    made.command(cls=_Command, context_settings={"allow_interspersed_args": False})(run)
     return made
 
 
@@ -101,8 +125,8 @@ def execute(arguments: Sequence[str]) -> int:
         return getattr(error, "exit_code", BAD_INPUT)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SystemExit as error:  # the parser's, where a pipe is closed
-        return FINE if "--help" in arguments else error.code if isinstance(error.code, int) else WRONG
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else WRONG
     except Exception as error:
         if type(error).__name__ == "Abort":  # what older parsers make of Ctrl-C
             return INTERRUPTED

@@ -518,16 +518,18 @@ def give_up_a_wait(rank: int) -> list[str]:
 def test_after_a_wait_that_was_given_up_no_host_gets_a_wrong_sum() -> None:
     everyone = spawn_ranks(give_up_a_wait, 3, timeout=60)
     for rank, told in enumerate(everyone):
-        for text in told:
+        for number, text in enumerate(told, 2):
+            begins = f"rank {rank}, pass {number}: bucket 0 (bias, weight) could not be reduced over hierarchical "
+            begins += "(3 ranks on 2 hosts)"
             why = text.partition("failed: ")[2].split("\n")[0]
             if rank != 1:
                 assert text == (
-                    f"rank {rank}: the exchange with rank {2 - rank} of another host has failed: {why}\n"
+                    f"{begins}: the exchange with rank {2 - rank} of another host has failed: {why}\n"
                     "Look at the first error in the other ranks' logs, and start again, on all ranks."
                 )
             elif "not done within 3 s" not in text:  # else its own patience was over first
                 assert text == (
-                    f"rank 1: rank 0 cannot go on: the exchange with rank 2 of another host has failed: {why}\n"
+                    f"{begins}: rank 0 cannot go on: the exchange with rank 2 of another host has failed: {why}\n"
                     "Remove the cause and start again, on all ranks."
                 )
 

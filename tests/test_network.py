@@ -173,10 +173,11 @@ def test_a_rank_that_was_killed_alone_on_its_host_is_named(hosts: EmulatedHosts,
     with pytest.raises(RuntimeError):
         hosts.spawn_ranks(die_in_a_pass, [2, 1], 2, str(tmp_path), timeout=60)
     texts = [(tmp_path / f"told{rank}").read_text().partition(" ")[2] for rank in range(2)]
-    failed = texts[0].removeprefix("CommunicationError: ")
-    assert failed.startswith("rank 0: the exchange with rank 2 of another host has failed: "), texts[0]
-    assert failed.endswith("\nLook at the first error in the other ranks' logs, and start again, on all ranks.")
-    assert f"rank 0 cannot go on: {failed.splitlines()[0].removeprefix('rank 0: ')}" in texts[1] or failed in texts[1]
+    begins, which, why = texts[0].partition("the exchange with rank 2 of another host has failed: ")
+    assert begins.startswith("CommunicationError: rank 0, pass 4: bucket 0 (") and which, texts[0]
+    assert begins.endswith(") could not be reduced over hierarchical (3 ranks on 2 hosts): ")
+    assert why.endswith("\nLook at the first error in the other ranks' logs, and start again, on all ranks.")
+    assert f"rank 0 cannot go on: {which}{why.splitlines()[0]}" in texts[1] or texts[0].partition(": ")[2] in texts[1]
 
 
 def die_in_attach(second: bool, rank: int, folder: str) -> None:

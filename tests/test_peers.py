@@ -656,6 +656,10 @@ def test_a_rank_that_was_killed_between_number_and_note_silences_nobody() -> Non
 @pytest.mark.parametrize("ended", [False, True])
 def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -> None:
     """The other failed for want of this rank, which alone knows the cause; its process may have ended by that."""
+    text = (
+        "rank 0: the exchange with rank 2 of another host has failed: no route\n"
+        "Look at the first error in the other ranks' logs, and start again, on all ranks."
+    )
 
     class Broken:
         rank, world_size, patience, name = 0, 2, 10.0, "broken"
@@ -665,7 +669,7 @@ def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -
             return True
 
         def wait(self, timeout: object = None) -> None:
-            raise stretto.CommunicationError("rank 0: the exchange with rank 2 of another host has failed: no route")
+            raise stretto.CommunicationError(text)
 
         def dead(self) -> list[tuple[int, int]]:
             return [(1, 77)] if ended else []
@@ -674,7 +678,10 @@ def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -
     Channel(Broken.store, 1, 2).post(Note(1, "backward", error=f"PeerError: {quoting}", leaves=True))
     with pytest.raises(stretto.CommunicationError) as caught:
         Peers(Broken()).wait(Broken())  # type: ignore[arg-type]
-    assert str(caught.value) == "rank 0: the exchange with rank 2 of another host has failed: no route"
+    assert str(caught.value) == text
+    with pytest.raises(stretto.CommunicationError) as caught:
+        Peers(Broken()).wait_for(Broken(), "bucket 0 (weight)")  # type: ignore[arg-type]
+    assert str(caught.value) == text.replace("0:", "0, attach: bucket 0 (weight) could not be reduced over broken:", 1)
 
 
 def test_a_rank_that_is_another_process_by_now_is_heard() -> None:

@@ -294,7 +294,8 @@ NO_MEMORY = (
     'Free memory, raise the limit of the container, or attach with transport="process_group".'
 )
 TOLD = (
-    "rank {0}: rank 1 cannot go on: no shared memory for gradients: {1}.\n"
+    "rank {0}, pass 1: what the old buckets did not carry could not be reduced over shared_memory: rank 1 cannot go "
+    "on: no shared memory for gradients: {1}.\n"
     "Remove the cause and start again, on all ranks."
 )
 
@@ -349,16 +350,19 @@ def test_one_rank_has_no_memory(tmp_path: Path, when: str, limit: str, reason: s
     for rank, (raised, kind, text, complaint, code) in enumerate(found):
         assert (complaint, code) == ("", 0)
         plain = re.sub(r"\d+ MiB asked", "MiB asked", text) if when == "in training" else text
+        mine = NO_MEMORY.format(1, reason)
+        if when == "while attaching":
+            mine = mine.replace("rank 1:", "rank 1, attach: what ranks hold could not be gathered over shared_memory:")
         if rank == 1:
-            assert (kind, plain) == ("CommunicationError", NO_MEMORY.format(1, reason))
+            assert (kind, plain) == ("CommunicationError", mine)
         elif when == "in training":
             assert (kind, plain) == ("PeerError", TOLD.format(rank, reason))
         else:
-            quoted = "CommunicationError: " + NO_MEMORY.format(1, reason)
             assert (kind, re.sub(r"py:\d+", "py:LINE", plain)) == (
                 "PeerError",
                 f"rank {rank}, attach: rank 1 failed and left, so nobody can complete this attach.\n"
-                f"  rank 1, attach: {quoted} (test_shared_memory_limits.py:LINE in one_without_memory)\n"
+                f"  rank 1, attach: CommunicationError: {mine} "
+                "(test_shared_memory_limits.py:LINE in one_without_memory)\n"
                 "Remove the cause and start again, on all ranks.",
             )
         assert raised - failed < 3

@@ -91,6 +91,17 @@ def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]]) -> PeerEr
     )
 
 
+def told_of(error: CommunicationError, what: str) -> CommunicationError:
+    """The error of a transport, which knows of no pass and no names, with them; any other as it is.
+
+    Args:
+        error: a transport's begins with the rank alone.
+        what: could not be done; begins with the rank and the pass.
+    """
+    begins = what.partition(",")[0] + ": "
+    return type(error)(f"{what}: {str(error).removeprefix(begins)}") if str(error).startswith(begins) else error
+
+
 def crosses(pairs: Iterable[tuple[int, int]]) -> bool:
     """Whether one rank has done less than the other of one thing and more of another: neither waits for the other's.
 

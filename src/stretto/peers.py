@@ -22,7 +22,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from .blame import EXPECTED, SAME_CALLS, refuse_fork, refuse_if_lost, refuse_other_calls, who_is_to_blame
+from .blame import EXPECTED, SAME_CALLS, refuse_fork, refuse_if_lost, refuse_other_calls, told_of, who_is_to_blame
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, who_has_gone_apart, words_of
@@ -297,7 +297,7 @@ class Peers:
             CommunicationError: anything else.
         """
         if isinstance(error, CommunicationError):
-            raise error
+            raise told_of(error, f"{self.where}: {what} over {self._transport.name}") from error.__cause__
         try:
             where = self._explain()
         except PeerError as blame:

@@ -34,11 +34,30 @@ def parser(description: str, *, epochs: int) -> argparse.ArgumentParser:
     flags.add_argument(
         "--reducer", choices=["stretto", "ddp", "none"], default="stretto", help="who averages gradients"
     )
-    flags.add_argument("--epochs", type=int, default=epochs, help="passes over the data (default: %(default)s)")
+    flags.add_argument(
+        "--epochs", type=at_least_one, default=epochs, help="passes over the data (default: %(default)s)"
+    )
     flags.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: %(default)s)")
-    flags.add_argument("--checkpoint", type=Path, help="resume from this file if it exists; saved after each epoch")
-    flags.add_argument("--json", type=Path, help="write losses, result, step time and plan of rank 0 to this file")
+    flags.add_argument(
+        "--checkpoint", type=in_a_folder, help="resume from this file if it exists; saved after each epoch"
+    )
+    flags.add_argument(
+        "--json", type=in_a_folder, help="write losses, result, step time and plan of rank 0 to this file"
+    )
     return flags
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
+
+
+def in_a_folder(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():  # told now, not after the training
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
+    return path
 
 
 @contextmanager

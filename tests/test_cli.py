@@ -384,7 +384,9 @@ def test_cost_of_a_link() -> None:
     assert Link(1e9, 0.0, 4).sent(4) == 6
     for text, bits in (("100Mb/s", 1e8), ("125MB/s", 1e9), ("2.5 Gbps", 2.5e9), ("1e3bit", 1e3), ("10kbit/s", 1e4)):
         assert parse_bandwidth(text) == bits
-    assert [parse_latency(text) for text in ("1s", "2 ms", "0us", "5ns")] == [1.0, 2e-3, 0.0, 5e-9]
+    assert [parse_latency(text) for text in ("1s", "2 ms", "0us", "5ns", "3\u00b5s", "3 \u03bcs")] == [
+        *(1.0, 2e-3, 0.0, 5e-9, 3e-6, 3e-6)
+    ]
 
 
 # stretto trace
@@ -1038,6 +1040,7 @@ REFUSED = [
     ("bench script.py:fine --rounds 0", 2, "--rounds 0: at least one is run"),
     ("bench script.py:fine --seconds -1", 2, "--seconds -1: must be positive"),
     ("bench script.py:fine --network 3", 2, "--network 3: give a bandwidth such as 1gbit, 100mbit or 125MB/s"),
+    ("plan script.py:fine --latency ..s", 2, "--latency ..s: give a time such as 100us or 0.2ms"),
     ("plan script.py:fine --latency 1..2s", 2, "--latency 1..2s: give a time such as 100us or 0.2ms"),
     ("plan script.py:fine --ranks two", 2, None),
     ("trace nowhere", 2, "nowhere: no such folder"),

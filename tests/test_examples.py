@@ -149,6 +149,20 @@ def test_benchmarks_run_small(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line, said",
     [
+        ("digits.py --epochs -1", "error: argument --epochs: -1 is no whole number above 0"),
+        ("digits.py --json no/x.json", "error: argument --json: no/x.json cannot be written: there is no folder no"),
+        ("text.py --checkpoint no/c", "error: argument --checkpoint: no/c cannot be written: there is no folder no"),
+    ],
+)
+def test_bad_input_of_an_example_is_a_line_before_it_trains(line: str, said: str) -> None:
+    name, *words = line.split()
+    done = warm_programs.run([ROOT / "examples" / name, *words], cwd=ROOT)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"{name}: {said}")
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
         ("overhead.py --parameters 1", "error: --parameters: a layer has two"),
         ("overhead.py --block -1", "error: --block -1: seconds of steps, or 0 for one step"),
         ("overhead.py --rounds 0", "error: argument --rounds: 0 is no whole number above 0"),

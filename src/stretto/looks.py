@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .pieces import Kind, Transfer
 from .record import NANO, launching_of
 from .report import ms
-from .specs import format_bytes
+from .specs import counted, format_bytes
 from .timeline import RankPass, Timeline
 
 HIDDEN, EXPOSED = "#2f9e6e", "#d55e00"
@@ -43,7 +43,7 @@ def about(shown: Timeline) -> str:
     """What run and which passes are shown."""
     numbers = ", ".join(map(str, shown.numbers))
     over = ", ".join(sorted({rank.transport for rank in shown.ranks}))
-    return f"pass {numbers} of a run on {shown.world_size} ranks over {over}" if numbers else ""
+    return f"pass {numbers} of a run on {counted(shown.world_size, 'ranks')} over {over}" if numbers else ""
 
 
 def rows_of(passes: Sequence[RankPass]) -> dict[int, str]:

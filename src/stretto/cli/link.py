@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from .console import CommandError
 
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_SECONDS = {"n": 1e-9, "u": 1e-6, "\u00b5": 1e-6, "\u03bc": 1e-6, "m": 1e-3, "": 1.0}
+"""By prefix: the sign of micro and the Greek letter look alike."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
         CommandError: it is none.
     """
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKmMgGtT]?)(bit|bits|bps|b|B)(?:/s|ps)?", text.strip())
-    value = _positive(match.group(1)) if match else None
-    if match is None or value is None:
+    value = _number(match.group(1)) if match else None
+    if match is None or not value:
         raise CommandError(f"{option} {text}: give a bandwidth such as 1gbit, 100mbit or 125MB/s")
     return value * _BITS[match.group(2).lower()] * (8 if match.group(3) == "B" else 1)
 
@@ -69,16 +70,16 @@ def parse_latency(text: str) -> float:
     Raises:
         CommandError: it is none.
     """
-    match = re.fullmatch(r"([\d.]+(?:e-?\d+)?)\s*(ns|us|µs|ms|s)", text.strip())
-    value = 0.0 if match and not match.group(1).strip("0.") else _positive(match.group(1)) if match else None
+    match = re.fullmatch(r"([\d.]+(?:e-?\d+)?)\s*([num\u00b5\u03bc]?)s", text.strip())
+    value = _number(match.group(1)) if match else None
     if match is None or value is None:
         raise CommandError(f"--latency {text}: give a time such as 100us or 0.2ms")
     return value * _SECONDS[match.group(2)]
 
 
-def _positive(text: str) -> float | None:
+def _number(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 < value < math.inf else None
+    return value if value < math.inf else None

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,13 @@ def slices_can_be_chosen() -> bool:
         return attributes(thread)[2] == SLICE_NANOSECONDS
 
 
+def names_of_threads() -> list[str]:
+    return [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+
+
 def slices_of_threads(rank: int) -> dict[str, set[int]]:
+    while sum("gloo" in name for name in names_of_threads()) < 3:
+        time.sleep(0.01)  # each takes its name when it runs first, on a busy machine later than we get here
     ProcessGroupTransport()
     found: dict[str, set[int]] = {}
     for task in Path("/proc/self/task").iterdir():

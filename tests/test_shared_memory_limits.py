@@ -291,7 +291,8 @@ def test_what_is_available_is_read_from_the_system() -> None:
 
 NO_MEMORY = (
     "rank {0}: no shared memory for gradients: {1}.\n"
-    'Free memory, raise the limit of the container, or attach with transport="process_group".'
+    "Free memory, raise the limits of this process (ulimit -n, ulimit -v) or of the container, or attach with "
+    'transport="process_group".'
 )
 TOLD = (
     "rank {0}, pass 1: what the old buckets did not carry could not be reduced over shared_memory: rank 1 cannot go "

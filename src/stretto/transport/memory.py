@@ -268,7 +268,8 @@ class Arena:
         except OSError as error:
             raise CommunicationError(
                 f"rank {self._rank}: no shared memory for gradients: {error.strerror or error}.\n"
-                'Free memory, raise the limit of the container, or attach with transport="process_group".'
+                "Free memory, raise the limits of this process (ulimit -n, ulimit -v) or of the container, or attach "
+                'with transport="process_group".'
             ) from error
         self._made += 1
         line, base = self._free_lines.pop(0), torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()

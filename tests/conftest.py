@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm
+import warm_hosts
 import warm_programs
 from hypothesis import settings
 
 import stretto.testing
+from stretto.testing_network import EmulatedHosts
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,6 +57,7 @@ def one_thread():
     with pytest.MonkeyPatch.context() as patch:
         _forget_launcher(patch)  # also for fixtures that live longer than a test
         patch.setattr(stretto.testing, "mp", warm.Ranks())
+        patch.setattr(EmulatedHosts, "_start_rank", warm_hosts.start_warm)
         yield
     warm_programs.stop()
     torch.set_num_threads(before)

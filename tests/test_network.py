@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import warm_hosts
 
 import stretto
 from stretto.testing_network import EmulatedHosts, sent_bytes
@@ -284,11 +285,18 @@ def fail(rank: int) -> None:
         raise ValueError("it does not work")
 
 
+def say_hello(rank: int, word: str) -> str:
+    return f"{word} {rank}"
+
+
 def sleep(rank: int) -> None:
     time.sleep(1000)
 
 
-def test_failures_and_late_ranks_are_told(hosts: EmulatedHosts) -> None:
+def test_failures_and_late_ranks_are_told(hosts: EmulatedHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ranks that are started as users' are."""
+    monkeypatch.setattr(EmulatedHosts, "_start_rank", warm_hosts.start_cold)
+    assert hosts.spawn_ranks(say_hello, [1, 1], "hello") == ["hello 0", "hello 1"]
     with pytest.raises(RuntimeError, match="it does not work"):
         hosts.spawn_ranks(fail, [1, 1])
     with pytest.raises(TimeoutError) as caught:

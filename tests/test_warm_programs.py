@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import warm_hosts
 import warm_programs
+
+from stretto.testing_network import EmulatedHosts, sent_bytes
 
 SPAWNED = """
 print(os.environ["X"], os.getcwd(), sys.argv, signal.pthread_sigmask(0, []), threading.active_count(), flush=True)
@@ -75,3 +80,29 @@ def test_environment_and_time_limit() -> None:
     assert running.wait() == -9 and time.monotonic() - began < 20
     told = warm_programs.run(["-c", "import os; print(dict(os.environ))"], env={"ONLY": "this"})
     assert told.stdout == "{'ONLY': 'this'}\n"
+
+
+def end(rank: int, how: str) -> None:
+    print("said", Path.cwd(), os.getpid() < 100, os.environ["GLOO_SOCKET_IFNAME"], sent_bytes(), flush=True)
+    print("complained", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM) if how == "is killed" else os._exit(7)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(("how", "code"), [("exits", 7), ("is killed", -signal.SIGTERM)])
+def test_a_rank_that_enters_a_host_by_itself_is_to_its_tests_what_nsenter_starts(
+    how: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    try:
+        hosts = EmulatedHosts()
+    except OSError as error:
+        pytest.skip(f"{error}")
+    with hosts:
+        for start in (warm_hosts.start_cold, warm_hosts.start_warm):
+            monkeypatch.setattr(EmulatedHosts, "_start_rank", start)
+            with pytest.raises(RuntimeError) as caught:
+                hosts.spawn_ranks(end, [0, 1], how, timeout=50)
+            told.append((str(caught.value), *capfd.readouterr()))
+    here = f"said {Path.cwd()} True stretto0 0\n"
+    assert told == [(f"ranks died without a traceback, exit codes by rank: {{0: {code:d}}}", here, "complained\n")] * 2

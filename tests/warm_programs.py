@@ -25,7 +25,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import warm_spawn
 
@@ -40,16 +40,26 @@ class Program:
         arguments: what would follow ``python``.
         env: its environment; default, that of now.
         cwd: where it runs; default, here.
+        says_here: it writes where this process does, and there is nothing to ``communicate``.
     """
 
-    def __init__(self, arguments: Sequence[object], env: Mapping[str, str] | None = None, cwd: object = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        env: Mapping[str, str] | None = None,
+        cwd: object = None,
+        *,
+        says_here: bool = False,
+    ) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode: int | None = None
-        self._output = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # until it was read
+        self._output: list[IO[str]] = []
+        if not says_here:
+            self._output = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # until it was read
         self._news, theirs = os.pipe()
         request = {"args": self.args, "env": dict(os.environ if env is None else env), "cwd": str(cwd or os.getcwd())}
         text = json.dumps(request).encode()
-        fds = [*(file.fileno() for file in self._output), theirs]
+        fds = [*([1, 2] if says_here else [file.fileno() for file in self._output]), theirs]
         control = _running()
         socket.send_fds(control, [len(text).to_bytes(4, "little")], fds)
         control.sendall(text)
@@ -82,6 +92,10 @@ class Program:
             file.close()
         return texts[0], texts[1]
 
+    def complaint(self) -> str:
+        """What it has complained of until now."""
+        return os.pread(self._output[1].fileno(), 1_000_000, 0).decode()  # the place where it writes on is the file's
+
     def kill(self) -> None:
         """Harmless to one that has ended."""
         if self.returncode is None:
@@ -92,9 +106,15 @@ class Program:
             file.close()
 
 
-def start(arguments: Sequence[object], env: Mapping[str, str] | None = None, cwd: object = None) -> Program:
+def start(
+    arguments: Sequence[object],
+    env: Mapping[str, str] | None = None,
+    cwd: object = None,
+    *,
+    says_here: bool = False,
+) -> Program:
     """Start ``python *arguments``."""
-    return Program(arguments, env, cwd)
+    return Program(arguments, env, cwd, says_here=says_here)
 
 
 def run(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import array
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_programs
 from test_hierarchical import loopback
 from test_shard import CARRIERS, assert_alike, assert_same, pair, train
 
@@ -334,22 +333,13 @@ if mode == "forks":
 
 def program(mode: str, folder: Path) -> list[tuple[int, list[str], str]]:
     """What each of four ranks on two pretended hosts returned, printed and complained of."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, mode, str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
+    ranks = [warm_programs.start(["-c", PROGRAM, mode, rank, folder]) for rank in range(4)]
     try:
         told = [rank.communicate(timeout=45) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
-    return [(rank.returncode, out.splitlines(), err) for rank, (out, err) in zip(ranks, told, strict=True)]
+    return [(rank.wait(), out.splitlines(), err) for rank, (out, err) in zip(ranks, told, strict=True)]
 
 
 @pytest.mark.ranks

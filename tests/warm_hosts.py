@@ -7,9 +7,11 @@ interpreter's own end. The process in between stands for it: it ends as the rank
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 
 import warm_programs
@@ -31,6 +33,47 @@ def start_warm(hosts: EmulatedHosts, host: int, *arguments: str) -> object:
     command = ["-c", text, pickle.dumps(sys.path).hex(), *arguments]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": testing_network.INTERFACE}
     return warm_programs.start(command, environment, says_here=True)
+
+
+# In a warm program, which can start no other, but what it spawns is warm
+
+
+def start_spawned(hosts: EmulatedHosts, host: int, *arguments: str) -> object:
+    """The same for programs that emulate hosts. These ranks end as processes of ``multiprocessing`` do."""
+    if os.geteuid() != 0:
+        return start_cold(hosts, host, *arguments)
+    return Spawned(hosts._inside[host], arguments)
+
+
+class Spawned:
+    """What of ``subprocess.Popen`` the hosts need."""
+
+    returncode: int | None = None
+
+    def __init__(self, pid: int, arguments: tuple[str, ...]) -> None:
+        self._process = multiprocessing.get_context("spawn").Process(target=_take_part, args=(pid, arguments))
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, negative for a signal; raises ``subprocess.TimeoutExpired``."""
+        self._process.join(timeout)
+        self.returncode = self._process.exitcode
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+        return self.returncode
+
+    def kill(self) -> None:
+        """Harmless to one that has ended."""
+        self._process.kill()
+
+
+def _take_part(pid: int, arguments: tuple[str, ...]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = testing_network.INTERFACE
+    enter(pid)
+    testing_network.take_part(*arguments)
+
+
+# In the process that becomes a rank
 
 
 def enter(pid: int) -> None:

@@ -30,6 +30,7 @@ from typing import IO, Any
 import warm_spawn
 
 PRELOAD = ["stretto.testing", "torch._dynamo", "torch.utils.data", "torch.distributed.optim", "matplotlib.figure"]
+PRELOAD += ["warm_hosts"]
 _interpreter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
@@ -236,6 +237,8 @@ def _prepare(
     os.environ.update(request["env"])
     warm_spawn.set_threads()
     warm_spawn.use(server, request["cwd"])
+    warm_hosts = sys.modules["warm_hosts"]
+    warm_hosts.EmulatedHosts._start_rank = warm_hosts.start_spawned
     kind, *rest = request["args"]
     if kind in ("-c", "-m"):
         text = rest[0] if kind == "-c" else f"__import__('runpy')._run_module_as_main({rest[0]!r})"

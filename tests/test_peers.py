@@ -717,6 +717,7 @@ def test_what_failed_in_attach_is_told_to_those_that_make_the_same_attempt_or_ar
 
     def attempt(channel: Channel) -> Seat:
         channel.open(seat := Seat())
+        assert channel.count_attempt(seat) == channel.count_attempt(seat)
         return seat
 
     def fail(seat: Seat, text: str) -> None:
@@ -736,25 +737,25 @@ def test_what_failed_in_attach_is_told_to_those_that_make_the_same_attempt_or_ar
     assert heard(two) == ["second"]
     two.handle = "named"
     assert heard(two) == ["second"], "a rank that has not heard the name yet may be the one that fails"
+    two.attached = True
+    assert heard(two) == []
     assert heard(attempt(mine)) == []
+    other.open(Seat())
+    again = Channel(store, 1, 2)
+    again.open(Seat())  # as another process, or after its last handle has gone
+    mine.look_again()
+    assert heard(one) == []
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
 def test_attempts_are_counted_alike_by_a_rank_that_was_without_a_handle(tmp_path: Path, kind: str) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2) if kind == "file" else dist.HashStore()
     channel = Channel(store, 0, 2)
-    channel.in_one_process = True  # without its thread
     for expected, others in ((1, 1), (2, 5), (6, 6)):
-        channel.open(seat := Seat())
-        assert seat.attempt == channel.begun == expected
-        channel.catch_up(others)
-        channel.catch_up(1)
-    anew = Channel(store, 0, 2)
-    anew.in_one_process = True
-    anew.open(seat := Seat())
-    assert seat.attempt == 7
-    anew.open(seat := Seat(), attaches=False)
-    assert (seat.attempt, anew.begun) == (0, 7)
+        assert channel.count_attempt(Seat()) == channel.attempts == expected
+        channel.catch_up(0, others)
+        channel.catch_up(0, 1)
+    assert Channel(store, 0, 2).count_attempt(Seat()) == 7
 
 
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:
@@ -986,7 +987,7 @@ def test_handles_of_several_threads_have_no_common_order(threads: int, monkeypat
     """Daemon threads too, of which a program has more than one knows of."""
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
     channel = seated(Seat("a", passes=3, thread=1), Seat("b", passes=2, thread=threads), Seat("c"))
-    assert channel.beside() == ({"": [3], "a": [3, 0], "b": [2, 0], "c": [0, 0]} if threads == 1 else {})
+    assert channel.beside() == ({"": [0], "a": [3, 0], "b": [2, 0], "c": [0, 0]} if threads == 1 else {})
 
 
 def test_what_ranks_write_of_their_calls_does_not_pile_up() -> None:

@@ -230,7 +230,7 @@ def _attach(
     inside = _inside(module, options)
     if carrier.rank == 0:
         _warn_of_dtypes_for_none(module, options)
-    peers.have_attached()
+    peers.seat.attached = True
     return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
 
 

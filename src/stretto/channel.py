@@ -1,7 +1,7 @@
 """One rank's end of the store that all ranks see: who they are, what they tell, where they are.
 
     who/RANK     the process, while it has a handle       notes, note/n      how many, and what ranks tell: notes.py
-    begun/RANK   how often it has begun to attach
+    attempts/RANK    how often it has tried to attach
     a waiting rank ──> ask/RANK/n ──> that rank's thread ──> at/RANK/n
 
 All handles of a process on one store share one channel, with one thread and one connection of its own: line.py.
@@ -48,14 +48,13 @@ class Channel(People):
         """Those of them that were not there yet."""
         self._seats: list[Seat] = []
         self.begun = 0
-        """Attempts to attach a model, which all ranks make in one order."""
+        """Models whose attaching has begun, in one order on all ranks."""
+        self.attempts = 0
+        """To attach, also those that came to nothing before another rank heard of it."""
         self._lock = threading.Lock()  # the thread reads notes too
         self.me = myself()
         """This process, and the thread that made this."""
         self._ended = False
-        self._is_open = False
-        self._stays = False
-        """Whether its last attempt to attach has failed: others may wait for the next, and are told if it ends."""
         self._finalizer: Finalize | None = None
 
     def serves(self, store: Store, rank: int) -> bool:
@@ -68,20 +67,12 @@ class Channel(People):
 
     # Handles come and go
 
-    def open(self, seat: Seat, *, attaches: bool = True) -> None:
+    def open(self, seat: Seat) -> None:
         """A handle joins. With the first, the rank says who it is."""
         self._seats.append(seat)
-        seat.row, self._stays = self._seats, False
-        if not self._is_open:
-            self._open()
-        if attaches:
-            self.begun += 1  # right unless this rank was without a handle, and the store is silent now
-            with contextlib.suppress(RuntimeError):
-                self.begun = self._line.run(lambda store: store.add(f"begun/{self._rank}", 1), later=True)
-            seat.attempt = self.begun
-
-    def _open(self) -> None:
-        self._is_open = True
+        seat.row = self._seats
+        if len(self._seats) > 1:
+            return
         self._set(f"who/{self._rank}", json.dumps(asdict(self.me)))
         if not self.in_one_process:
             # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
@@ -90,20 +81,30 @@ class Channel(People):
             self._finalizer = Finalize(None, self.end, exitpriority=1000)
             self._line.lookout = Lookout(self, self._line)  # last: it may not be had, and the end tells that
 
-    def catch_up(self, begun: int) -> None:
-        """Another rank has begun so many attempts to attach: one without a handle for a while may count anew."""
-        if begun > self.begun:
-            self.begun = begun
-            self._set(f"begun/{self._rank}", str(begun))
+    def count_attempt(self, seat: Seat) -> int:
+        """The number of one to attach: when this rank first comes together with the others, or fails before."""
+        if not seat.attempt:
+            self.attempts += 1  # right unless this rank was without a handle, and the store is silent now
+            with contextlib.suppress(RuntimeError):
+                self.attempts = self._line.run(lambda store: store.add(f"attempts/{self._rank}", 1), later=True)
+            seat.attempt = self.attempts
+        return seat.attempt
+
+    def catch_up(self, begun: int, attempts: int) -> None:
+        """Another rank counts so many: one without a handle for a while may count anew, and one may fail alone."""
+        self.begun = max(self.begun, begun)
+        if attempts > self.attempts:
+            self.attempts = attempts
+            self._set(f"attempts/{self._rank}", str(attempts))
 
     def close(self, seat: Seat, how: str) -> None:
-        """A handle leaves. With the last, the rank is silent, unless that has failed. Harmless twice."""
+        """A handle leaves. With the last, the rank is silent. Harmless twice."""
         if seat not in self._seats or not self._is_mine():
             return
         self._seats.remove(seat)
         if seat.handle:
             self.post(Note(self._rank, how, seat.handle, seat.passes, seat.passes, leaves=True))
-        if not self._seats and not self.in_one_process and not self._stays:
+        if not self._seats and not self.in_one_process:
             self._set(f"who/{self._rank}", "")
             self._stop()
 
@@ -145,7 +146,6 @@ class Channel(People):
         """For all others to read. Never raises: the store may be gone."""
         if not self._is_mine() or self.store_is_gone():
             return
-        self._stays |= bool(note.attempt)
         text = json.dumps(asdict(replace(note, process=self.me.name)))
         with contextlib.suppress(RuntimeError):
             self._line.run(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
@@ -172,9 +172,9 @@ class Channel(People):
         return [note.about(seat.handle) for note in self.notes if self._is_about(note, seat)]
 
     def _is_about(self, note: Note, seat: Seat) -> bool:
-        if note.of_process:
-            return self._is_current(note)
-        return 0 < seat.attempt <= note.attempt or (bool(note.handle) and note.handle == seat.handle)
+        if note.handle:
+            return note.handle == seat.handle
+        return (note.of_process or 0 < seat.trying <= note.attempt) and self._is_current(note)
 
     def _is_current(self, note: Note) -> bool:
         person = self._people.get(note.rank)
@@ -182,7 +182,7 @@ class Channel(People):
 
     def look_again(self) -> None:
         """Ranks with notes about a process may be other ones by now, or be those, if that was not known so far."""
-        for rank in {note.rank for note in self.notes if note.leaves and note.of_process} - {self._rank}:
+        for rank in {note.rank for note in self.notes if note.leaves and not note.handle} - {self._rank}:
             self.person(rank, fresh=not self.store_is_gone())
 
     # Where
@@ -208,6 +208,13 @@ class Channel(People):
         with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
             self._line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self._rank}")
         return Word(self._line, *keys, meanwhile=meanwhile)  # type: ignore[arg-type]  # it has a store's methods
+
+    def why_silent(self, rank: int) -> str:
+        """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""
+        failed = [note for note in self.notes if note.rank == rank and note.attempt]
+        if not failed or self.person(rank) is not None:
+            return super().why_silent(rank)
+        return f"has not come again since it failed ({failed[-1].error.splitlines()[0].rstrip('.')})"
 
     def ask(self, handle: str) -> dict[int, str]:
         """Ask the others where they are with a handle; returns the key under which each will answer."""
@@ -274,7 +281,7 @@ class Channel(People):
         return answered
 
     def beside(self) -> dict[str, list[int]]:
-        """Progress of all handles, and without a name the attempts to attach: in one order too, if by one thread."""
+        """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
         threads = {seat.thread for seat in [*self._seats] if seat.thread}
         if len(threads) > 1 or sum(not thread.daemon for thread in threading.enumerate()) > 1:
             return {}

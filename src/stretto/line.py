@@ -122,8 +122,8 @@ class Lookout(threading.Thread):
         self._line = line
         self._tried = threading.Event()
         self._is_stopped = False
-        connects = threading.Thread(target=self._connect, name="stretto connects", daemon=True)
-        connects.start()
+        self._connects = threading.Thread(target=self._connect, name="stretto connects", daemon=True)
+        self._connects.start()
         self.start()
 
     @property
@@ -183,6 +183,6 @@ class Lookout(threading.Thread):
     def stop(self, *, waits: bool = True) -> None:
         """End, soon. Harmless twice. ``waits``: for the connection, where the store is not known to be silent."""
         self.jobs.put(None)
-        if self is not threading.current_thread():
+        if threading.current_thread() not in (self, self._connects):  # a handle may be collected there
             self._tried.wait(CONNECT_SECONDS if waits else 0.0)
             self.join(2.0)

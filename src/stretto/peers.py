@@ -56,7 +56,7 @@ class Peers:
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
         self._transport = transport
-        self._occasion, self.attached = occasion, False
+        self._occasion = occasion
         self._offer = secrets.token_hex(8)
         self._patience: float | None = getattr(transport, "patience", None)
         self._pid = os.getpid()
@@ -68,13 +68,9 @@ class Peers:
         store = getattr(self._transport, "store", None)
         if self._channel is None and store is not None and self._transport.world_size > 1:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
-            self._channel.open(self.seat, attaches=self._occasion == "attach")
+            self._channel.open(self.seat)
             self._leave = weakref.finalize(self, self._channel.close, self.seat, "dropped")
             self._leave.atexit = False  # the channel knows when the process ends
-
-    def have_attached(self) -> None:
-        """All ranks: what fails from here on is not about the attempt."""
-        self.attached, self.seat.attempt = True, 0
 
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
@@ -84,15 +80,7 @@ class Peers:
     @property
     def where(self) -> str:
         """How messages begin."""
-        return f"rank {self._transport.rank}, {self._what}"
-
-    @property
-    def _what(self) -> str:
-        return f"pass {self.seat.passes}" if self.seat.passes else "before pass 1" if self.attached else self._occasion
-
-    @property
-    def _kind(self) -> str:
-        return "pass" if self.seat.in_pass else "call" if self.attached else self._occasion
+        return f"rank {self._transport.rank}, {self.seat.when(self._occasion)}"
 
     # Telling
 
@@ -123,8 +111,8 @@ class Peers:
             self.seat.told = self.seat.handle, begun, text_of(error)
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
         note = Note(self._transport.rank, phase, self.seat.handle, begun, number, text_of(error), place, leaves=leaves)
-        if leaves and not note.handle:
-            note = dataclasses.replace(note, attempt=self.seat.attempt)
+        if leaves and not note.handle and self._occasion == "attach":
+            note = dataclasses.replace(note, attempt=self._channel.count_attempt(self.seat))
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
     def close(self) -> None:
@@ -148,7 +136,7 @@ class Peers:
         self.seat.calls += 1
         try:
             self._come_together(sys._getframe(1))
-            about = (0, None) if self._channel is None else (self._channel.begun, self._channel.me)
+            about = (0, 0, None) if (it := self._channel) is None else (it.begun, it.attempts, it.me)
             brought = (self._offer, *about), value
             if self._patience is None:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
@@ -162,8 +150,12 @@ class Peers:
 
     def _come_together(self, caller: FrameType) -> None:
         """Else what ranks send in two different calls would meet: Gloo ends the process if sizes differ, or sums it."""
-        channel = self._channel if self.seat.handle and self._occasion == "attach" else None
-        if channel is not None and self._patience is not None and channel.can_meet():
+        if (channel := self._channel) is None or self._occasion != "attach":
+            return  # of others only those open the channel that wait long
+        if not self.seat.handle:
+            channel.begun += 1
+            channel.count_attempt(self.seat)
+        elif self._patience is not None and channel.can_meet():
             refuse_if_lost(self.where, self.left)
             try:
                 self.wait(word := channel.come(self.seat, caller, functools.partial(self.flush, 0.0)))
@@ -183,12 +175,12 @@ class Peers:
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
 
-    def _name(self, told: Sequence[tuple[str, int, Person | None]]) -> None:
+    def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
         self.seat.handle = told[0][0]
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
-            channel.catch_up(max(begun for _, begun, _ in told))
-            channel.know([person for _, _, person in told])
+            channel.catch_up(max(begun for _, begun, _, _ in told), max(attempts for _, _, attempts, _ in told))
+            channel.know([person for *_, person in told])
             for note in notes:
                 channel.post(dataclasses.replace(note, handle=self.seat.handle))
 
@@ -224,7 +216,9 @@ class Peers:
             if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
                 return
             if patience is None and (break_off := getattr(self._transport, "break_off", None)) is not None:
-                told = f"rank {self._transport.rank}: {self._what} was not done within {limit:.0f} s"
+                told = (
+                    f"rank {self._transport.rank}: {self.seat.when(self._occasion)} was not done within {limit:.0f} s"
+                )
                 break_off(f"{told}\nStart again, on all ranks.")
             raise RuntimeError(f"not done within {limit:.0f} s")
         except BaseException:  # Ctrl-C too: others may wait for something else, and live on
@@ -271,7 +265,7 @@ class Peers:
             raise
 
     def _say_where(self, channel: Channel, told: dict[int, Answer], waited: float) -> None:
-        """Log where all are, unless that explains it. Raises ``PeerError`` then, which the others will quote."""
+        """Log where all are, unless that explains it: raises ``PeerError``, which all but ``reduce`` quote."""
         try:
             who_has_gone_apart(self.where, self.seat, self._transport.rank, channel, told)
         except PeerError as error:
@@ -297,14 +291,14 @@ class Peers:
             CommunicationError: anything else.
         """
         if isinstance(error, CommunicationError):
-            raise told_of(error, f"{self.where}: {what} over {self._transport.name}") from error.__cause__
+            raise told_of(error, f"{self.where}: {what} over {self._transport.name}")
         try:
             where = self._explain()
         except PeerError as blame:
             raise blame from None  # what the transport says of it is less, and may be something else
         raise CommunicationError(
             f"{self.where}: {what} over {self._transport.name}: {error}\n{where}Expected every rank to call "
-            f"{expected or EXPECTED[self._kind]}. Look at the first error in the other ranks' logs."
+            f"{expected or EXPECTED[self.seat.kind(self._occasion)]}. Look at the first error in the other ranks' logs."
         ) from error
 
     def _explain(self) -> str:
@@ -347,4 +341,6 @@ class Peers:
         left = [note for note in self._notes() if note.leaves]
         excused = {note.rank for note in left if own and note.is_for_want_of(self._transport.rank)}
         left, dead = [one for one in left if one.rank not in excused], [one for one in dead if one[0] not in excused]
-        return who_is_to_blame(self.where, self._kind, self.seat.passes, left, dead, by_itself=by_itself)
+        return who_is_to_blame(
+            self.where, self.seat.kind(self._occasion), self.seat.passes, left, dead, by_itself=by_itself
+        )

@@ -33,7 +33,9 @@ class Seat:
     row: list[Seat] = field(default_factory=list)
     """Of all handles of this process at the channel, in the order in which they joined."""
     attempt: int = 0
-    """Which one of this rank to attach is under way here; 0: none, or it is not known."""
+    """Which one of this rank to attach that was; 0 until it comes together with the others."""
+    attached: bool = False
+    """Whether this rank has attached."""
     calls: int = 0
     """Collective calls that are no passes and no steps."""
     steps: list[int] = field(default_factory=list)
@@ -48,6 +50,19 @@ class Seat:
     def begins(self, number: int) -> None:
         """A pass."""
         self.passes, self.thread = number, threading.get_ident()
+
+    def when(self, occasion: str) -> str:
+        """How messages say at which point of the handle's life something is; ``occasion`` is what it was made for."""
+        return f"pass {self.passes}" if self.passes else "before pass 1" if self.attached else occasion
+
+    def kind(self, occasion: str) -> str:
+        """What is waited for: a key of ``EXPECTED``."""
+        return "pass" if self.in_pass else "call" if self.attached else occasion
+
+    @property
+    def trying(self) -> int:
+        """The attempt to attach that is under way; 0 if none is. It lasts until all ranks know the name."""
+        return 0 if self.attached and self.handle else self.attempt
 
     @property
     def progress(self) -> list[int]:

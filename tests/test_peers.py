@@ -747,6 +747,26 @@ def test_what_failed_in_attach_is_told_to_those_that_make_the_same_attempt_or_ar
     assert heard(one) == []
 
 
+def test_a_rank_that_has_come_again_is_not_said_to_have_failed() -> None:
+    store = dist.HashStore()
+    mine, other = Channel(store, 0, 2), Channel(store, 1, 2)
+
+    def silent(*notes: Note) -> str:
+        for note in notes:
+            other.post(note)
+        mine.read()
+        return mine.why_silent(1)
+
+    assert silent() == "has not come here so far"
+    assert silent(Note(1, "attach", attempt=1, leaves=True)) == (
+        "has not come again since it failed (its own log has the error)"
+    )
+    assert silent(Note(1, "attach", attempt=2, error="ValueError: no.\nDo this.", leaves=True)) == (
+        "has not come again since it failed (ValueError: no)"
+    )
+    assert silent(Note(1, "detached", handle="actor", leaves=True)) == "has not come here so far"
+
+
 @pytest.mark.parametrize("kind", ["hash", "file"])
 def test_attempts_are_counted_alike_by_a_rank_that_was_without_a_handle(tmp_path: Path, kind: str) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2) if kind == "file" else dist.HashStore()

@@ -228,6 +228,24 @@ def test_what_one_rank_alone_makes_without_a_word_is_no_attempt(tmp_path: Path, 
 
 
 @pytest.mark.ranks
+def test_an_attempt_that_failed_before_one_rank_came_counts_on_none(tmp_path: Path) -> None:
+    """Else they would be told to have gone apart, where one is only slow."""
+    body = """
+        step()
+        try:
+            stretto.attach((NotBuilt if rank == 0 else torch.nn.Linear)(2, 1))
+        except (ValueError, stretto.PeerError) as error:
+            print(type(error).__name__)
+        step()
+        time.sleep(8 * rank)
+        step()
+        right()
+    """
+    (code, mine, complaint), (_, theirs, _) = ranks_that_fail_in_attach(tmp_path, body)
+    assert (code, mine, theirs) == (0, "ValueError\n", "PeerError\n"), complaint
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("when", ["in attach", "at its first pass"])
 def test_ranks_that_attach_without_a_word_hear_of_each_other_all_the_same(tmp_path: Path, when: str) -> None:
     body = f"""

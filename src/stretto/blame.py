@@ -99,9 +99,7 @@ def told_of(error: CommunicationError, what: str) -> CommunicationError:
         what: could not be done; begins with the rank and the pass.
     """
     begins = what.partition(",")[0] + ": "
-    if (text := str(error)).startswith(begins):
-        error.args = (f"{what}: {text.removeprefix(begins)}",)
-    return error
+    return type(error)(f"{what}: {str(error).removeprefix(begins)}") if str(error).startswith(begins) else error
 
 
 def crosses(pairs: Iterable[tuple[int, int]]) -> bool:

@@ -48,7 +48,7 @@ class Channel(People):
         """Those of them that were not there yet."""
         self._seats: list[Seat] = []
         self.begun = 0
-        """Models whose attaching has begun, in one order on all ranks."""
+        """Models that all ranks have attached, or that this one attaches now, in one order on all ranks."""
         self.attempts = 0
         """To attach, also those that came to nothing before another rank heard of it."""
         self._lock = threading.Lock()  # the thread reads notes too
@@ -85,8 +85,9 @@ class Channel(People):
         """The number of one to attach: when this rank first comes together with the others, or fails before."""
         if not seat.attempt:
             self.attempts += 1  # right unless this rank was without a handle, and the store is silent now
-            with contextlib.suppress(RuntimeError):
-                self.attempts = self._line.run(lambda store: store.add(f"attempts/{self._rank}", 1), later=True)
+            if self._is_mine() and not self.store_is_gone():
+                with contextlib.suppress(RuntimeError):
+                    self.attempts = self._line.run(lambda store: store.add(f"attempts/{self._rank}", 1), later=True)
             seat.attempt = self.attempts
         return seat.attempt
 
@@ -211,10 +212,11 @@ class Channel(People):
 
     def why_silent(self, rank: int) -> str:
         """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""
-        failed = [note for note in self.notes if note.rank == rank and note.attempt]
-        if not failed or self.person(rank) is not None:
+        told = [note for note in self.notes if note.rank == rank]
+        if not told or not told[-1].attempt or self.person(rank) is not None:
             return super().why_silent(rank)
-        return f"has not come again since it failed ({failed[-1].error.splitlines()[0].rstrip('.')})"
+        error = told[-1].error or "its own log has the error"
+        return f"has not come again since it failed ({error.splitlines()[0].rstrip('.')})"
 
     def ask(self, handle: str) -> dict[int, str]:
         """Ask the others where they are with a handle; returns the key under which each will answer."""

@@ -142,8 +142,12 @@ class Peers:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
                 everyone = gather_by_sums(brought, self._transport, self.wait)
-        except RuntimeError as error:
-            self.fail("what ranks hold could not be gathered", error)
+        except BaseException as error:
+            if self._channel is not None and not self.seat.handle and self._occasion == "attach":
+                self._channel.begun -= 1  # ranks that failed before they came did not count it
+            if isinstance(error, RuntimeError):
+                self.fail("what ranks hold could not be gathered", error)
+            raise
         if not self.seat.handle:
             self._name([told for told, _ in everyone])
         return [other for _, other in everyone]
@@ -291,7 +295,7 @@ class Peers:
             CommunicationError: anything else.
         """
         if isinstance(error, CommunicationError):
-            raise told_of(error, f"{self.where}: {what} over {self._transport.name}")
+            raise told_of(error, f"{self.where}: {what} over {self._transport.name}") from error.__cause__
         try:
             where = self._explain()
         except PeerError as blame:

@@ -628,10 +628,12 @@ def test_after_a_wait_that_was_given_up_nobody_gets_a_wrong_sum(tmp_path: Path, 
         "CommunicationError: rank 0, pass 2: bucket 0 (weight) could not be reduced over shared_memory: not done "
         "within 3 s",
     )
-    again = f"CommunicationError: rank 0: {over}\nStart again, on all ranks.\n"
-    assert later[0].endswith("logs.\n" + 2 * again), later
-    peer = f"PeerError: rank 1: rank 0 cannot go on: {over}\nRemove the cause and start again, on all ranks.\n"
-    assert second == "mean 1.0\n" + ("mean 2.0\n" + 2 * peer if width == 3 else 3 * peer)
+    where = "rank {0}, pass {1}: bucket 0 (weight) could not be reduced over shared_memory: "
+    again = [f"CommunicationError: {where.format(0, n)}{over}\nStart again, on all ranks.\n" for n in (3, 4)]
+    assert later[0].endswith("logs.\n" + "".join(again)), later
+    quoted = f"rank 0 cannot go on: {over}\nRemove the cause and start again, on all ranks.\n"
+    peer = [f"PeerError: {where.format(1, n)}{quoted}" for n in (2, 3, 4)]
+    assert second == "mean 1.0\n" + "".join(["mean 2.0\n", *peer[1:]] if width == 3 else peer)
 
 
 def test_a_rank_that_was_killed_between_number_and_note_silences_nobody() -> None:

@@ -275,6 +275,7 @@ def test_a_group_is_made_anew_after_attaching_has_failed(tmp_path: Path) -> None
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     body = f"""
+        import gc
         sync.detach()
         dist.destroy_process_group()
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}", RANK=str(rank), WORLD_SIZE=str(world))
@@ -283,7 +284,10 @@ def test_a_group_is_made_anew_after_attaching_has_failed(tmp_path: Path) -> None
             if number < 2:
                 try_once()
                 dist.destroy_process_group()
-                time.sleep(0.5 + 0.5 * rank)  # else a rank may meet the store that another has yet to end
+                gc.collect()
+                open(f"{{folder}}/ended{{number}}.{{rank}}", "w")
+                while not os.path.exists(f"{{folder}}/ended{{number}}.{{1 - rank}}"):
+                    time.sleep(0.02)  # else a rank may meet the store that the other has yet to end
         sync = stretto.attach(model)
         step()
         print(sync.statistics.passes)

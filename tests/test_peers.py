@@ -766,7 +766,9 @@ def test_a_rank_that_has_come_again_is_not_said_to_have_failed() -> None:
     assert silent(Note(1, "attach", attempt=2, error="ValueError: no.\nDo this.", leaves=True)) == (
         "has not come again since it failed (ValueError: no)"
     )
-    assert silent(Note(1, "detached", handle="actor", leaves=True)) == "has not come here so far"
+    failed = "has not come again since it failed (ValueError: no)"
+    assert silent(Note(1, "detached", handle="critic", attempt=1, leaves=True)) == failed, "it was attached before"
+    assert silent(Note(1, "detached", handle="actor", attempt=3, leaves=True)) == "has not come here so far"
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])

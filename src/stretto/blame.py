@@ -99,7 +99,12 @@ def told_of(error: CommunicationError, what: str) -> CommunicationError:
         what: could not be done; begins with the rank and the pass.
     """
     begins = what.partition(",")[0] + ": "
-    return type(error)(f"{what}: {str(error).removeprefix(begins)}") if str(error).startswith(begins) else error
+    if not (text := str(error)).startswith(begins):
+        return error
+    told = type(error).__new__(type(error))  # a transport's own may take other arguments, and be raised again
+    told.args = (f"{what}: {text.removeprefix(begins)}",)
+    told.__dict__.update(error.__dict__)
+    return told.with_traceback(error.__traceback__)
 
 
 def crosses(pairs: Iterable[tuple[int, int]]) -> bool:

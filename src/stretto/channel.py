@@ -48,7 +48,7 @@ class Channel(People):
         """Those of them that were not there yet."""
         self._seats: list[Seat] = []
         self.begun = 0
-        """Models that all ranks have attached, or that this one attaches now, in one order on all ranks."""
+        """Models that all ranks have attached, in one order on all of them."""
         self.attempts = 0
         """To attach, also those that came to nothing before another rank heard of it."""
         self._lock = threading.Lock()  # the thread reads notes too
@@ -84,11 +84,13 @@ class Channel(People):
     def count_attempt(self, seat: Seat) -> int:
         """The number of one to attach: when this rank first comes together with the others, or fails before."""
         if not seat.attempt:
-            self.attempts += 1  # right unless this rank was without a handle, and the store is silent now
+            self.attempts = seat.attempt = (
+                self.attempts + 1
+            )  # right unless this rank was without a handle, and the store is silent now
             if self._is_mine() and not self.store_is_gone():
                 with contextlib.suppress(RuntimeError):
-                    self.attempts = self._line.run(lambda store: store.add(f"attempts/{self._rank}", 1), later=True)
-            seat.attempt = self.attempts
+                    number = self._line.run(lambda store: store.add(f"attempts/{self._rank}", 1), later=True)
+                    self.attempts = seat.attempt = number
         return seat.attempt
 
     def catch_up(self, begun: int, attempts: int) -> None:
@@ -104,7 +106,8 @@ class Channel(People):
             return
         self._seats.remove(seat)
         if seat.handle:
-            self.post(Note(self._rank, how, seat.handle, seat.passes, seat.passes, leaves=True))
+            passes = seat.passes
+            self.post(Note(self._rank, how, seat.handle, passes, passes, leaves=True, attempt=seat.attempt))
         if not self._seats and not self.in_one_process:
             self._set(f"who/{self._rank}", "")
             self._stop()
@@ -212,10 +215,10 @@ class Channel(People):
 
     def why_silent(self, rank: int) -> str:
         """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""
-        told = [note for note in self.notes if note.rank == rank]
-        if not told or not told[-1].attempt or self.person(rank) is not None:
+        last = max((note for note in self.notes if note.rank == rank), key=lambda note: note.attempt, default=None)
+        if last is None or not last.attempt or last.handle or self.person(rank) is not None:
             return super().why_silent(rank)
-        error = told[-1].error or "its own log has the error"
+        error = last.error or "its own log has the error"
         return f"has not come again since it failed ({error.splitlines()[0].rstrip('.')})"
 
     def ask(self, handle: str) -> dict[int, str]:
@@ -282,12 +285,16 @@ class Channel(People):
             store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
         return answered
 
+    def counted(self) -> int:
+        """Models that all ranks have attached, and those that this one attaches now."""
+        return self.begun + sum(seat.meets for seat in [*self._seats])
+
     def beside(self) -> dict[str, list[int]]:
         """Progress of all handles, and without a name how many were attached: in one order too, if by one thread."""
         threads = {seat.thread for seat in [*self._seats] if seat.thread}
         if len(threads) > 1 or sum(not thread.daemon for thread in threading.enumerate()) > 1:
             return {}
-        return {"": [self.begun], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
+        return {"": [self.counted()], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
 
     def _where(self, handle: str) -> Answer:
         place = standing(sys._current_frames().get(self.me.thread))

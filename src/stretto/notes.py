@@ -48,7 +48,7 @@ class Note:
     process: str = ""
     """Who wrote it: a rank may be another process by now."""
     attempt: int = 0
-    """To attach, if it is about that: the rank's first is 1."""
+    """To attach, the rank's first is 1: that which the note is about, or by which its handle was attached."""
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Of a process: ``passes`` and ``number`` of each of its handles."""
 

@@ -136,20 +136,18 @@ class Peers:
         self.seat.calls += 1
         try:
             self._come_together(sys._getframe(1))
-            about = (0, 0, None) if (it := self._channel) is None else (it.begun, it.attempts, it.me)
+            about = (0, 0, None) if (it := self._channel) is None else (it.counted(), it.attempts, it.me)
             brought = (self._offer, *about), value
             if self._patience is None:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
                 everyone = gather_by_sums(brought, self._transport, self.wait)
-        except BaseException as error:
-            if self._channel is not None and not self.seat.handle and self._occasion == "attach":
-                self._channel.begun -= 1  # ranks that failed before they came did not count it
-            if isinstance(error, RuntimeError):
-                self.fail("what ranks hold could not be gathered", error)
-            raise
-        if not self.seat.handle:
-            self._name([told for told, _ in everyone])
+            if not self.seat.handle:
+                self._name([told for told, _ in everyone])
+        except RuntimeError as error:
+            self.fail("what ranks hold could not be gathered", error)
+        finally:
+            self.seat.meets = False  # one that came to nothing counts nowhere: some ranks did not come to it
         return [other for _, other in everyone]
 
     def _come_together(self, caller: FrameType) -> None:
@@ -157,7 +155,7 @@ class Peers:
         if (channel := self._channel) is None or self._occasion != "attach":
             return  # of others only those open the channel that wait long
         if not self.seat.handle:
-            channel.begun += 1
+            self.seat.meets = True
             channel.count_attempt(self.seat)
         elif self._patience is not None and channel.can_meet():
             refuse_if_lost(self.where, self.left)

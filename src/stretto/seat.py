@@ -34,6 +34,8 @@ class Seat:
     """Of all handles of this process at the channel, in the order in which they joined."""
     attempt: int = 0
     """Which one of this rank to attach that was; 0 until it comes together with the others."""
+    meets: bool = False
+    """Whether this rank has come together with the others to agree on the name."""
     attached: bool = False
     """Whether this rank has attached."""
     calls: int = 0

@@ -19,10 +19,11 @@ import torch.distributed as dist
 import warm_programs
 
 import stretto
+from stretto.blame import left_early
 from stretto.channel import Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
-from stretto.notes import Note
+from stretto.notes import WAYS_TO_LEAVE, Note
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
@@ -653,6 +654,23 @@ def test_a_rank_that_was_killed_between_number_and_note_silences_nobody() -> Non
     reader.read()
     reader.read()
     assert [note.phase for note in reader.notes] == ["forward", "backward", "ended", "detached"]
+
+
+@pytest.mark.parametrize("how", list(WAYS_TO_LEAVE))
+@pytest.mark.parametrize(("occasion", "passes"), [("attach", 0), ("pass", 4)])
+def test_a_rank_that_has_left_in_peace_is_named_before_one_that_could_not_go_on_without_it(
+    how: str, occasion: str, passes: int
+) -> None:
+    """Which of the two a third rank reads first is chance."""
+    gone = Note(1, how, "actor" if passes else "", passes=3 if passes else None, leaves=True)
+    explained = str(left_early("rank 2, here", occasion, [gone], passes))
+    quoting = Note(2, "waiting", gone.handle, passes=gone.passes, error=f"PeerError: {explained}", leaves=True)
+    unlike = Note(2, "waiting", gone.handle, error="CommunicationError: rank 2, here: rank 3 stays.", leaves=True)
+    for notes in ([gone, quoting], [quoting, gone], [unlike, quoting, gone]):
+        assert str(left_early("rank 2, here", occasion, notes, passes)) == explained
+    assert str(unlike) in str(left_early("rank 2, here", occasion, [gone, unlike], passes))
+    own = Note(0, "forward", gone.handle, error="ValueError: no.", leaves=True)
+    assert str(own) in str(left_early("rank 2, here", occasion, [gone, quoting, own], passes))
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -60,15 +60,18 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
         notes: at least one.
         passes: the number of this rank's pass; 0 before the first.
     """
-    if failed := [note for note in notes if note.failed]:
-        first_hand = [note for note in failed if note.first_hand] or failed[:1]
+    failed = [note for note in notes if note.failed]
+    first_hand = [note for note in failed if note.first_hand]
+    roots = [note for note in notes if not note.failed and any(one.is_for_want_of(note.rank) for one in failed)]
+    if first_hand or (failed and not roots):
+        first_hand = first_hand or failed[:1]
         told = "".join(f"  {note}\n" for note in first_hand)
         ranks = describe_ranks(sorted({note.rank for note in first_hand}))
         return PeerError(
             f"{where}: {ranks} failed and left, so nobody can complete this {occasion}.\n{told}"
             "Remove the cause and start again, on all ranks."
         )
-    note = notes[0]
+    note = (roots or notes)[0]
     how = WAYS_TO_LEAVE[note.phase]
     if note.passes is None or not passes or occasion == "call":
         expected = SAME_CALLS if occasion == "call" else f"Expected every rank to call {EXPECTED[occasion]}."

@@ -671,6 +671,8 @@ def test_a_rank_that_has_left_in_peace_is_named_before_one_that_could_not_go_on_
     assert str(unlike) in str(left_early("rank 2, here", occasion, [gone, unlike], passes))
     own = Note(0, "forward", gone.handle, error="ValueError: no.", leaves=True)
     assert str(own) in str(left_early("rank 2, here", occasion, [gone, quoting, own], passes))
+    caught = Note(2, "waiting", gone.handle, error="PeerError: rank 2: rank 1 cannot go on: no memory.", leaves=True)
+    assert str(caught) in str(left_early("rank 2, here", occasion, [gone, caught], passes)), "it left in peace later"
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -702,6 +704,36 @@ def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -
     with pytest.raises(stretto.CommunicationError) as caught:
         Peers(Broken()).wait_for(Broken(), "bucket 0 (weight)")  # type: ignore[arg-type]
     assert str(caught.value) == text.replace("0:", "0, attach: bucket 0 (weight) could not be reduced over broken:", 1)
+    Broken.store = dist.HashStore()
+    missed = "PeerError: rank 1, pass 4: rank 0 finished after 3 passes (it was detached), so nobody can complete this."
+    Channel(Broken.store, 1, 2).post(Note(1, "backward", error=missed, leaves=True))
+    with pytest.raises(stretto.PeerError, match=re.escape(missed)):  # this rank waits for another model now
+        Peers(Broken()).wait_for(Broken(), "bucket 0 (weight)")  # type: ignore[arg-type]
+
+
+def test_what_the_transport_knows_is_more_than_that_a_rank_has_left_in_peace_since() -> None:
+    """Its program has caught the error, and ended with code 0."""
+
+    class Told:
+        rank, world_size, patience, name, store = 0, 2, 10.0, "told", dist.HashStore()
+        text = "rank 0: rank 1 cannot go on: No space left on device.\nStart again, on all ranks."
+
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self, timeout: object = None) -> None:
+            raise stretto.PeerError(self.text)
+
+        def dead(self) -> list[tuple[int, int]]:
+            return []
+
+    Channel(Told.store, 1, 2).post(Note(1, "ended", leaves=True))
+    with pytest.raises(stretto.PeerError) as caught:
+        Peers(Told()).wait(Told())  # type: ignore[arg-type]
+    assert str(caught.value) == Told.text
+    Told.text = "rank 0: rank 1 (pid 77) has closed its end."
+    with pytest.raises(stretto.PeerError, match="rank 1 has left \\(its process has ended\\), so nobody can complete"):
+        Peers(Told()).wait(Told())  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_another_process_by_now_is_heard() -> None:
@@ -798,6 +830,69 @@ def test_attempts_are_counted_alike_by_a_rank_that_was_without_a_handle(tmp_path
         channel.catch_up(0, others)
         channel.catch_up(0, 1)
     assert Channel(store, 0, 2).count_attempt(Seat()) == 7
+
+
+@pytest.mark.parametrize("step", ["store_is_gone", "_counted_before", "_set"])
+def test_an_attempt_that_is_interrupted_while_it_is_counted_is_counted_once(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    assert Channel(store, 0, 2).count_attempt(Seat()) == 1
+    channel, seat = Channel(store, 0, 2), Seat()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            channel.count_attempt(seat)
+    assert channel.count_attempt(seat) == channel.count_attempt(seat) == seat.attempt == 2, "as it is told"
+    assert channel.count_attempt(Seat()) == 3
+    assert Channel(store, 0, 2).count_attempt(Seat()) == 4
+
+
+def test_a_model_that_gets_its_name_is_never_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank may be asked for its count just then."""
+    counts: list[int] = []
+    catch_up = Channel.catch_up
+
+    def look(channel: Channel, begun: int, attempts: int) -> None:
+        catch_up(channel, begun, attempts)
+        counts.append(channel.counted())
+
+    monkeypatch.setattr(Channel, "catch_up", look)
+    run_ranks(lambda transport: stretto.attach(torch.nn.Linear(2, 1), transport=transport), 2)
+    assert counts == [1, 1]
+
+
+def test_what_a_transport_raises_is_told_with_the_pass_and_keeps_its_cause() -> None:
+    class Broken:
+        rank, world_size, patience, name, store = 0, 2, 10.0, "broken", dist.HashStore()
+
+    class OddError(stretto.CommunicationError):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"rank 0: {one} is not {two}")
+            self.two = two
+
+    def told(hidden: bool) -> OddError:
+        with pytest.raises(OddError) as caught:
+            try:
+                try:
+                    raise KeyError("root")
+                except KeyError:
+                    odd = OddError(1, 2)
+                    odd.__suppress_context__ = hidden
+                    raise odd  # noqa: B904
+            except OddError as error:
+                Peers(Broken()).fail("it", error)  # type: ignore[arg-type]
+        return caught.value
+
+    error = told(hidden=False)
+    assert (str(error), error.two) == ("rank 0, attach: it over broken: 1 is not 2", 2)
+    assert isinstance(error.__cause__, KeyError)
+    hidden = told(hidden=True)
+    assert hidden.__cause__ is None and hidden.__suppress_context__
 
 
 def test_a_thread_rank_that_does_not_come_is_named_with_its_place() -> None:

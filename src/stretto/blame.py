@@ -62,7 +62,7 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
     """
     failed = [note for note in notes if note.failed]
     first_hand = [note for note in failed if note.first_hand]
-    roots = [note for note in notes if not note.failed and any(one.is_for_want_of(note.rank) for one in failed)]
+    roots = [note for note in notes if not note.failed and any(one.is_for_absence_of(note.rank) for one in failed)]
     if first_hand or (failed and not roots):
         first_hand = first_hand or failed[:1]
         told = "".join(f"  {note}\n" for note in first_hand)

@@ -48,7 +48,7 @@ class Channel(People):
         """Those of them that were not there yet."""
         self._seats: list[Seat] = []
         self.begun = 0
-        """Models that all ranks have attached, in one order on all of them."""
+        """Models for which all ranks have agreed on a name, in one order on all of them."""
         self.attempts = 0
         """To attach, also those that came to nothing before another rank heard of it."""
         self._lock = threading.Lock()  # the thread reads notes too
@@ -82,16 +82,23 @@ class Channel(People):
             self._line.lookout = Lookout(self, self._line)  # last: it may not be had, and the end tells that
 
     def count_attempt(self, seat: Seat) -> int:
-        """The number of one to attach: when this rank first comes together with the others, or fails before."""
+        """The number of one to attach: when this rank first comes together with the others, or fails before.
+
+        Whoever was interrupted here calls it again: nothing is counted twice.
+        """
         if not seat.attempt:
-            self.attempts = seat.attempt = (
-                self.attempts + 1
-            )  # right unless this rank was without a handle, and the store is silent now
-            if self._is_mine() and not self.store_is_gone():
-                with contextlib.suppress(RuntimeError):
-                    number = self._line.run(lambda store: store.add(f"attempts/{self._rank}", 1), later=True)
-                    self.attempts = seat.attempt = number
+            seat.attempt = max(self.attempts, self._counted_before()) + 1
+        self.attempts = max(self.attempts, seat.attempt)
+        self._set(f"attempts/{self._rank}", str(self.attempts))
         return seat.attempt
+
+    def _counted_before(self) -> int:
+        """Attempts of this rank so far, which may have been without a handle since; 0 where the store is silent."""
+        key = f"attempts/{self._rank}"
+        if not self.store_is_gone():
+            with contextlib.suppress(RuntimeError):
+                return self._line.run(lambda store: int(store.get(key)) if store.check([key]) else 0)
+        return 0
 
     def catch_up(self, begun: int, attempts: int) -> None:
         """Another rank counts so many: one without a handle for a while may count anew, and one may fail alone."""
@@ -286,7 +293,7 @@ class Channel(People):
         return answered
 
     def counted(self) -> int:
-        """Models that all ranks have attached, and those that this one attaches now."""
+        """Models for which all ranks have agreed on a name, and those for which this one is about to."""
         return self.begun + sum(seat.meets for seat in [*self._seats])
 
     def beside(self) -> dict[str, list[int]]:

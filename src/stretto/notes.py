@@ -68,9 +68,13 @@ class Note:
         return not self.handle and not self.attempt
 
     def is_for_want_of(self, rank: int) -> bool:
-        """Whether it failed since that rank could not go on, or had left, which knows more of it."""
-        ways = ("cannot go on", "has left (", "finished after")
-        return not self.first_hand and any(f"rank {rank} {how}" in self.error for how in ways)
+        """Whether it failed since that rank could not go on, which knows more of it."""
+        return not self.first_hand and f"rank {rank} cannot go on" in self.error
+
+    def is_for_absence_of(self, rank: int) -> bool:
+        """Whether it failed since that rank had left in peace, which is all that there is to tell."""
+        ways = (f"rank {rank} has left (", f"rank {rank} finished after")
+        return not self.first_hand and any(how in self.error for how in ways)
 
     def about(self, handle: str) -> Note:
         """The same for one handle."""

@@ -178,6 +178,7 @@ class Peers:
             self.fail("what ranks hold could not be gathered", error)
 
     def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
+        self.seat.meets = False  # it is counted among those that have a name now
         self.seat.handle = told[0][0]
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
@@ -261,7 +262,7 @@ class Peers:
         try:
             return done_within(work, seconds)
         except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
-            self._look_for_blame(own=not isinstance(error, PeerError))
+            self._look_for_blame(own=not isinstance(error, PeerError), by_itself="cannot go on" in str(error))
             if isinstance(error, CallsDifferError):
                 raise CommunicationError(f"{self.where}: {error}.\n{SAME_CALLS}") from None
             raise
@@ -293,7 +294,8 @@ class Peers:
             CommunicationError: anything else.
         """
         if isinstance(error, CommunicationError):
-            raise told_of(error, f"{self.where}: {what} over {self._transport.name}") from error.__cause__
+            cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+            raise told_of(error, f"{self.where}: {what} over {self._transport.name}") from cause
         try:
             where = self._explain()
         except PeerError as blame:
@@ -311,11 +313,11 @@ class Peers:
         self._look_for_blame(own=True)
         return places(self._transport.rank, self._channel, self._channel.gather(self.seat.handle, 2.5)) + ".\n"
 
-    def _look_for_blame(self, *, own: bool = False) -> None:
+    def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
         until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
         while True:
-            blame, _ = self._blame(own=own)
+            blame, _ = self._blame(own=own, by_itself=by_itself)
             if blame is not None:
                 raise blame from None
             if time.monotonic() >= until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,9 +21,10 @@ import warm_programs
 
 import stretto
 from stretto.blame import left_early
-from stretto.channel import Channel
+from stretto.channel import LINGER_SECONDS, Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
+from stretto.line import POLL_SECONDS
 from stretto.notes import WAYS_TO_LEAVE, Note
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
@@ -819,6 +821,24 @@ def test_a_rank_that_has_come_again_is_not_said_to_have_failed() -> None:
     failed = "has not come again since it failed (ValueError: no)"
     assert silent(Note(1, "detached", handle="critic", attempt=1, leaves=True)) == failed, "it was attached before"
     assert silent(Note(1, "detached", handle="actor", attempt=3, leaves=True)) == "has not come here so far"
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_a_store_whose_rank_has_told_its_last_words_is_left_alone(words: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes soon: torch would print a stack for a look in just that moment. Until then, last words can be told."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    below, looks = dist.PrefixStore("stretto", store), []
+    here, host, before = Channel(store, 1, 2), Channel(store, 0, 2), Channel(store, 0, 2)
+    before.me = dataclasses.replace(before.me, name="another process, that was rank 0")
+    below.set("who/0", json.dumps(dataclasses.asdict(host.me)))
+    (host if words else before).post(Note(0, "ended", leaves=True))
+    here.watch(below, lambda: looks.append("again") or len(looks) > 2)
+    assert looks == ["again"] * (1 if words else 3)
+    here.post(Note(1, "ended"))
+    assert [note.phase for note in (host.read(), host.notes)[1]] == ["ended"] * 2
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + LINGER_SECONDS - POLL_SECONDS + 0.1)
+    assert here.store_is_gone() is words
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])

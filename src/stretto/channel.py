@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ from types import FrameType
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
-from .line import Lookout
+from .line import POLL_SECONDS, Lookout
 from .notes import Note, last_words
 from .people import People
 from .seat import Answer, Seat
@@ -177,6 +178,14 @@ class Channel(People):
                 if store.check([key := f"note/{number}"]):
                     self.notes.append(Note(**json.loads(store.get(key))))
                     self._missing.discard(number)
+                    self._look_for_end(self.notes[-1], store)
+
+    def _look_for_end(self, note: Note, store: Store) -> None:
+        """Whether these are the last words of the process that has the store."""
+        if note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
+            host = self.person(0, store)  # it may be another process by now
+            if host is not None and host.name == note.process:
+                self._goes_at = time.monotonic() + LINGER_SECONDS - POLL_SECONDS  # they may be so old already
 
     def told(self, seat: Seat) -> list[Note]:
         """What was read about a handle, and about the processes that ranks are now; this rank's own too."""
@@ -277,7 +286,8 @@ class Channel(People):
                 raise
             except RuntimeError:
                 pass  # it was silent for longer than it may be asked, and may answer again
-            if is_over() or self.store_is_gone():
+            # A look in the moment in which it goes would print a stack from C++.
+            if self._goes_at < math.inf or is_over() or self.store_is_gone():
                 return
 
     def _look(self, store: Store, answered: int | None) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import time
 from collections.abc import Sequence
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -29,6 +31,8 @@ class People:
         self._rank = rank
         self._world_size = world_size
         self._people: dict[int, Person] = {}
+        self._goes_at = math.inf
+        """When the store goes, by ``time.monotonic()``, if rank 0 has it and has told its last words."""
 
     def others(self) -> list[int]:
         """All ranks but this one."""
@@ -61,7 +65,7 @@ class People:
         """Whether the store's server is known to have ended, as with rank 0; calls would print warnings from C++."""
         host = self._people.get(0)
         with_rank_0 = self._rank != 0 and self.rank_0_has_store() and host is not None and host.is_dead()
-        return self._line.has_gone or with_rank_0
+        return self._line.has_gone or with_rank_0 or time.monotonic() > self._goes_at
 
     def rank_0_has_store(self) -> bool:
         """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""

@@ -542,6 +542,39 @@ def test_an_optimizer_is_sharded_over_layers_of_which_no_backward_knows(
             assert all(torch.equal(one, other) for one, other in zip(mine, plain, strict=True))
 
 
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_a_layer_that_was_replaced_stays_in_its_group_and_the_new_one_gets_another(keep_grads: bool) -> None:
+    """As torch has it: what the module has no more gets no gradient, and keeps its state."""
+
+    def worker(transport: Any) -> list[Any]:
+        found = []
+        for sharded in (True, False):
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+            for number, parameter in enumerate(model.parameters(), 1):
+                torch.nn.init.constant_(parameter, 0.1 * number)
+            sync = stretto.attach(model, transport=transport)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            if sharded:
+                optimizer = stretto.shard(optimizer, sync, keep_grads=keep_grads)
+            for step in range(6):
+                if step == 2:
+                    model[1] = torch.nn.Linear(3, 4)
+                    for parameter in model[1].parameters():
+                        torch.nn.init.ones_(parameter)
+                    optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 0.02})
+                optimizer.zero_grad()
+                model(torch.full((1, 3), transport.rank + step + 1.0)).sum().backward()
+                optimizer.step()
+            state = optimizer.state_dict()
+            found.append([[one.detach().clone() for one in model.parameters()], state if transport.rank == 0 else {}])
+            sync.detach()
+        return found
+
+    for carrier in (run_ranks, shared):
+        for mine, plain in carrier(worker, 2):
+            torch.testing.assert_close(mine, plain, rtol=0, atol=0)
+
+
 EDITS = {
     "clear": lambda one, parameter: one.state.clear(),
     "assigned": lambda one, parameter: setattr(one, "state", {}),

@@ -21,12 +21,19 @@ def all_reduced(reducer: Reducer) -> list[torch.nn.Parameter]:
 
 
 def refuse_others(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Iterable[torch.Tensor], where: str
+    optimizer: torch.optim.Optimizer,
+    module: torch.nn.Module,
+    parameters: Iterable[torch.Tensor],
+    where: str,
+    first_group: int = 0,
 ) -> None:
-    """Raise if the optimizer steps a parameter that is not of the module, or is trained and not among these."""
+    """Raise if the optimizer steps a parameter that is not of the module, or is trained and not among these.
+
+    Groups before the first have been looked at: what of them the module has replaced since gets no gradient any more.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     reduced = {id(parameter) for parameter in parameters}
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizer.param_groups[first_group:], first_group):
         for place, one in enumerate(group["params"]):
             if id(one) not in names or (one.requires_grad and id(one) not in reduced):
                 who = names.get(id(one), f"parameter {place} of group {number}, {tuple(one.shape)},")

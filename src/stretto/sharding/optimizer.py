@@ -177,7 +177,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         try:
             refuse_taken(self.original, self._module, self.beside - {self}, self._where)
             if self._shares is not None:
-                refuse_others(self.original, self._module, self._shares.reduced, self._where)
+                new = len(self.original.param_groups) - 1
+                refuse_others(self.original, self._module, self._shares.reduced, self._where, new)
                 refuse_twins(self.original, self._module, self._where)
         except BaseException:
             self.original.param_groups.pop()

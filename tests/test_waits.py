@@ -165,6 +165,49 @@ def ranks_that_fail_in_attach(folder: Path, body: str, **how):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("meeting", ["file", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_a_rank_that_waited_in_attach_for_one_that_failed_there_tries_again(
+    tmp_path: Path, meeting: str, transport: str
+) -> None:
+    """What it had sent would meet something else of the other's second try, and Gloo would end both."""
+    body = f"""
+        sync.detach()
+        if rank == 1:
+            time.sleep(1)
+            try_once()
+            time.sleep(4)
+        else:
+            told(lambda: stretto.attach(model, transport={transport!r}))
+        sync = stretto.attach(model, transport={transport!r})
+        step()
+        right()
+    """
+    (code, mine, _), other = ranks_that_fail_in_attach(tmp_path, body, transport=transport, meeting=meeting)
+    assert within(mine, "PeerError", 6) == QUOTED.format(
+        0, "attach: ValueError: not built yet (train.py:LINE in named_parameters)"
+    )
+    assert code == 0 and other == (0, "", "")
+
+
+@pytest.mark.ranks
+def test_a_rank_that_has_given_up_waiting_in_attach_is_met_when_it_comes_again(tmp_path: Path) -> None:
+    body = """
+        sync.detach()
+        if rank == 1:
+            time.sleep(5)
+        else:
+            told(lambda: stretto.attach(model))
+        sync = stretto.attach(model)
+        step()
+        right()
+    """
+    (code, mine, _), (other, *_) = ranks(tmp_path, body, patience=2.0)
+    assert "not done within 2 s" in mine and "rank 1 has not come here so far" in mine
+    assert code == other == 0
+
+
+@pytest.mark.ranks
 def test_one_rank_alone_has_failed_in_attach_and_later_the_other_does(tmp_path: Path) -> None:
     """Attempts to attach are counted alike on all ranks, however many each of them has made."""
     body = """

@@ -215,12 +215,13 @@ class Channel(People):
         """This rank comes to a collective call. When the word is complete, the others have come too, and say what to.
 
         Args:
-            seat: of a handle that has a name: what is written of one without could be another's, in a store that was
-                used before.
+            seat: of a handle. To agree on its name, if it has none, ranks come to where they stay until they ``go``:
+                all have come by then, or this rank has given up, and may come again.
             caller: what is called, and where.
             meanwhile: called while it is waited for.
         """
-        keys = [f"call/{seat.handle}/{seat.calls}/{rank}" for rank in range(self._world_size)]
+        call = f"call/{seat.handle}/{seat.calls}" if seat.handle else "here"
+        keys = [f"{call}/{rank}" for rank in range(self._world_size)]
         site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
         said = f"{site} {standing(caller)}"
         with contextlib.suppress(Silent):
@@ -228,6 +229,12 @@ class Channel(People):
         with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
             self._line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self._rank}")
         return Word(self._line, *keys, meanwhile=meanwhile)  # type: ignore[arg-type]  # it has a store's methods
+
+    def go(self) -> None:
+        """See ``come``. Harmless to one that has not come."""
+        if self.can_meet():
+            with contextlib.suppress(RuntimeError):  # some stores cannot forget
+                self._line.run(lambda store: store.delete_key(f"here/{self._rank}"), later=True)
 
     def why_silent(self, rank: int) -> str:
         """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""

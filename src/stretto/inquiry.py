@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from .blame import apart, crosses, elsewhere
@@ -34,6 +35,15 @@ class Inquiry:
         self._seat = seat
         self._asked: dict[int, str] | None = None
         self._after = ASK_SECONDS
+        self._quoted: set[str] = set()
+
+    def failed_in_forward(self, notes: Iterable[Note]) -> Iterator[Note]:
+        """What awaited ranks tell of a forward of this pass that failed there, once. They may go on, or end."""
+        for note in notes:
+            if note.phase == "forward" and not note.leaves and note.number == self._seat.passes:
+                if str(note) not in self._quoted:
+                    yield note
+                self._quoted.add(str(note))
 
     def go_on(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
         """Ask, or look for answers; those that there are, once, when all are there or should be. Does not block.

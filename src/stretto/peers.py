@@ -134,6 +134,7 @@ class Peers:
             CommunicationError: it will never be done.
         """
         self.seat.calls += 1
+        has_name = bool(self.seat.handle)
         try:
             self._come_together(sys._getframe(1))
             about = (0, 0, None) if (it := self._channel) is None else (it.counted(), it.attempts, it.me)
@@ -142,12 +143,14 @@ class Peers:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
                 everyone = gather_by_sums(brought, self._transport, self.wait)
-            if not self.seat.handle:
+            if not has_name:
                 self._name([told for told, _ in everyone])
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
         finally:
             self.seat.meets = False  # one that came to nothing counts nowhere: some ranks did not come to it
+            if not has_name and self._channel is not None:
+                self._channel.go()
         return [other for _, other in everyone]
 
     def _come_together(self, caller: FrameType) -> None:
@@ -157,16 +160,17 @@ class Peers:
         if not self.seat.handle:
             self.seat.meets = True
             channel.count_attempt(self.seat)
-        elif self._patience is not None and channel.can_meet():
-            refuse_if_lost(self.where, self.left)
-            try:
-                self.wait(word := channel.come(self.seat, caller, functools.partial(self.flush, 0.0)))
+        if self._patience is None or not channel.can_meet():
+            return
+        refuse_if_lost(self.where, self.left)
+        try:
+            self.wait(word := channel.come(self.seat, caller, functools.partial(self.flush, 0.0)))
+            if self.seat.handle:
                 refuse_other_calls(self.where, word.said())
-            except CommunicationError:
-                raise
-            except BaseException as error:  # Ctrl-C, say: the others wait in vain, and would meet another call here
+        except BaseException as error:  # Ctrl-C, say: the others wait in vain, and would meet another call here
+            if self.seat.handle and not isinstance(error, CommunicationError):
                 self.tell_failed("waiting", error, leaves=True)
-                raise
+            raise
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
@@ -243,13 +247,13 @@ class Peers:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
         self._open()
         inquiry, suspected = Inquiry(self.seat), False
-        quoted: set[str] = set()
         while True:
             blame, sure = self._blame(by_itself=getattr(work, "goes_on_by_itself", False))
             if blame is not None and (sure or suspected):
                 raise blame
             suspected = blame is not None  # it may have done all that was to be done before it left
-            self._quote(quoted)
+            for note in inquiry.failed_in_forward(self._notes()):
+                log.warning("%s: this rank waits, since forward has failed on another.\n  %s", self.where, note)
             waited = time.monotonic() - began
             if waited > patience:
                 return False
@@ -275,14 +279,6 @@ class Peers:
             self.tell_failed("waiting", error, leaves=True)
             raise
         log.warning("%s: %s.", self.where, places(self._transport.rank, channel, told, waited))
-
-    def _quote(self, quoted: set[str]) -> None:
-        """Log what ranks that are awaited tell of a forward that failed there: they may go on, or end."""
-        for note in self._notes():
-            if note.phase == "forward" and not note.leaves and note.number == self.seat.passes:
-                if str(note) not in quoted:
-                    log.warning("%s: this rank waits, since forward has failed on another.\n  %s", self.where, note)
-                quoted.add(str(note))
 
     # Explaining
 

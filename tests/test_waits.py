@@ -191,6 +191,24 @@ def test_a_rank_that_waited_in_attach_for_one_that_failed_there_tries_again(
 
 
 @pytest.mark.ranks
+def test_whoever_has_attached_finds_nobody_of_that_where_the_next_begins(tmp_path: Path) -> None:
+    body = """
+        from stretto.channel import Channel
+        sync.detach()
+        go, catch_up = Channel.go, Channel.catch_up
+        def look(channel, *counts):
+            print([channel._line.check([f"here/{one}"]) for one in range(world)])
+            catch_up(channel, *counts)
+        if rank == 1:
+            Channel.go = lambda channel: (time.sleep(0.5), go(channel))
+        else:
+            Channel.catch_up = look
+        sync = stretto.attach(model)
+    """
+    assert ranks(tmp_path, body)[0] == (0, "[False, False]\n", "")
+
+
+@pytest.mark.ranks
 def test_a_rank_that_has_given_up_waiting_in_attach_is_met_when_it_comes_again(tmp_path: Path) -> None:
     body = """
         sync.detach()

@@ -142,15 +142,15 @@ class Peers:
             if self._patience is None:
                 everyone: list[Any] = self._transport.all_gather_object(brought)
             else:
-                everyone = gather_by_sums(brought, self._transport, self.wait)
+                everyone = gather_by_sums(brought, self._transport, self.wait if has_name else self._go)
             if not has_name:
                 self._name([told for told, _ in everyone])
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
         finally:
             self.seat.meets = False  # one that came to nothing counts nowhere: some ranks did not come to it
-            if not has_name and self._channel is not None:
-                self._channel.go()
+            if not has_name:
+                self._go()
         return [other for _, other in everyone]
 
     def _come_together(self, caller: FrameType) -> None:
@@ -171,6 +171,13 @@ class Peers:
             if self.seat.handle and not isinstance(error, CommunicationError):
                 self.tell_failed("waiting", error, leaves=True)
             raise
+
+    def _go(self, work: Work | None = None) -> None:
+        """Behind the first of two messages all have come; whoever is done with the second finds that all have gone."""
+        if work is not None:
+            self.wait(work)
+        if self._channel is not None:
+            self._channel.go()
 
     def all_equal(self, fingerprint: str) -> bool:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
@@ -223,10 +230,8 @@ class Peers:
             if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
                 return
             if patience is None and (break_off := getattr(self._transport, "break_off", None)) is not None:
-                told = (
-                    f"rank {self._transport.rank}: {self.seat.when(self._occasion)} was not done within {limit:.0f} s"
-                )
-                break_off(f"{told}\nStart again, on all ranks.")
+                rank, when = self._transport.rank, self.seat.when(self._occasion)
+                break_off(f"rank {rank}: {when} was not done within {limit:.0f} s\nStart again, on all ranks.")
             raise RuntimeError(f"not done within {limit:.0f} s")
         except BaseException:  # Ctrl-C too: others may wait for something else, and live on
             abandon(self._transport, work)
@@ -326,9 +331,8 @@ class Peers:
 
     def _notes(self) -> list[Note]:
         """Those of the other ranks, as read so far."""
-        if self._channel is None:
-            return []
-        return [note for note in self._channel.told(self.seat) if note.rank != self._transport.rank]
+        told = [] if self._channel is None else self._channel.told(self.seat)
+        return [note for note in told if note.rank != self._transport.rank]
 
     def _blame(self, *, by_itself: bool = False, own: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`."""

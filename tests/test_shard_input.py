@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 import threading
 from collections.abc import Callable
@@ -201,6 +202,31 @@ def test_what_is_refused_leaves_all_as_it_was(ask: Callable[..., None], run: Cal
 
     texts = REFUSED[ask]
     assert run(worker, 2) == [texts[min(rank, len(texts) - 1)].format(rank) for rank in range(2)]
+
+
+def test_what_fails_on_one_rank_for_a_reason_of_its_own_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that catches it and goes on would be waited for, and nobody would hear of the cause."""
+    begin = importlib.import_module("stretto.sharding.begin")
+    kind_of, poor = begin.kind_of, ["rank 1"]
+
+    def fails_once(*arguments: Any) -> Any:
+        if threading.current_thread().name in poor:
+            poor.clear()
+            raise MemoryError("no room")
+        return kind_of(*arguments)
+
+    monkeypatch.setattr(begin, "kind_of", fails_once)
+
+    def worker(transport: Any) -> str:
+        model = Two()
+        sync = stretto.attach(model, transport=transport)
+        with pytest.raises((stretto.SetupError, MemoryError)) as caught:
+            stretto.shard(adam(model), sync)
+        train(model, stretto.shard(adam(model), sync), transport.rank)
+        return str(caught.value)
+
+    told = "rank 0, shard: the optimizer cannot be sharded on rank 1.\n  MemoryError: no room"
+    assert run_ranks(worker, 2, timeout=10) == [told, "no room"]
 
 
 def test_parameters_have_one_optimizer() -> None:

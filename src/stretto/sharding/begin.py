@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 
 from ..errors import CommunicationError, ModelMismatchError, SetupError, StrettoError
+from ..notes import text_of
 from ..options import truth
 from ..peers import Peers
 from ..reducer import Reducer
@@ -62,19 +63,18 @@ def begin(
         reduced = [one for one in module.parameters() if one.requires_grad]
         refuse_others(optimizer, module, reduced, "shard")
         return ShardedOptimizer(optimizer, module, None, beside, "shard")
-    kind, problem = Kind.ELEMENTWISE, None
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, others, where), where)
         refuse_others(optimizer, module, all_reduced(reducer), where)
         refuse_twins(optimizer, module, where)
-    except StrettoError as error:
-        problem = error
-    told = peers.gather((problem and str(problem), [] if problem else [asked, *_facts(optimizer, module)]))
-    if problem is not None:
-        raise problem
+        own = _facts(optimizer, module)
+    except Exception as error:  # whatever it is: the other ranks are to hear of it
+        peers.gather((str(error) if isinstance(error, StrettoError) else text_of(error), []))
+        raise
+    told = peers.gather(("", [asked, *own]))
     for rank, (theirs, stated) in enumerate(told):
-        if theirs is not None:
+        if theirs:
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if stated != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, stated, told[0][1])}\nBuild the same on all ranks.")

@@ -677,6 +677,16 @@ def test_a_rank_that_has_left_in_peace_is_named_before_one_that_could_not_go_on_
     assert str(caught) in str(left_early("rank 2, here", occasion, [gone, caught], passes)), "it left in peace later"
 
 
+def test_a_rank_that_left_amid_a_pass_has_had_as_many_batches() -> None:
+    """It has caught what failed there, a timeout say, and ended by sys.exit(1), of which Python is silent."""
+    gone = Note(0, "ended", "actor", passes=6, leaves=True)
+    assert str(left_early("rank 1, pass 6", "pass", [gone], 6)) == (
+        "rank 1, pass 6: rank 0 has left (its process has ended), so nobody can complete this pass, which it had "
+        "begun.\nLook at the first error in its log: it may have failed here, and caught that."
+    )
+    assert "rank 0 finished after 6 passes" in str(left_early("rank 1, pass 7", "pass", [gone], 7))
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -> None:
     """The other failed for want of this rank, which alone knows the cause; its process may have ended by that."""

@@ -78,6 +78,11 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
         return PeerError(
             f"{where}: rank {note.rank} has left ({how}), so nobody can complete this {occasion}.\n{expected}"
         )
+    if note.passes >= passes:  # so it has had as many batches
+        return PeerError(
+            f"{where}: rank {note.rank} has left ({how}), so nobody can complete this pass, which it had begun.\n"
+            "Look at the first error in its log: it may have failed here, and caught that."
+        )
     return PeerError(
         f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
         "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ..."

@@ -63,21 +63,23 @@ def begin(
         reduced = [one for one in module.parameters() if one.requires_grad]
         refuse_others(optimizer, module, reduced, "shard")
         return ShardedOptimizer(optimizer, module, None, beside, "shard")
+    kind, stated, problem = Kind.ELEMENTWISE, list[object](), None
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, others, where), where)
         refuse_others(optimizer, module, all_reduced(reducer), where)
         refuse_twins(optimizer, module, where)
-        own = _facts(optimizer, module)
+        stated = [asked, *_facts(optimizer, module)]
     except Exception as error:  # whatever it is: the other ranks are to hear of it
-        peers.gather((str(error) if isinstance(error, StrettoError) else text_of(error), []))
-        raise
-    told = peers.gather(("", [asked, *own]))
-    for rank, (theirs, stated) in enumerate(told):
+        problem = error
+    told = peers.gather((str(problem) if isinstance(problem, StrettoError) else text_of(problem), stated))
+    if problem is not None:
+        raise problem
+    for rank, (theirs, other) in enumerate(told):
         if theirs:
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
-        if stated != told[0][1]:
-            raise ModelMismatchError(f"{where}: {_difference(rank, stated, told[0][1])}\nBuild the same on all ranks.")
+        if other != told[0][1]:
+            raise ModelMismatchError(f"{where}: {_difference(rank, other, told[0][1])}\nBuild the same on all ranks.")
     if elsewhere := [
         name for name, one in _stepped(optimizer, module).items() if one.is_cpu and one.untyped_storage().is_shared()
     ]:

@@ -849,6 +849,7 @@ def test_a_store_whose_rank_has_told_its_last_words_is_left_alone(words: bool, m
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + LINGER_SECONDS - POLL_SECONDS + 0.1)
     assert here.store_is_gone() is words
+    assert not host.store_is_gone(), "its own, in which it waits for the last words of others"
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])

@@ -749,6 +749,27 @@ def test_a_word_in_a_store() -> None:
     assert word.take() == NOBODY and store.num_keys() == 0
 
 
+def test_a_word_that_is_waited_for_in_slices_is_asked_for_more_rarely_with_time() -> None:
+    class Asked:
+        times = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.times += 1
+            return False
+
+    word = Word(store := Asked(), "key")  # type: ignore[arg-type]
+
+    def wait(seconds: float) -> None:
+        with pytest.raises(RuntimeError, match="no answer"):
+            word.wait(timedelta(seconds=seconds))
+
+    for _ in range(3):
+        wait(0.2)
+    store.times = 0
+    wait(0.3)
+    assert store.times < 9, "with many ranks, each asks rank 0 for all"
+
+
 def test_threads_and_processes_of_a_host_read_one_clock() -> None:
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(identity()))

@@ -213,15 +213,38 @@ def test_a_rank_that_has_given_up_waiting_in_attach_is_met_when_it_comes_again(t
     body = """
         sync.detach()
         if rank == 1:
-            time.sleep(5)
+            time.sleep(3)  # rank 0 looks for the cause then
         else:
             told(lambda: stretto.attach(model))
-        sync = stretto.attach(model)
+            time.sleep(2)
+        for _ in range(5):
+            try:
+                sync = stretto.attach(model)
+            except stretto.CommunicationError:
+                continue
+            break
         step()
         right()
     """
     (code, mine, _), (other, *_) = ranks(tmp_path, body, patience=2.0)
-    assert "not done within 2 s" in mine and "rank 1 has not come here so far" in mine
+    assert "not done within 2 s" in mine
+    assert code == other == 0
+
+
+@pytest.mark.ranks
+def test_a_first_pass_that_is_tried_again_counts_as_one(tmp_path: Path) -> None:
+    """The handle has no name before its first pass, since nothing was exchanged."""
+    body = """
+        sync.detach()
+        sync = stretto.attach(model, transport="process_group", init_sync=False)
+        if rank == 0:
+            told(step)
+        time.sleep(4 * rank)
+        step()
+        sync.check()
+    """
+    (code, mine, _), (other, *_) = ranks(tmp_path, body, patience=3.0)
+    assert "not done within 3 s" in mine
     assert code == other == 0
 
 

@@ -182,7 +182,7 @@ class Channel(People):
 
     def _look_for_end(self, note: Note, store: Store) -> None:
         """Whether these are the last words of the process that has the store."""
-        if note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
+        if self._rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
             host = self.person(0, store)  # it may be another process by now
             if host is not None and host.name == note.process:
                 self._goes_at = time.monotonic() + LINGER_SECONDS - POLL_SECONDS  # they may be so old already

@@ -168,7 +168,9 @@ class Peers:
             if self.seat.handle:
                 refuse_other_calls(self.where, word.said())
         except BaseException as error:  # Ctrl-C, say: the others wait in vain, and would meet another call here
-            if self.seat.handle and not isinstance(error, CommunicationError):
+            if not self.seat.handle:
+                channel.go()  # at once: to find out why takes seconds, in which another would find this rank here
+            elif not isinstance(error, CommunicationError):
                 self.tell_failed("waiting", error, leaves=True)
             raise
 
@@ -176,7 +178,7 @@ class Peers:
         """Behind the first of two messages all have come; whoever is done with the second finds that all have gone."""
         if work is not None:
             self.wait(work)
-        if self._channel is not None:
+        if self._channel is not None and self._occasion == "attach":
             self._channel.go()
 
     def all_equal(self, fingerprint: str) -> bool:
@@ -190,7 +192,7 @@ class Peers:
 
     def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
         self.seat.meets = False  # it is counted among those that have a name now
-        self.seat.handle = told[0][0]
+        self.seat.handle, self.seat.calls = told[0][0], 1  # some may have tried before
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
             channel.catch_up(max(begun for _, begun, _, _ in told), max(attempts for _, _, attempts, _ in told))
@@ -215,8 +217,7 @@ class Peers:
 
         Args:
             work: to wait for.
-            patience: seconds that it may take at most, where it is not the transport's; default, what the transport
-                says, and when they are over it is broken off.
+            patience: seconds that it may take at most; default, the transport's, behind which it is broken off.
 
         Raises:
             PeerError: it will never be done.
@@ -345,6 +346,5 @@ class Peers:
         left = [note for note in self._notes() if note.leaves]
         excused = {note.rank for note in left if own and note.is_for_want_of(self._transport.rank)}
         left, dead = [one for one in left if one.rank not in excused], [one for one in dead if one[0] not in excused]
-        return who_is_to_blame(
-            self.where, self.seat.kind(self._occasion), self.seat.passes, left, dead, by_itself=by_itself
-        )
+        kind = self.seat.kind(self._occasion)
+        return who_is_to_blame(self.where, kind, self.seat.passes, left, dead, by_itself=by_itself)

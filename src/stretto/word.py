@@ -31,6 +31,8 @@ class Word:
         self._store = store
         self._keys = [*keys]
         self._meanwhile = meanwhile
+        self._began = math.inf
+        self._pause = 20e-6
 
     def comes_soon(self) -> bool:
         """Wait for as long as it takes where all is well."""
@@ -53,13 +55,14 @@ class Word:
             RuntimeError: the time is over; wait again.
         """
         seconds = math.inf if timeout is None else timeout.total_seconds()
-        began, pause = time.monotonic(), 20e-6
+        until = (now := time.monotonic()) + seconds
+        self._began = min(now, self._began)  # one may wait in slices
         while not self.is_completed():
-            if (waited := time.monotonic() - began) > seconds:
+            if (now := time.monotonic()) > until:
                 raise RuntimeError(f"no answer within {seconds:.0f} s")
             self._meanwhile()
-            time.sleep(pause)
-            pause = min(1.2 * pause, 5e-3 if waited < _HURRY_SECONDS else 50e-3)
+            time.sleep(self._pause)
+            self._pause = min(1.2 * self._pause, 5e-3 if now - self._began < _HURRY_SECONDS else 50e-3)
 
     def said(self) -> list[str]:
         """What they say, when all are there."""

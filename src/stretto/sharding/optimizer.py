@@ -173,15 +173,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if "beside" not in self.__dict__:  # torch's constructor, with groups of which all that is asked for is true
             super().add_param_group(param_group)
             return
+        before = len(self.original.param_groups)
         self.original.add_param_group(param_group)
         try:
             refuse_taken(self.original, self._module, self.beside - {self}, self._where)
             if self._shares is not None:
-                new = len(self.original.param_groups) - 1
-                refuse_others(self.original, self._module, self._shares.reduced, self._where, new)
+                refuse_others(self.original, self._module, self._shares.reduced, self._where, before)
                 refuse_twins(self.original, self._module, self._where)
         except BaseException:
-            self.original.param_groups.pop()
+            del self.original.param_groups[before:]
             raise
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,13 +29,11 @@ from .inquiry import Inquiry, places, who_has_gone_apart, words_of
 from .notes import Note, text_of
 from .seat import Answer, Seat
 from .transport.base import Transport, Work, abandon, done_within
-from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time
+from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
 from .whereabouts import Person, place_of_failure
 
-GONE_SECONDS = 1.0
-"""How long, when a collective failed, for a note or for a process to be seen dead."""
-FLUSH_SECONDS = 5.0
-"""How long a rank that gave up a pass stays with it, where the others need its part."""
+GONE_SECONDS = 1.0  # how long, when a collective failed, for a note or for a process to be seen dead
+FLUSH_SECONDS = 5.0  # how long a rank that gave up a pass stays with it, where the others need its part
 log = logging.getLogger("stretto")
 
 
@@ -164,9 +162,11 @@ class Peers:
             return
         refuse_if_lost(self.where, self.left)
         try:
-            self.wait(word := channel.come(self.seat, caller, functools.partial(self.flush, 0.0)))
-            if self.seat.handle:
-                refuse_other_calls(self.where, word.said())
+            word = channel.come(self.seat, caller, functools.partial(self.flush, 0.0))
+            if not self.seat.handle:
+                return wait_a_while(word, self._patience, self.wait)
+            self.wait(word)
+            refuse_other_calls(self.where, word.said())
         except BaseException as error:  # Ctrl-C, say: the others wait in vain, and would meet another call here
             if not self.seat.handle:
                 channel.go()  # at once: to find out why takes seconds, in which another would find this rank here

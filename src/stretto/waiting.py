@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from .errors import CommunicationError
 from .transport.base import Transport, Work
 
 FIRST_SLICE = datetime.timedelta(seconds=0.5)
 SLICE = datetime.timedelta(seconds=1.0)
+STORE_SECONDS = 3.0
+"""How long ranks wait in the store for each other before they agree on a name."""
 
 
 @functools.cache
@@ -30,6 +33,25 @@ def takes_time(kind: type) -> bool:
     except TypeError:
         return False
     return True
+
+
+def wait_a_while(word: Work, patience: float, wait: Callable[..., None]) -> None:
+    """Wait in the store for all to come; behind that the transport looks: it alone sees a rank die that has told nobody
+    who it is.
+
+    Args:
+        word: of those who have come.
+        patience: seconds that the transport has.
+        wait: waits, for so many seconds if they are given.
+    """
+    if patience <= STORE_SECONDS:
+        return wait(word)
+    try:
+        wait(word, STORE_SECONDS)
+    except CommunicationError:
+        raise
+    except RuntimeError:  # nothing is sent as long as the store alone is waited for
+        pass
 
 
 def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], object]) -> list[Any]:

@@ -30,6 +30,7 @@ from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport.life import is_over, started_at
+from stretto.word import Word
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -895,6 +896,22 @@ def test_a_model_that_gets_its_name_is_never_counted_twice(monkeypatch: pytest.M
     monkeypatch.setattr(Channel, "catch_up", look)
     run_ranks(lambda transport: stretto.attach(torch.nn.Linear(2, 1), transport=transport), 2)
     assert counts == [1, 1]
+
+
+def test_a_word_that_is_given_up_leaves_the_process_group_as_it_is() -> None:
+    """In attach that is so whenever a rank comes late, and what is abandoned in a group keeps it for ever."""
+    abandoned: list[object] = []
+
+    class Carrier:
+        rank, world_size, patience, name, store = 0, 2, 10.0, "carrier", dist.HashStore()
+
+        def abandon(self, work: object) -> None:
+            abandoned.append(work)
+
+    peers, word = Peers(Carrier()), Word(Carrier.store, "late")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="not done within 0 s"):
+        peers.wait(word, 0.1)
+    assert not abandoned
 
 
 def test_what_a_transport_raises_is_told_with_the_pass_and_keeps_its_cause() -> None:

@@ -27,6 +27,9 @@ class Word:
         meanwhile: called again and again while one waits.
     """
 
+    is_carried = False
+    """By a transport: nothing is under way in one that is given up."""
+
     def __init__(self, store: Store, *keys: str, meanwhile: Callable[[], object] = bool) -> None:
         self._store = store
         self._keys = [*keys]

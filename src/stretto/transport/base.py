@@ -72,8 +72,8 @@ class Transport(Protocol):
 
 
 def abandon(transport: Transport, work: Any) -> None:
-    """See :class:`Transport`. Harmless to one that knows nothing of it."""
-    if (tell := getattr(transport, "abandon", None)) is not None:
+    """See :class:`Transport`. Harmless to one that knows nothing of it, and of what the store carries."""
+    if (tell := getattr(transport, "abandon", None)) is not None and getattr(work, "is_carried", True):
         tell(work)
 
 

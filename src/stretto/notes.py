@@ -5,7 +5,7 @@ step and end the pass (reducer.py, [Note: a pass given up]); its note is only qu
 rank will not come any more, and ends the waiting of others, whose buckets would never be complete. It is about one
 handle, about the whole process, or about one attempt to attach, before the handle has a name: ranks count those, and
 whoever makes the same attempt, or is behind it, heeds it. So ranks that have all failed may try again, each when it
-likes.
+likes, unless one of them had waited for more than three seconds: its message is in the transport by then (waiting.py).
 """
 
 from __future__ import annotations

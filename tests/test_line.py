@@ -17,7 +17,7 @@ from test_waits import explained, ranks_without_a_model
 
 from stretto import line
 from stretto.channel import Channel
-from stretto.inquiry import Inquiry, places
+from stretto.inquiry import Inquiry
 from stretto.line import Line, Lookout
 from stretto.notes import Note
 from stretto.seat import Seat
@@ -254,7 +254,9 @@ def test_a_thread_goes_on_after_a_store_that_was_silent_for_longer_than_it_may_b
     assert looks[-1] == 1
 
 
-def test_who_waits_while_the_store_is_silent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_while_the_store_is_silent_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     channel = Channel(dist.HashStore(), 1, 3)
 
     def silent(*_: object, **__: object) -> None:
@@ -262,9 +264,11 @@ def test_who_waits_while_the_store_is_silent_says_so(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Line, "run", silent)
     monkeypatch.setattr(Line, "is_silent", True)
-    inquiry = Inquiry(Seat())
-    told = {second: inquiry.go_on(channel, float(second)) for second in range(40)}
-    assert [second for second, one in told.items() if one is not None] == [6, 31]
-    assert places(1, channel, {}).partition("; ")[2] == (
-        "rank 0 does not answer; rank 2 does not answer; the process group's store does not answer"
-    )
+    inquiry = Inquiry(Seat(), 1)
+    for second in range(40):
+        inquiry.go_on("rank 1, attach", channel, [], float(second))
+    told = [
+        (record.getMessage().partition(" s ")[0], record.getMessage().partition("; ")[2]) for record in caplog.records
+    ]
+    silent_ones = "rank 0 does not answer; rank 2 does not answer; the process group's store does not answer."
+    assert told == [(f"rank 1, attach: rank 1 waits since {second}", silent_ones) for second in (6, 31)]

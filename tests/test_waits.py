@@ -51,6 +51,22 @@ def ranks_without_a_model(folder: Path, body: str, world: int, **how):
 
 
 @pytest.mark.ranks
+def test_a_process_group_whose_ranks_are_others_than_those_of_all_is_named(tmp_path: Path) -> None:
+    """Rank 1 of it lives: it is rank 2 of all that has failed."""
+    body = """
+        few = dist.new_group([0, 2])
+        if rank != 1:
+            sync = stretto.attach(model, process_group=few)
+            told(fail=rank == 2)
+    """
+    (_, mine, _), *_ = ranks_without_a_model(tmp_path, body, 3)
+    assert within(mine, "PeerError", 6).startswith(
+        "rank 0, pass 1 of process group [0, 2]: backward failed on rank 1, so the mean of this pass lacks gradients.\n"
+        "  rank 1, pass 1, backward: ValueError: bad label (train.py:LINE in backward)\n"
+    )
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_that_does_not_attach_is_named(tmp_path: Path, world: int) -> None:
     body = """
@@ -188,6 +204,69 @@ def test_a_rank_that_waited_in_attach_for_one_that_failed_there_tries_again(
         0, "attach: ValueError: not built yet (train.py:LINE in named_parameters)"
     )
     assert code == 0 and other == (0, "", "")
+
+
+STOPPED_WAITING = (
+    "rank {0}, {1}: {2} has stopped waiting for a message that is still under way in the process group, and what is "
+    "sent now would meet that.\n{3}Attach over a new group, on all ranks: process_group=torch.distributed.new_group()"
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_a_second_try_to_attach_does_not_meet_what_the_first_has_sent(tmp_path: Path, transport: str) -> None:
+    """Behind 3 s in the store ranks look in the transport as well; Gloo ended both where they tried again."""
+    body = f"""
+        sync.detach()
+        if rank == 1:
+            time.sleep(5)
+            try_once()
+            time.sleep(3)
+        else:
+            told(lambda: stretto.attach(model, transport={transport!r}))
+        told(lambda: stretto.attach(model, transport={transport!r}))
+        sync = stretto.attach(model, transport={transport!r}, process_group=dist.new_group())
+        step()
+        right()
+    """
+    (code, mine, _), (other, printed, _) = ranks_that_fail_in_attach(tmp_path, body, transport=transport)
+    assert code == other == 0, (mine, printed)
+    first, second = mine.split("\nCommunicationError ")
+    assert "rank 0, attach: rank 1 failed and left" in first
+    told = STOPPED_WAITING.format(0, "attach", "this rank", "")
+    assert told in second and told in printed, (mine, printed)
+
+
+@pytest.mark.ranks
+def test_the_message_for_which_a_rank_has_stopped_waiting_is_not_summed_with_another_handles(tmp_path: Path) -> None:
+    """Gloo sums whatever comes first: rank 1 got the mean of a gradient of one model and one of the other."""
+    body = """
+        import threading
+        first, second = Model(), Model()
+        for one in (first, second):
+            stretto.attach(one, transport="process_group")
+
+        def train(one, with_inputs):
+            one.zero_grad()
+            one(torch.full((1, 3), with_inputs)).backward()
+
+        for one in (first, second):
+            train(one, 1.0)
+        if rank == 0:
+            threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                train(first, 100.0)
+            except KeyboardInterrupt:
+                print("stopped")
+        else:
+            time.sleep(4)
+        told(lambda: train(second, 1.0))
+        time.sleep(1)
+    """
+    (_, mine, _), (_, printed, _) = ranks(tmp_path, body, 2)
+    assert mine.startswith("stopped\n") and STOPPED_WAITING.format(0, "pass 1", "this rank", "") in mine
+    cause = "  rank 0, pass 2, backward: KeyboardInterrupt (train.py:LINE in train)\n"
+    assert within(printed, "PeerError", 3) == STOPPED_WAITING.format(1, "pass 1", "rank 0", cause)
 
 
 @pytest.mark.ranks

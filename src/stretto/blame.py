@@ -9,6 +9,7 @@ from .agreement import describe_ranks
 from .errors import CommunicationError, PeerError
 from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted
+from .transport.base import Leftover
 from .whereabouts import count
 
 NORM = "the norm of gradients"
@@ -49,6 +50,14 @@ def who_is_to_blame(
         missing = [note for note in left if note.passes is not None and note.passes < passes]
         return left_early(where, occasion, missing or left, passes), bool(missing)
     return (killed(where, occasion, silent), True) if silent else (None, False)
+
+
+def without_excused(
+    rank: int, left: Sequence[Note], dead: Sequence[tuple[int, int]]
+) -> tuple[list[Note], list[tuple[int, int]]]:
+    """Of those that have left or died, those that did not for want of this rank."""
+    excused = {note.rank for note in left if note.is_for_want_of(rank)}
+    return [one for one in left if one.rank not in excused], [one for one in dead if one[0] not in excused]
 
 
 def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) -> PeerError:
@@ -192,6 +201,25 @@ def refuse_if_lost(where: str, left: str) -> None:
             f"{where}: this rank has failed and left, so it has lost its place among the others.\n"
             f"  {left}\nRemove the cause and start again, on all ranks."
         )
+
+
+def refuse_leftovers(where: str, rank: int, handle: str, leftovers: Iterable[Leftover]) -> None:
+    """Raise ``CommunicationError``, or ``PeerError``, if what is sent now would meet something else.
+
+    Args:
+        where: how the message begins.
+        rank: this one.
+        handle: its name, if it has one. One that has a leftover of its own hears from the others why.
+        leftovers: of what would carry it.
+    """
+    for one in leftovers:
+        if one.rank is not None and not handle == one.handle != "":
+            kind, who = (CommunicationError, "this rank") if one.rank == rank else (PeerError, f"rank {one.rank}")
+            raise kind(
+                f"{where}: {who} has stopped waiting for a message that is still under way in the process group, and "
+                f"what is sent now would meet that.\n{one.told}Attach over a new group, on all ranks: "
+                "process_group=torch.distributed.new_group()"
+            )
 
 
 def _counted(progress: Sequence[int], other: Sequence[int]) -> str:

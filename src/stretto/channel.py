@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -29,6 +29,7 @@ from .line import POLL_SECONDS, Lookout
 from .notes import Note, last_words
 from .people import People
 from .seat import Answer, Seat
+from .transport.base import Leftover
 from .whereabouts import count, myself, standing
 from .word import Silent, Word
 
@@ -52,6 +53,7 @@ class Channel(People):
         """Models for which all ranks have agreed on a name, in one order on all of them."""
         self.attempts = 0
         """To attach, also those that came to nothing before another rank heard of it."""
+        self._leftovers: set[Leftover] = set()
         self._lock = threading.Lock()  # the thread reads notes too
         self.me = myself()
         """This process, and the thread that made this."""
@@ -68,9 +70,10 @@ class Channel(People):
 
     # Handles come and go
 
-    def open(self, seat: Seat) -> None:
-        """A handle joins. With the first, the rank says who it is."""
+    def open(self, seat: Seat, leftovers: Sequence[Leftover] = ()) -> None:
+        """A handle joins; the others' leftovers are to be put there. With the first, the rank says who it is."""
         self._seats.append(seat)
+        self._leftovers.update(leftovers)
         seat.row = self._seats
         if len(self._seats) > 1:
             return
@@ -146,7 +149,8 @@ class Channel(People):
         until = time.monotonic() + LINGER_SECONDS
         while time.monotonic() < until:
             self.read()
-            left = {note.rank for note in self.notes if note.leaves and note.of_process and self._is_current(note)}
+            gone = [note for note in self.notes if note.leaves and note.of_process]
+            left = {note.rank for note in gone if self.is_still(note.rank, note.process)}
             left |= {rank for rank in self.others() if self.person(rank, fresh=True) is None}
             if left.union(rank for rank, _ in self.dead()).issuperset(self.others()):
                 break
@@ -178,10 +182,13 @@ class Channel(People):
                 if store.check([key := f"note/{number}"]):
                     self.notes.append(Note(**json.loads(store.get(key))))
                     self._missing.discard(number)
-                    self._look_for_end(self.notes[-1], store)
+                    self._heed(self.notes[-1], store)
 
-    def _look_for_end(self, note: Note, store: Store) -> None:
-        """Whether these are the last words of the process that has the store."""
+    def _heed(self, note: Note, store: Store) -> None:
+        """It may be the last word of the process that has the store, or of what is left in the process group."""
+        if note.leftover and any(note.handle == seat.handle for seat in [*self._seats]):  # or of an older group
+            for one in self._leftovers:
+                one.is_of(note.rank, note.handle, f"  {note}\n")
         if self._rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
             host = self.person(0, store)  # it may be another process by now
             if host is not None and host.name == note.process:
@@ -194,11 +201,7 @@ class Channel(People):
     def _is_about(self, note: Note, seat: Seat) -> bool:
         if note.handle:
             return note.handle == seat.handle
-        return (note.of_process or 0 < seat.trying <= note.attempt) and self._is_current(note)
-
-    def _is_current(self, note: Note) -> bool:
-        person = self._people.get(note.rank)
-        return person is None or person.name == note.process
+        return (note.of_process or 0 < seat.trying <= note.attempt) and self.is_still(note.rank, note.process)
 
     def look_again(self) -> None:
         """Ranks with notes about a process may be other ones by now, or be those, if that was not known so far."""

@@ -96,7 +96,11 @@ class Failing:
         """Before a pass.
 
         Raises:
-            CommunicationError: this rank has told the others that it takes part in none any more.
+            CommunicationError: this rank has told the others that it takes part in none any more, or tells them now.
         """
-        if self._queue.peers.left:  # to spell out where costs a microsecond of every pass
-            refuse_if_lost(self._queue.where, self._queue.peers.left)
+        peers = self._queue.peers
+        if peers.left:  # to spell out where costs a microsecond of every pass
+            refuse_if_lost(self._queue.where, peers.left)
+        for one in peers.leftovers:
+            if one.rank is not None:
+                peers.refuse_leftovers("backward")

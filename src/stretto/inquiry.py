@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,8 @@ from .channel import Channel
 from .notes import Note
 from .seat import Answer, Seat
 from .whereabouts import standing
+
+log = logging.getLogger("stretto")
 
 ASK_SECONDS = 5.0
 """How long a rank waits before it asks."""
@@ -29,15 +32,35 @@ class Inquiry:
 
     Args:
         seat: of the handle.
+        rank: this one.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, rank: int) -> None:
         self._seat = seat
+        self._rank = rank
         self._asked: dict[int, str] | None = None
         self._after = ASK_SECONDS
         self._quoted: set[str] = set()
 
-    def failed_in_forward(self, notes: Iterable[Note]) -> Iterator[Note]:
+    def go_on(self, where: str, channel: Channel, notes: Iterable[Note], waited: float) -> None:
+        """Log what explains that it lasts, as far as that is known by now. Does not block.
+
+        Args:
+            where: how messages begin.
+            channel: to the others.
+            notes: of the others, as read so far.
+            waited: for so many seconds this rank has waited.
+
+        Raises:
+            PeerError: what is awaited will never come.
+        """
+        for note in self._failed_in_forward(notes):
+            log.warning("%s: this rank waits, since forward has failed on another.\n  %s", where, note)
+        if (told := self._ask(channel, waited)) is not None:
+            who_has_gone_apart(where, self._seat, self._rank, channel, told)
+            log.warning("%s: %s.", where, places(self._rank, channel, told, waited))
+
+    def _failed_in_forward(self, notes: Iterable[Note]) -> Iterator[Note]:
         """What awaited ranks tell of a forward of this pass that failed there, once. They may go on, or end."""
         for note in notes:
             if note.phase == "forward" and not note.leaves and note.number == self._seat.passes:
@@ -45,13 +68,8 @@ class Inquiry:
                     yield note
                 self._quoted.add(str(note))
 
-    def go_on(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
-        """Ask, or look for answers; those that there are, once, when all are there or should be. Does not block.
-
-        Args:
-            channel: to the others.
-            waited: for so many seconds this rank has waited.
-        """
+    def _ask(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
+        """Or look for answers; those that there are, once, when all are there or should be."""
         if waited <= self._after:
             return None
         try:

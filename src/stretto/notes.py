@@ -5,7 +5,8 @@ step and end the pass (reducer.py, [Note: a pass given up]); its note is only qu
 rank will not come any more, and ends the waiting of others, whose buckets would never be complete. It is about one
 handle, about the whole process, or about one attempt to attach, before the handle has a name: ranks count those, and
 whoever makes the same attempt, or is behind it, heeds it. So ranks that have all failed may try again, each when it
-likes, unless one of them had waited for more than three seconds: its message is in the transport by then (waiting.py).
+likes. One that had waited for more than three seconds has left a message in the process group by then (waiting.py), so
+that all need another.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Note:
     place: str = ""
     leaves: bool = False
     """See [Note: who leaves]."""
+    leftover: bool = False
+    """Whether it has left something under way in the process group: see ``Leftover``."""
     process: str = ""
     """Who wrote it: a rank may be another process by now."""
     attempt: int = 0

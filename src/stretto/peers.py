@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import secrets
 import sys
@@ -22,19 +21,17 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from .blame import EXPECTED, SAME_CALLS, refuse_fork, refuse_if_lost, refuse_other_calls, told_of, who_is_to_blame
+from . import blame
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
-from .inquiry import Inquiry, places, who_has_gone_apart, words_of
+from .inquiry import Inquiry, places, words_of
 from .notes import Note, text_of
-from .seat import Answer, Seat
-from .transport.base import Transport, Work, abandon, done_within
+from .seat import Seat
+from .transport.base import Leftover, Transport, Work, abandon, done_within, flush
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
-from .whereabouts import Person, place_of_failure
+from .whereabouts import Person, of_group, place_of_failure
 
 GONE_SECONDS = 1.0  # how long, when a collective failed, for a note or for a process to be seen dead
-FLUSH_SECONDS = 5.0  # how long a rank that gave up a pass stays with it, where the others need its part
-log = logging.getLogger("stretto")
 
 
 class Peers:
@@ -50,15 +47,14 @@ class Peers:
     """
 
     def __init__(self, transport: Transport, occasion: str = "attach", *, at_once: bool = True) -> None:
-        self.seat = Seat()
+        self.seat = Seat(of_group(transport))
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
-        self._transport = transport
         self._occasion = occasion
         self._offer = secrets.token_hex(8)
-        self._patience: float | None = getattr(transport, "patience", None)
         self._pid = os.getpid()
         self._channel: Channel | None = None
+        self.use(transport)
         if at_once:
             self._open()
 
@@ -66,14 +62,15 @@ class Peers:
         store = getattr(self._transport, "store", None)
         if self._channel is None and store is not None and self._transport.world_size > 1:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
-            self._channel.open(self.seat)
+            self._channel.open(self.seat, self.leftovers)
             self._leave = weakref.finalize(self, self._channel.close, self.seat, "dropped")
             self._leave.atexit = False  # the channel knows when the process ends
 
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
         self._transport = transport
-        self._patience = getattr(transport, "patience", None)
+        self._patience: float | None = getattr(transport, "patience", None)
+        self.leftovers: Sequence[Leftover] = getattr(transport, "leftovers", ())
 
     @property
     def where(self) -> str:
@@ -104,13 +101,12 @@ class Peers:
             self.left = text_of(error) or phase
         if self._channel is None:
             return
-        number = (begun := self.seat.passes) + before
-        if not before:
-            self.seat.told = self.seat.handle, begun, text_of(error)
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
-        note = Note(self._transport.rank, phase, self.seat.handle, begun, number, text_of(error), place, leaves=leaves)
-        if leaves and not note.handle and self._occasion == "attach":
-            note = dataclasses.replace(note, attempt=self._channel.count_attempt(self.seat))
+        note = self.seat.note(self._transport.rank, phase, text_of(error), place, before=before)
+        leftover = any((one.rank, one.handle) == (note.rank, note.handle) for one in self.leftovers)
+        attempts = leaves and not note.handle and self._occasion == "attach"
+        attempt = self._channel.count_attempt(self.seat) if attempts else 0
+        note = dataclasses.replace(note, leaves=leaves, leftover=leftover, attempt=attempt)
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
     def close(self) -> None:
@@ -134,6 +130,7 @@ class Peers:
         self.seat.calls += 1
         has_name = bool(self.seat.handle)
         try:
+            self.refuse_leftovers("waiting")
             self._come_together(sys._getframe(1))
             about = (0, 0, None) if (it := self._channel) is None else (it.counted(), it.attempts, it.me)
             brought = (self._offer, *about), value
@@ -160,13 +157,13 @@ class Peers:
             channel.count_attempt(self.seat)
         if self._patience is None or not channel.can_meet():
             return
-        refuse_if_lost(self.where, self.left)
+        blame.refuse_if_lost(self.where, self.left)
         try:
-            word = channel.come(self.seat, caller, functools.partial(self.flush, 0.0))
+            word = channel.come(self.seat, caller, functools.partial(flush, self._transport, 0.0))
             if not self.seat.handle:
                 return wait_a_while(word, self._patience, self.wait)
             self.wait(word)
-            refuse_other_calls(self.where, word.said())
+            blame.refuse_other_calls(self.where, word.said())
         except BaseException as error:  # Ctrl-C, say: the others wait in vain, and would meet another call here
             if not self.seat.handle:
                 channel.go()  # at once: to find out why takes seconds, in which another would find this rank here
@@ -186,6 +183,7 @@ class Peers:
         if self._patience is None:
             return len(set(self.gather(fingerprint))) == 1
         try:
+            self.refuse_leftovers("waiting")
             return equal_by_sums(fingerprint, self._transport, self.wait)
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
@@ -200,15 +198,19 @@ class Peers:
             for note in notes:
                 channel.post(dataclasses.replace(note, handle=self.seat.handle))
 
+    def refuse_leftovers(self, phase: str) -> None:
+        """Raise, and tell, if what this rank sends now would meet something else: see ``Leftover``."""
+        try:
+            blame.refuse_leftovers(self.where, self._transport.rank, self.seat.handle, self.leftovers)
+        except CommunicationError as error:
+            if self.seat.handle:  # else attaching fails, which tells
+                self.tell_failed(phase, error, before=not self.seat.in_pass, leaves=True)
+            raise
+
     def refuse_fork(self) -> None:
         """Raise in a forked child, before anything of its parent is touched."""
         if self._pid != os.getpid():
-            refuse_fork(self._transport.rank, self._pid)
-
-    def flush(self, seconds: float | None = None) -> None:
-        """This rank may not come back for a while (it has given up a pass): let the others have their part first."""
-        if (flush := getattr(self._transport, "flush", None)) is not None:
-            flush(FLUSH_SECONDS if seconds is None else seconds)
+            blame.refuse_fork(self._transport.rank, self._pid)
 
     # Waiting
 
@@ -235,7 +237,7 @@ class Peers:
                 break_off(f"rank {rank}: {when} was not done within {limit:.0f} s\nStart again, on all ranks.")
             raise RuntimeError(f"not done within {limit:.0f} s")
         except BaseException:  # Ctrl-C too: others may wait for something else, and live on
-            abandon(self._transport, work)
+            abandon(self._transport, work, self.seat.handle)
             raise
 
     def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
@@ -247,24 +249,22 @@ class Peers:
         try:
             self.wait(work, patience)
         except RuntimeError as error:
-            self.fail(f"{what} could not be reduced", error, EXPECTED.get(what))
+            self.fail(f"{what} could not be reduced", error, blame.EXPECTED.get(what))
 
     def _comes(self, work: Any, patience: float) -> bool:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
         self._open()
-        inquiry, suspected = Inquiry(self.seat), False
+        inquiry, suspected = Inquiry(self.seat, self._transport.rank), False
         while True:
-            blame, sure = self._blame(by_itself=getattr(work, "goes_on_by_itself", False))
-            if blame is not None and (sure or suspected):
-                raise blame
-            suspected = blame is not None  # it may have done all that was to be done before it left
-            for note in inquiry.failed_in_forward(self._notes()):
-                log.warning("%s: this rank waits, since forward has failed on another.\n  %s", self.where, note)
+            error, sure = self._blame(by_itself=getattr(work, "goes_on_by_itself", False))
+            if error is not None and (sure or suspected):
+                raise error
+            suspected = error is not None  # it may have done all that was to be done before it left
             waited = time.monotonic() - began
             if waited > patience:
                 return False
-            if self._channel is not None and (told := inquiry.go_on(self._channel, waited)) is not None:
-                self._say_where(self._channel, told, waited)
+            if self._channel is not None:
+                self._inquire(inquiry, self._channel, waited)
             if self._done_within(work, SLICE):
                 return True
 
@@ -274,17 +274,16 @@ class Peers:
         except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
             self._look_for_blame(own=not isinstance(error, PeerError), by_itself="cannot go on" in str(error))
             if isinstance(error, CallsDifferError):
-                raise CommunicationError(f"{self.where}: {error}.\n{SAME_CALLS}") from None
+                raise CommunicationError(f"{self.where}: {error}.\n{blame.SAME_CALLS}") from None
             raise
 
-    def _say_where(self, channel: Channel, told: dict[int, Answer], waited: float) -> None:
-        """Log where all are, unless that explains it: raises ``PeerError``, which all but ``reduce`` quote."""
+    def _inquire(self, inquiry: Inquiry, channel: Channel, waited: float) -> None:
+        """Where all are may explain it: raises ``PeerError``, which all but ``reduce`` quote."""
         try:
-            who_has_gone_apart(self.where, self.seat, self._transport.rank, channel, told)
+            inquiry.go_on(self.where, channel, self._notes(), waited)
         except PeerError as error:
             self.tell_failed("waiting", error, leaves=True)
             raise
-        log.warning("%s: %s.", self.where, places(self._transport.rank, channel, told, waited))
 
     # Explaining
 
@@ -296,15 +295,16 @@ class Peers:
             CommunicationError: anything else.
         """
         if isinstance(error, CommunicationError):
-            cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-            raise told_of(error, f"{self.where}: {what} over {self._transport.name}") from cause
+            told = blame.told_of(error, f"{self.where}: {what} over {self._transport.name}")
+            raise told from error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         try:
             where = self._explain()
-        except PeerError as blame:
-            raise blame from None  # what the transport says of it is less, and may be something else
+        except PeerError as found:
+            raise found from None  # what the transport says of it is less, and may be something else
+        expected = expected or blame.EXPECTED[self.seat.kind(self._occasion)]
         raise CommunicationError(
             f"{self.where}: {what} over {self._transport.name}: {error}\n{where}Expected every rank to call "
-            f"{expected or EXPECTED[self.seat.kind(self._occasion)]}. Look at the first error in the other ranks' logs."
+            f"{expected}. Look at the first error in the other ranks' logs."
         ) from error
 
     def _explain(self) -> str:
@@ -319,9 +319,9 @@ class Peers:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
         until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
         while True:
-            blame, _ = self._blame(own=own, by_itself=by_itself)
-            if blame is not None:
-                raise blame from None
+            culprit, _ = self._blame(own=own, by_itself=by_itself)
+            if culprit is not None:
+                raise culprit from None
             if time.monotonic() >= until:
                 return
             time.sleep(0.05)
@@ -344,7 +344,7 @@ class Peers:
         channel.read()  # last words were written before the death
         channel.look_again()
         left = [note for note in self._notes() if note.leaves]
-        excused = {note.rank for note in left if own and note.is_for_want_of(self._transport.rank)}
-        left, dead = [one for one in left if one.rank not in excused], [one for one in dead if one[0] not in excused]
+        if own:
+            left, dead = blame.without_excused(self._transport.rank, left, dead)
         kind = self.seat.kind(self._occasion)
-        return who_is_to_blame(self.where, kind, self.seat.passes, left, dead, by_itself=by_itself)
+        return blame.who_is_to_blame(self.where, kind, self.seat.passes, left, dead, by_itself=by_itself)

@@ -53,6 +53,11 @@ class People:
                     self._people[rank] = Person(**json.loads(said))
         return self._people.get(rank)
 
+    def is_still(self, rank: int, name: str) -> bool:
+        """Whether that is the rank's process, as far as is known."""
+        person = self._people.get(rank)
+        return person is None or person.name == name
+
     def dead(self) -> list[tuple[int, int]]:
         """Rank and pid of those that are known not to run any more."""
         seem = [rank for rank in self.others() if (one := self.person(rank)) is not None and one.is_dead()]

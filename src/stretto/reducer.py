@@ -43,9 +43,12 @@ from .rejoin import Rejoin
 from .scaling import Scaling
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
-from .transport.base import Transport
+from .transport.base import Transport, flush
 from .usage import NeverUsed, Statistics, statistics_of, used_by
 from .words import Control, ControlWords
+
+FLUSH_SECONDS = 5.0
+"""How long a rank that has given up a pass stays with it at most, where others need its part: it may not come back."""
 
 
 class Reducer:
@@ -323,7 +326,7 @@ class Reducer:
             self._buffers_of_given_up = self._beside.send_given_up()
             if not self.queue.tells and self.queue.pass_number == 1:
                 self._consensus.send_order()  # peers do not know of the failure
-            self.queue.peers.flush()
+            flush(self.transport, FLUSH_SECONDS)
 
     def _stop(self) -> None:
         self.running = self.queue.peers.seat.in_pass = False

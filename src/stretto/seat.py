@@ -16,6 +16,8 @@ from .notes import Note
 class Seat:
     """One handle at the channel. It does not know the handle, so that it can tell when that is gone."""
 
+    group: str = ""
+    """What messages say of the process group, where its ranks are not those of all: the end of a noun."""
     handle: str = ""
     """The name on which all ranks have agreed, if they have."""
     passes: int = 0
@@ -55,11 +57,18 @@ class Seat:
 
     def when(self, occasion: str) -> str:
         """How messages say at which point of the handle's life something is; ``occasion`` is what it was made for."""
-        return f"pass {self.passes}" if self.passes else "before pass 1" if self.attached else occasion
+        when = f"pass {self.passes}" if self.passes else "before pass 1" if self.attached else occasion
+        return when + self.group
 
     def kind(self, occasion: str) -> str:
         """What is waited for: a key of ``EXPECTED``."""
         return "pass" if self.in_pass else "call" if self.attached else occasion
+
+    def note(self, rank: int, phase: str, error: str, place: str, *, before: bool) -> Note:
+        """Of a failure; ``before`` the next pass has begun."""
+        if not before:
+            self.told = self.handle, self.passes, error
+        return Note(rank, phase, self.handle, self.passes, self.passes + before, error, place)
 
     @property
     def trying(self) -> int:

@@ -7,12 +7,15 @@ import secrets
 import sysconfig
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
 
+from .errors import name_list
+from .transport.base import Transport
 from .transport.life import is_over, is_stopped, started_at
 
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
@@ -103,6 +106,12 @@ def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> st
     while not users and frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return place_of_traceback(trace) if users or frame is None else place_of_frame(frame)
+
+
+def of_group(transport: Transport) -> str:
+    """Its process group, behind a noun; empty where ranks are those of the default group, which need no translation."""
+    ranks: Sequence[int] = getattr(transport, "global_ranks", ())
+    return "" if [*ranks] == [*range(len(ranks))] else f" of process group [{name_list(map(str, ranks))}]"
 
 
 def count(passes: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,10 +33,10 @@ class Transport(Protocol):
     there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
     again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
     ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
-    world size, for less than it costs to divide before. ``caps_follow_link`` is true if the caps below are a guess, and
-    the link is to be timed (sizing.py). ``own_channel`` is true if nobody else's collectives can come
-    between this transport's. ``process_group`` is the group beneath, for comm hooks; ``transports`` are those beneath
-    where several take turns.
+    world size, for less than it costs to divide before. ``global_ranks`` are those of its ranks in the default group.
+    ``caps_follow_link`` is true if the caps below are a guess, and the link is to be timed (sizing.py). ``own_channel``
+    is true if nobody else's collectives can come between this transport's. ``process_group`` is the group beneath, for
+    comm hooks; ``transports`` are those beneath where several take turns.
     ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements, and
     ``spread_share(received, share, numels)`` gives each rank the shares of the others (exchange.py).
     ``homes`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes
@@ -43,8 +44,9 @@ class Transport(Protocol):
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
     go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
     any more. ``break_off(reason)`` ends the transport when the patience is over, on all ranks: what was waited for may
-    be filled again, and must not be summed when a late rank comes. ``abandon(work)`` is told where nobody waits
-    any more for a work that may be under way: what would wait for it to be freed is never freed.
+    be filled again, and must not be summed when a late rank comes. ``abandon(work, handle)`` is told where nobody
+    waits any more for a work that may be under way: what would wait for it to be freed is never freed, and
+    ``leftovers`` say from then on that it would meet what is sent next.
     """
 
     name: str
@@ -71,10 +73,36 @@ class Transport(Protocol):
         """Give back what ``allocate`` took. Harmless twice. Groups that the user made are left to the user."""
 
 
-def abandon(transport: Transport, work: Any) -> None:
+@dataclass(eq=False)
+class Leftover:
+    """A message of a process group for which a rank has stopped waiting: what is sent next would meet it.
+
+    Gloo ends the process where sizes differ, and sums what does not belong together where they do not.
+    """
+
+    rank: int | None = None
+    """Whose; None if there is none."""
+    handle: str = ""
+    """For which it was, if that had a name."""
+    told: str = ""
+    """Why another rank does not wait for it."""
+
+    def is_of(self, rank: int, handle: str, told: str = "") -> None:
+        """Unless there is one, which what follows may have failed for."""
+        if self.rank is None:
+            self.rank, self.handle, self.told = rank, handle, told
+
+
+def abandon(transport: Transport, work: Any, handle: str) -> None:
     """See :class:`Transport`. Harmless to one that knows nothing of it, and of what the store carries."""
     if (tell := getattr(transport, "abandon", None)) is not None and getattr(work, "is_carried", True):
-        tell(work)
+        tell(work, handle)
+
+
+def flush(transport: Transport, seconds: float) -> None:
+    """See :class:`Transport`: let the others have this rank's part in what is under way."""
+    if (stay := getattr(transport, "flush", None)) is not None:
+        stay(seconds)
 
 
 def done_within(work: Any, time: datetime.timedelta) -> bool:

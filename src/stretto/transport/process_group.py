@@ -7,7 +7,7 @@ and ``Work.wait`` orders the current stream behind it without stopping the host.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,14 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
-from .base import Work, never_free
+from .base import Leftover, Work, never_free
 from .exchange import ShareSum, exchange_shares
 from .native import GatheredShares, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
 from .under_way import UnderWay
+
+_leftovers: MutableMapping[dist.ProcessGroup, Leftover] = weakref.WeakKeyDictionary()
+"""Of all groups: torch's objects have no room for it, and several handles may use one."""
 
 
 class ProcessGroupTransport:
@@ -50,12 +53,14 @@ class ProcessGroupTransport:
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.global_ranks = dist.get_process_group_ranks(group)
         self.name = f"process_group ({dist.get_backend(group)})"
         # NCCL's start-up cost is hidden by larger messages. What suits Gloo depends on the link, and is measured.
         self.caps_follow_link = _waits_on_host(group) and "stretto" not in dist.get_backend(group)
         self.bucket_cap_bytes = 4 * MIB if _waits_on_host(group) else 25 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
+        self.leftovers = (_leftovers.setdefault(group, Leftover()),)
         self._sum = dist.AllreduceOptions()  # its default is a sum
         self.under_way: UnderWay | None = None
         """Shares that a step has sent; none where ``Work.wait`` does not stop the host."""
@@ -128,7 +133,7 @@ class ProcessGroupTransport:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def abandon(self, work: Any) -> None:
+    def abandon(self, work: Any, handle: str) -> None:
         """Unless it is over, the group is never freed.
 
         Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends.
@@ -136,6 +141,7 @@ class ProcessGroupTransport:
         if self.under_way is not None:
             self.under_way.remove(work)
         if not work.is_completed() and (group := self._group()) is not None:
+            self.leftovers[0].is_of(self.rank, handle)
             never_free(group)
 
     def close(self) -> None:

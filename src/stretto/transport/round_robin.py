@@ -33,11 +33,13 @@ class RoundRobinTransport:
         self.name = f"{len(transports)} x {first.name}"
         self.rank = first.rank
         self.world_size = first.world_size
+        self.global_ranks = getattr(first, "global_ranks", [])
         self.caps_follow_link = getattr(first, "caps_follow_link", False)
         self.bucket_cap_bytes = first.bucket_cap_bytes
         self.last_bucket_cap_bytes = first.last_bucket_cap_bytes
         self.store = getattr(first, "store", None)
         self.patience = getattr(first, "patience", None)
+        self.leftovers = [one for transport in transports for one in getattr(transport, "leftovers", ())]
         self._transports = list(transports)
         self._turn = 0
 
@@ -74,10 +76,10 @@ class RoundRobinTransport:
             if (break_off := getattr(transport, "break_off", None)) is not None:
                 break_off(reason)
 
-    def abandon(self, work: Any) -> None:
+    def abandon(self, work: Any, handle: str) -> None:
         """All: what others carry is under way as well."""
         for transport in self._transports:
-            abandon(transport, work)
+            abandon(transport, work, handle)
 
     def close(self) -> None:
         """Close all."""

@@ -22,15 +22,23 @@ from stretto.testing_network import EmulatedHosts
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+ONE_RUN = {"found", "outcomes", "scenes", "stepped"}
+"""Fixtures by which many tests look at one run of processes: one worker has all of them, or each would run them."""
+
 settings.register_profile("stretto", deadline=None, derandomize=True, database=None)
 settings.load_profile("stretto")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at marks in its own
 def pytest_collection_modifyitems(items):
     def cost(item):
         return 2 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("ranks") else 0
 
     items.sort(key=cost)  # stable: files keep their order otherwise
+    for item in items:
+        for name in ONE_RUN.intersection(item.fixturenames):
+            if hasattr(item.module, name):
+                item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__} {name}"))
 
 
 @contextlib.contextmanager

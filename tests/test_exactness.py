@@ -24,9 +24,12 @@ STEPS = 5
 ULPS = 4
 
 table = functools.partial(pytest.mark.parametrize, ids=str)
+one_run = {
+    world: pytest.mark.xdist_group(f"exactness {world}") for world in (2, 3)
+}  # one worker has all: see outcome()
 each_model = table("name", MODELS)
 each_cap = table("cap", CAPS)
-each_world = table("world", [1, pytest.param(2, marks=pytest.mark.ranks), pytest.param(3, marks=pytest.mark.ranks)])
+each_world = table("world", [1, *(pytest.param(n, marks=[pytest.mark.ranks, one_run[n]]) for n in (2, 3))])
 
 
 # The table: all cases of one world size run in the same processes, and the tests look at what came out.
@@ -336,6 +339,7 @@ def run_mode(mode, face, rank):
 
 
 @pytest.mark.ranks
+@one_run[2]
 @table("mode", MODES)
 @table("face", ["attach", "drop-in"])
 def test_mode_gives_the_bits_of_torch(mode, face):

@@ -729,13 +729,14 @@ def in_processes() -> Callable[[int], list[dict[str, dict]]]:
 
 @keeps_graph
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.xdist_group(f"graphs {n}")) for n in (2, 3)])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graph_in_processes(name: str, world: int, in_processes) -> None:
     compare(GRAPHS[name], [found[name] for found in in_processes(world)], one_process(GRAPHS[name], world))
 
 
 @pytest.mark.ranks
+@pytest.mark.xdist_group("graphs 2")
 @pytest.mark.parametrize("backend, face", COMPILED)
 def test_compiled_in_processes(backend: str, face: str, in_processes) -> None:
     entry = GRAPHS["net"]

@@ -30,7 +30,7 @@ from typing import IO, Any
 import warm_spawn
 
 PRELOAD = ["stretto.testing", "torch._dynamo", "torch.utils.data", "torch.distributed.optim", "matplotlib.figure"]
-PRELOAD += ["warm_hosts"]
+PRELOAD += ["warm_hosts", "warm_agent", "stretto.cli", "torch.distributed.run"]
 _interpreter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
@@ -237,6 +237,7 @@ def _prepare(
     os.environ.update(request["env"])
     warm_spawn.set_threads()
     warm_spawn.use(server, request["cwd"])
+    sys.modules["warm_agent"].use()
     warm_hosts = sys.modules["warm_hosts"]
     warm_hosts.EmulatedHosts._start_rank = warm_hosts.start_spawned
     kind, *rest = request["args"]

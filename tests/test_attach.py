@@ -522,7 +522,7 @@ def test_a_group_made_without_naming_a_backend_gets_the_buckets_that_suit_gloo()
         "print(t.ProcessGroupTransport().bucket_cap_bytes)\n"
         "dist.destroy_process_group()\n"
     )
-    ended = warm_programs.run(["-c", program])
+    ended = warm_programs.run(["-c", program], to_the_end=True)
     assert ended.stdout == f"{4 * 1024 * 1024}\n", ended.stderr
 
 

@@ -542,7 +542,7 @@ rank = dist.get_rank()
 
 def start(program, world=2, preamble=PREAMBLE):
     """Ranks as a user starts them by hand: what they print and the codes with which they end."""
-    ended = warm_programs.run_ranks(["-c", preamble + textwrap.dedent(program)], world)
+    ended = warm_programs.run_ranks(["-c", preamble + textwrap.dedent(program)], world, to_the_end=True)
     return [(one.stdout, one.stderr, one.returncode) for one in ended]
 
 

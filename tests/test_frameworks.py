@@ -32,15 +32,21 @@ def test_every_program_is_run() -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_trains_with_it_to_the_same_bits_as_with_torchs(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [*((name, ("", "")) for name in FRAMEWORKS), ("with_accelerate", ("cpu=True", 'cpu=True, mixed_precision="bf16"'))],
+    ids=[*FRAMEWORKS, "with_accelerate in bf16"],
+)
+def test_a_framework_trains_with_it_to_the_same_bits_as_with_torchs(
+    name: str, change: tuple[str, str], tmp_path: Path
+) -> None:
     if importlib.util.find_spec(FRAMEWORKS[name]) is None:
         pytest.skip(f"{FRAMEWORKS[name]} is not installed: pip install 'stretto[frameworks]'")
     told = {}
     for whose, before in BEFORE.items():
         folder = tmp_path / whose
         folder.mkdir()
-        (folder / "program.py").write_text(before + PROGRAMS[name] + AFTER)
+        (folder / "program.py").write_text(before + PROGRAMS[name].replace(*change) + AFTER)
         done = warm_programs.run_ranks(["program.py"], 2, timeout=130, cwd=folder)
         assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
         told[whose] = [re.findall(r"loss [\d.]+|bits .*", one.stdout) for one in done]

@@ -216,6 +216,10 @@ ALONE = [
         "Give it methods of stretto.events.Observer, as pass_settled(self, pass_number).",
     ),
     (lambda: stretto.reduce([None, 1.0]), "reduce: item 1 is a float; give dense floating tensors"),
+    (
+        lambda: stretto.reduce(torch.nn.Linear(1, 1)),
+        "reduce: item 0 is a Linear; give dense floating tensors, as [p.grad for p in model.parameters()]",
+    ),
     (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=1.5), "check_every=1.5 must be a number of passes, 1 or more, or None"),

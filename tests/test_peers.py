@@ -140,7 +140,9 @@ def ranks(
     script.write_text(PRELUDE + textwrap.dedent(body) + ending)
     programs = [
         warm_programs.start(
-            [script, folder, rank, world, meeting, patience, transport], env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+            [script, folder, rank, world, meeting, patience, transport],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+            to_the_end=not end,
         )
         for rank in range(world)
     ]
@@ -1140,7 +1142,9 @@ def test_a_process_of_which_nothing_can_be_read_is_not_dead(monkeypatch: pytest.
     assert is_over(process.pid, started)
 
 
-def test_a_rank_that_waits_long_asks_again_ever_more_rarely() -> None:
+def test_a_rank_that_waits_long_asks_again_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """One line after 7 s, and then silence until the limit of the group, is as good as a hang."""
 
     class Silent:
@@ -1153,11 +1157,13 @@ def test_a_rank_that_waits_long_asks_again_ever_more_rarely() -> None:
         def heard(self, keys: dict[int, str]) -> dict[int, Answer]:
             return {}
 
-    inquiry, channel, told = Inquiry(Seat()), Silent(), []
+    monkeypatch.setattr(stretto.inquiry, "who_has_gone_apart", lambda *_: None)
+    monkeypatch.setattr(stretto.inquiry, "places", lambda *how: f"{how[-1]:.0f}")
+    inquiry, channel = Inquiry(Seat(), 0), Silent()
     for second in range(1200):
-        if inquiry.go_on(channel, float(second)) is not None:  # type: ignore[arg-type]
-            told.append(second)
-    assert channel.asked == 4 and told == [10, 35, 185, 1085]
+        inquiry.go_on("here", channel, [], float(second))  # type: ignore[arg-type]
+    told = [record.getMessage() for record in caplog.records]
+    assert channel.asked == 4 and told == [f"here: {second}." for second in (10, 35, 185, 1085)]
 
 
 def seated(*seats: Seat, rank: int = 0, store: dist.Store | None = None) -> Channel:

@@ -732,7 +732,7 @@ def test_programs_end(tmp_path: Path, way: Way, end: str) -> None:
         line, to_read = [sys.executable, "-c", text], {"stderr": subprocess.PIPE, "text": True, "env": environment}
         programs = [subprocess.Popen([*line, str(rank)], **to_read) for rank in range(2)]  # type: ignore[call-overload]
     else:
-        programs = [warm_programs.start(["-c", text, rank], environment) for rank in range(2)]
+        programs = [warm_programs.start(["-c", text, rank], environment, to_the_end=True) for rank in range(2)]
     try:
         for program in programs:
             complaints = program.communicate(timeout=60)[1]
@@ -757,7 +757,7 @@ def test_a_rank_that_waits_at_its_end_says_for_what(tmp_path: Path, interrupted:
         "optimizer.step()",
     )
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    one, other = programs = [warm_programs.start(["-c", text, rank], environment) for rank in range(2)]
+    one, other = programs = [warm_programs.start(["-c", text, rank], environment, to_the_end=True) for rank in range(2)]
     try:
         until = time.monotonic() + 60
         while one.complaint().count("\n") < 2 and time.monotonic() < until:

@@ -333,7 +333,7 @@ if mode == "forks":
 
 def program(mode: str, folder: Path) -> list[tuple[int, list[str], str]]:
     """What each of four ranks on two pretended hosts returned, printed and complained of."""
-    ranks = [warm_programs.start(["-c", PROGRAM, mode, rank, folder]) for rank in range(4)]
+    ranks = [warm_programs.start(["-c", PROGRAM, mode, rank, folder], to_the_end=True) for rank in range(4)]
     try:
         told = [rank.communicate(timeout=45) for rank in ranks]
     finally:

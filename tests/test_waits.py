@@ -270,6 +270,37 @@ def test_the_message_for_which_a_rank_has_stopped_waiting_is_not_summed_with_ano
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_who_is_stopped_amid_a_gather_is_quoted_by_those_who_come_to_it(tmp_path: Path, transport: str) -> None:
+    """All have come together by then, so the place of this rank in the store says nothing."""
+    body = """
+        import threading
+        step()
+        together = stretto.peers.gather_by_sums
+        def late(*how):
+            time.sleep(3)
+            return together(*how)
+        if rank == 0:
+            threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                sync.check()
+            except KeyboardInterrupt:
+                print("stopped")
+            told(sync.check)
+            hang()
+        stretto.peers.gather_by_sums = late
+        told(sync.check)
+    """
+    (_, mine, _), (_, printed, _) = ranks(tmp_path, body, transport=transport)
+    assert mine.startswith("stopped\n") and "this rank has failed and left" in mine
+    assert within(printed, "PeerError", 8) == (
+        "rank 1, pass 1: rank 0 failed and left, so nobody can complete this call.\n"
+        "  rank 0, pass 1, waiting: KeyboardInterrupt\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+@pytest.mark.ranks
 def test_whoever_has_attached_finds_nobody_of_that_where_the_next_begins(tmp_path: Path) -> None:
     body = """
         from stretto.channel import Channel

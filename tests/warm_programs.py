@@ -8,11 +8,17 @@ its outermost line: the child runs the program there and ends as any other does,
 with its exit handlers, its traceback and its exit code. What it spawns is forked too (warm_spawn.py). What a program
 imports first, and the interpreter's options
 (``-W``, ``-X``), need a real start.
+
+At its end torch takes its operators apart, one by one, on pages that a fork must copy first: a third of a second. So,
+unless a program goes ``to_the_end``, modules that were there before it are left as they are, but for those of
+torch.distributed and stretto, and C++ takes nothing apart.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -42,6 +48,7 @@ class Program:
         env: its environment; default, that of now.
         cwd: where it runs; default, here.
         says_here: it writes where this process does, and there is nothing to ``communicate``.
+        to_the_end: all that it has is taken apart at its end, torch too.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class Program:
         cwd: object = None,
         *,
         says_here: bool = False,
+        to_the_end: bool = False,
     ) -> None:
         self.args = [str(argument) for argument in arguments]
         self.returncode: int | None = None
@@ -59,6 +67,7 @@ class Program:
             self._output = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # until it was read
         self._news, theirs = os.pipe()
         request = {"args": self.args, "env": dict(os.environ if env is None else env), "cwd": str(cwd or os.getcwd())}
+        request["to the end"] = to_the_end
         text = json.dumps(request).encode()
         fds = [*([1, 2] if says_here else [file.fileno() for file in self._output]), theirs]
         control = _running()
@@ -113,16 +122,22 @@ def start(
     cwd: object = None,
     *,
     says_here: bool = False,
+    to_the_end: bool = False,
 ) -> Program:
     """Start ``python *arguments``."""
-    return Program(arguments, env, cwd, says_here=says_here)
+    return Program(arguments, env, cwd, says_here=says_here, to_the_end=to_the_end)
 
 
 def run(
-    arguments: Sequence[object], *, timeout: float = 110.0, env: Mapping[str, str] | None = None, cwd: object = None
+    arguments: Sequence[object],
+    *,
+    timeout: float = 110.0,
+    env: Mapping[str, str] | None = None,
+    cwd: object = None,
+    to_the_end: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True)``."""
-    program = start(arguments, env, cwd)
+    program = start(arguments, env, cwd, to_the_end=to_the_end)
     try:
         said, complained = program.communicate(timeout)
     finally:
@@ -132,7 +147,7 @@ def run(
 
 
 def run_ranks(
-    arguments: Sequence[object], world: int, *, timeout: float = 60.0, cwd: object = None
+    arguments: Sequence[object], world: int, *, timeout: float = 60.0, cwd: object = None, to_the_end: bool = False
 ) -> list[subprocess.CompletedProcess[str]]:
     """The same program on every rank, with the variables that torchrun gives."""
     with socket.socket() as free:
@@ -141,7 +156,7 @@ def run_ranks(
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    programs = [start(arguments, os.environ | shared | mine, cwd) for mine in own]
+    programs = [start(arguments, os.environ | shared | mine, cwd, to_the_end=to_the_end) for mine in own]
     try:
         said = [program.communicate(timeout) for program in programs]
     finally:
@@ -181,6 +196,8 @@ def stop() -> None:
 def _become_one() -> tuple[Any, dict[str, Any]]:
     """Fork for every request; returns in the children alone, with the program and the names of its ``__main__``."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    left_alone: list[str] = []
+    atexit.register(_forget, left_alone)  # first, so the last to be called
     for name in PRELOAD:
         importlib.import_module(name)
     gc.freeze()  # else each child's collector touches, and so copies, all of torch's modules
@@ -209,12 +226,31 @@ def _become_one() -> tuple[Any, dict[str, Any]]:
                 for one in [*children, *(other for _, other in children.values()), news]:
                     os.close(one)
                 control.close()
+                if not request["to the end"]:
+                    left_alone += _leave_alone()
                 return _prepare(request, said, complained, parent, server)
             os.write(news, pid.to_bytes(8, "little", signed=True))
             os.close(said), os.close(complained)
             pidfd = os.pidfd_open(pid)
             children[pidfd] = pid, news
             ready.register(pidfd, select.POLLIN)
+
+
+def _leave_alone() -> list[str]:
+    """Names of modules that are not taken apart, and C++ is not either."""
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # called before what was registered when torch was loaded, with the exit code
+    names = [name for name in sys.modules if name.partition(".")[0] not in KEPT and not name.startswith("torch.distr")]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object([sys.modules[name] for name in names]))
+    return names
+
+
+KEPT = {"__main__", "stretto", *sys.stdlib_module_names}
+
+
+def _forget(names: list[str]) -> None:
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 def _exactly(control: socket.socket, length: int) -> bytes:

@@ -47,7 +47,7 @@ class Peers:
     """
 
     def __init__(self, transport: Transport, occasion: str = "attach", *, at_once: bool = True) -> None:
-        self.seat = Seat(of_group(transport))
+        self.seat = Seat(group=of_group(transport))
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
         self._occasion = occasion
@@ -122,10 +122,9 @@ class Peers:
             self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, in rank order. Collective. For set-up and rare decisions.
+        """The picklable values of all ranks, in rank order; ``CommunicationError`` if that will never be. Collective.
 
-        Raises:
-            CommunicationError: it will never be done.
+        For set-up and rare decisions.
         """
         self.seat.calls += 1
         has_name = bool(self.seat.handle)
@@ -142,6 +141,9 @@ class Peers:
                 self._name([told for told, _ in everyone])
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
+        except BaseException as error:
+            self._lose_place(error)
+            raise
         finally:
             self.seat.meets = False  # one that came to nothing counts nowhere: some ranks did not come to it
             if not has_name:
@@ -164,12 +166,16 @@ class Peers:
                 return wait_a_while(word, self._patience, self.wait)
             self.wait(word)
             blame.refuse_other_calls(self.where, word.said())
-        except BaseException as error:  # Ctrl-C, say: the others wait in vain, and would meet another call here
+        except BaseException as error:
             if not self.seat.handle:
                 channel.go()  # at once: to find out why takes seconds, in which another would find this rank here
-            elif not isinstance(error, CommunicationError):
-                self.tell_failed("waiting", error, leaves=True)
+            self._lose_place(error)
             raise
+
+    def _lose_place(self, error: BaseException) -> None:
+        """Ctrl-C, say: the others wait in vain, and would meet another call here."""
+        if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):
+            self.tell_failed("waiting", error, leaves=True)
 
     def _go(self, work: Work | None = None) -> None:
         """Behind the first of two messages all have come; whoever is done with the second finds that all have gone."""
@@ -241,11 +247,7 @@ class Peers:
             raise
 
     def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
-        """The same for ``what``, a noun, with an error that says who did not come.
-
-        Raises:
-            CommunicationError: it will never be done.
-        """
+        """The same for ``what``, a noun; raises ``CommunicationError``, which says who did not come."""
         try:
             self.wait(work, patience)
         except RuntimeError as error:
@@ -290,9 +292,7 @@ class Peers:
     def fail(self, what: str, error: RuntimeError, expected: str | None = None) -> NoReturn:
         """Raise in place of a transport's error what is to blame, or else where the others are, and were expected.
 
-        Raises:
-            PeerError: a rank has left, or died.
-            CommunicationError: anything else.
+        ``PeerError`` if a rank has left or died, else ``CommunicationError``.
         """
         if isinstance(error, CommunicationError):
             told = blame.told_of(error, f"{self.where}: {what} over {self._transport.name}")

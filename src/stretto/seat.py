@@ -16,10 +16,10 @@ from .notes import Note
 class Seat:
     """One handle at the channel. It does not know the handle, so that it can tell when that is gone."""
 
-    group: str = ""
-    """What messages say of the process group, where its ranks are not those of all: the end of a noun."""
     handle: str = ""
     """The name on which all ranks have agreed, if they have."""
+    group: str = ""
+    """What messages say of the process group, where its ranks are not those of all: the end of a noun."""
     passes: int = 0
     """How many have begun; others read it."""
     in_pass: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,8 @@ def reduce(
         gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         stretto.reduce(gradients)
     """
-    everything = [tensors] if isinstance(tensors, torch.Tensor) else [*tensors]
+    several = isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor)
+    everything: list[Any] = [*tensors] if several else [tensors]
     problem, given = _problem(everything, op), [tensor for tensor in everything if tensor is not None]
     carrier = carrier_of(transport, process_group)
     if carrier is None or carrier.world_size == 1:
@@ -79,7 +81,9 @@ def _problem(given: Sequence[object], op: str) -> UnsupportedError | None:
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):
-            return UnsupportedError(f"reduce: item {place} is a {type(tensor).__name__}; give dense floating tensors")
+            hint = ", as [p.grad for p in model.parameters()]" if isinstance(tensor, torch.nn.Module) else ""
+            kind = type(tensor).__name__
+            return UnsupportedError(f"reduce: item {place} is a {kind}; give dense floating tensors{hint}")
         if tensor.layout != torch.strided:
             return UnsupportedError(f"reduce: tensor {place} is {tensor.layout}: give a dense one, tensor.to_dense()")
         if not (tensor.is_floating_point() or tensor.is_complex()):

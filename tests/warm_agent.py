@@ -1,9 +1,9 @@
-"""What a warm launcher starts is warm too: ranks of ``stretto run`` and of torchrun, at the cost of a fork.
+"""Programs of Python that a warm program starts are warm too: launchers, and the ranks that these start.
 
-torch's launcher starts each rank by ``subprocess.Popen``, which imports torch anew. In a program of warm_programs.py
-the launcher forks instead, since ranks must be its own children. A rank forgets what the launcher has set up, has the
-script for its main module, and ends as children of ``multiprocessing`` do: its exit handlers run, and then it is gone.
-How an interpreter ends is seen by the programs that no launcher starts.
+``subprocess.Popen`` would import torch anew. In a program of warm_programs.py it forks instead: launchers look for
+children of their own. The child forgets what its parent has set up, has the script for its main module, and ends as
+those of ``multiprocessing`` do: its exit handlers run, and then it is gone. How an interpreter ends is seen by programs
+that no other starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import warnings
 from typing import Any, NoReturn
 
 import warm_spawn
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from stretto.cli.launch import _TIED_TO_US
 
@@ -31,37 +31,39 @@ FILTERS = list(warnings.filters)
 
 
 def use() -> None:
-    """From here on launchers of this process fork."""
-    SubprocessHandler._popen = _popen
+    """From here on programs that this process starts are forks of it."""
+    subprocess.Popen = subprocess_handler.Popen = Popen  # type: ignore[misc]
 
 
-def _popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = args[6:] if args[4:5] == (_TIED_TO_US,) else args[1:]
-    if args[0] != sys.executable or command[0] != "-u":
-        return _cold(handler, args, env)
-    return Rank(command, env=env, stdout=handler._stdout, stderr=handler._stderr)
-
-
-_cold = SubprocessHandler._popen
-
-
-class Rank(subprocess.Popen):
-    """As ``Popen(args, start_new_session=True, ...)`` of this interpreter, unbuffered."""
+class Popen(subprocess.Popen):
+    """Another program is started as ever, and so is Python with other options than ``-u``."""
 
     def _execute_child(self, args: Any, *others: Any) -> None:
-        env, said, complained = others[5], others[12], others[14]
+        command = [*map(str, args)] if isinstance(args, list | tuple) else [args]
+        tied = command[4:5] == [_TIED_TO_US]
+        words = command[6:] if tied else command[1:]
+        if command[0] != sys.executable or not words or not (words[0] in ("-u", "-m") or words[0].endswith(".py")):
+            return super()._execute_child(args, *others)
         sys.stdout.flush(), sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            _become([*args[1:]], env, said, complained)
+            _become(words, *others, tied=tied)
         self._child_created = True
+        self._close_pipe_fds(*others[9:15])
 
 
-def _become(args: list[str], env: dict[str, str], said: int, complained: int) -> NoReturn:
+def _become(args: list[str], *others: Any, tied: bool) -> NoReturn:
     code = 1
     try:
-        _forget_launcher(env, said, complained)
-        code = _run(args)
+        if tied:
+            warm_spawn.die_with_parent()
+        if others[20]:
+            os.setsid()
+        os.chdir(others[4] or ".")
+        _forget_parent(os.environ.copy() if others[5] is None else others[5], (others[9], others[12], others[14]))
+        if args[0] == "-u":
+            sys.stdout.reconfigure(write_through=True)
+        code = _run(args[args[0] == "-u" :])
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     finally:
@@ -70,15 +72,12 @@ def _become(args: list[str], env: dict[str, str], said: int, complained: int) ->
         os._exit(code)
 
 
-def _forget_launcher(env: dict[str, str], said: int, complained: int) -> None:
-    warm_spawn.die_with_parent()
-    os.setsid()
-    for fd, place in ((said, 1), (complained, 2)):
+def _forget_parent(env: dict[str, str], streams: tuple[int, int, int]) -> None:
+    for place, fd in enumerate(streams):
         if fd >= 0:
             os.dup2(fd, place)
     os.closerange(3, 1024)
-    sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-    sys.stdout.reconfigure(write_through=True)
+    sys.stdin, sys.stdout, sys.stderr = (open(fd, "rww"[fd], 1, closefd=False) for fd in range(3))  # noqa: SIM115
     for one in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(one, signal.SIG_DFL)

@@ -37,6 +37,7 @@ import warm_spawn
 
 PRELOAD = ["stretto.testing", "torch._dynamo", "torch.utils.data", "torch.distributed.optim", "matplotlib.figure"]
 PRELOAD += ["warm_hosts", "warm_agent", "stretto.cli", "torch.distributed.run"]
+PRELOAD += ["sklearn.datasets", "sklearn.model_selection"]  # of the examples
 _interpreter: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 

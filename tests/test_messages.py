@@ -220,6 +220,7 @@ ALONE = [
         lambda: stretto.reduce(torch.nn.Linear(1, 1)),
         "reduce: item 0 is a Linear; give dense floating tensors, as [p.grad for p in model.parameters()]",
     ),
+    (lambda: stretto.reduce(None), "reduce: None was given; give dense floating tensors"),
     (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 1 or more, or None"),
     (lambda: attach(check_every=1.5), "check_every=1.5 must be a number of passes, 1 or more, or None"),

@@ -61,7 +61,8 @@ def test_a_process_group_whose_ranks_are_others_than_those_of_all_is_named(tmp_p
     """
     (_, mine, _), *_ = ranks_without_a_model(tmp_path, body, 3)
     assert within(mine, "PeerError", 6).startswith(
-        "rank 0, pass 1 of process group [0, 2]: backward failed on rank 1, so the mean of this pass lacks gradients.\n"
+        "rank 0, pass 1 over process group [0, 2]: backward failed on rank 1, so the mean of this pass lacks "
+        "gradients.\n"
         "  rank 1, pass 1, backward: ValueError: bad label (train.py:LINE in backward)\n"
     )
 
@@ -207,8 +208,9 @@ def test_a_rank_that_waited_in_attach_for_one_that_failed_there_tries_again(
 
 
 STOPPED_WAITING = (
-    "rank {0}, {1}: {2} has stopped waiting for a message that is still under way in the process group, and what is "
-    "sent now would meet that.\n{3}Attach over a new group, on all ranks: process_group=torch.distributed.new_group()"
+    "rank {0}, {1}: {2} has stopped waiting for a message that was under way in the process group, and what is sent "
+    "now could meet it.\n  {3}\nUse a new group, made on all ranks, and detach() first what is attached: "
+    "process_group=torch.distributed.new_group()"
 )
 
 
@@ -233,7 +235,8 @@ def test_a_second_try_to_attach_does_not_meet_what_the_first_has_sent(tmp_path: 
     assert code == other == 0, (mine, printed)
     first, second = mine.split("\nCommunicationError ")
     assert "rank 0, attach: rank 1 failed and left" in first
-    told = STOPPED_WAITING.format(0, "attach", "this rank", "")
+    cause = "PeerError: rank 0, attach: rank 1 failed and left, so nobody can complete this attach."
+    told = STOPPED_WAITING.format(0, "attach", "this rank", cause)
     assert told in second and told in printed, (mine, printed)
 
 
@@ -264,9 +267,72 @@ def test_the_message_for_which_a_rank_has_stopped_waiting_is_not_summed_with_ano
         time.sleep(1)
     """
     (_, mine, _), (_, printed, _) = ranks(tmp_path, body, 2)
-    assert mine.startswith("stopped\n") and STOPPED_WAITING.format(0, "pass 1", "this rank", "") in mine
-    cause = "  rank 0, pass 2, backward: KeyboardInterrupt (train.py:LINE in train)\n"
-    assert within(printed, "PeerError", 3) == STOPPED_WAITING.format(1, "pass 1", "rank 0", cause)
+    own = STOPPED_WAITING.format(0, "pass 1", "this rank", "KeyboardInterrupt")
+    assert mine.startswith("stopped\n") and own in mine
+    assert within(printed, "PeerError", 3) == (
+        "rank 1, pass 1: rank 0 failed and left, so nobody can complete this pass.\n"
+        f"  rank 0, pass 2, backward: CommunicationError: {own}\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+HOOK = """
+    def hook(group, bucket):
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / world)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["detached", "a hook beside shared memory", "attached anew", "another group"])
+def test_nothing_is_sent_over_a_group_in_which_another_rank_has_left_something(tmp_path: Path, how: str) -> None:
+    """Rank 0 waits in the first model; rank 1 leaves that and goes on with another."""
+    hooked = how == "a hook beside shared memory"
+    body = f"""
+        import threading
+        {textwrap.indent(textwrap.dedent(HOOK), " " * 8).strip()}
+
+        def train(one, with_inputs=1.0):
+            one.zero_grad()
+            one(torch.full((1, 3), with_inputs)).backward()
+
+        one, other = dist.new_group(), dist.new_group()
+        first, second = Model(), Model()
+        both = [one, other] if {how == "another group"} else []
+        handle = stretto.attach(first, process_group=one, transport={"auto" if hooked else "process_group"!r})
+        robin = stretto.attach(Model(), process_groups=both, transport="process_group") if both else None
+        over = other if both else one
+        beside = None
+        if {how != "attached anew"}:
+            beside = stretto.attach(second, process_group=over, transport={"auto" if hooked else "process_group"!r})
+        if {hooked}:
+            handle.register_comm_hook(None, hook), beside.register_comm_hook(None, hook)
+        for model in (first, second):
+            train(model)
+        if rank == 0:
+            told(lambda: train(first, 100.0))
+            time.sleep({9 if how == "attached anew" else 6})
+            if {how == "another group"}:
+                train(second); print("trained")
+        else:
+            time.sleep(1)
+            handle.detach()
+            time.sleep(4)
+            if {how == "attached anew"}:
+                told(lambda: stretto.attach(second, process_group=one, transport="process_group"))
+            else:
+                told(lambda: (train(second), print("trained")))
+    """
+    (_, mine, _), (_, printed, _) = ranks(tmp_path, body)
+    cause = "rank 1 finished after 1 pass (it was detached), so nobody can complete this one."
+    assert f"rank 0, pass 2: {cause}" in mine
+    if how == "another group":
+        assert "trained" in mine and printed.startswith("trained")
+        return
+    when = "attach" if how == "attached anew" else "pass 1"
+    assert within(printed, "PeerError", 6) == STOPPED_WAITING.format(
+        1, when, "rank 0", f"rank 0, pass 2, waiting: PeerError: rank 0, pass 2: {cause}"
+    )
 
 
 @pytest.mark.ranks

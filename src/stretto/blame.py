@@ -209,16 +209,16 @@ def refuse_leftovers(where: str, rank: int, handle: str, leftovers: Iterable[Lef
     Args:
         where: how the message begins.
         rank: this one.
-        handle: its name, if it has one. One that has a leftover of its own hears from the others why.
+        handle: its name, if it has one. One that has the leftover itself hears from the others why.
         leftovers: of what would carry it.
     """
     for one in leftovers:
         if one.rank is not None and not handle == one.handle != "":
             kind, who = (CommunicationError, "this rank") if one.rank == rank else (PeerError, f"rank {one.rank}")
             raise kind(
-                f"{where}: {who} has stopped waiting for a message that is still under way in the process group, and "
-                f"what is sent now would meet that.\n{one.told}Attach over a new group, on all ranks: "
-                "process_group=torch.distributed.new_group()"
+                f"{where}: {who} has stopped waiting for a message that was under way in the process group, and what "
+                f"is sent now could meet it.\n  {one.told}\nUse a new group, made on all ranks, and detach() first "
+                f"what is attached: process_group=torch.distributed.new_group({one.group})"
             )
 
 

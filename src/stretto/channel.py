@@ -71,7 +71,7 @@ class Channel(People):
     # Handles come and go
 
     def open(self, seat: Seat, leftovers: Sequence[Leftover] = ()) -> None:
-        """A handle joins; the others' leftovers are to be put there. With the first, the rank says who it is."""
+        """A handle joins; ``leftovers`` of its group learn of the others'. With the first, the rank says who it is."""
         self._seats.append(seat)
         self._leftovers.update(leftovers)
         seat.row = self._seats
@@ -186,9 +186,9 @@ class Channel(People):
 
     def _heed(self, note: Note, store: Store) -> None:
         """It may be the last word of the process that has the store, or of what is left in the process group."""
-        if note.leftover and any(note.handle == seat.handle for seat in [*self._seats]):  # or of an older group
-            for one in self._leftovers:
-                one.is_of(note.rank, note.handle, f"  {note}\n")
+        for one in self._leftovers if note.leftover and note.rank != self._rank else ():
+            if one.used.intersection(note.leftover[1:]):  # else it is another group
+                one.is_of(note.rank, note.leftover[0], str(note))
         if self._rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
             host = self.person(0, store)  # it may be another process by now
             if host is not None and host.name == note.process:

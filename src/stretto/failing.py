@@ -12,6 +12,7 @@ from .engine import when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
+from .transport.base import leave_behind
 
 log = logging.getLogger("stretto")
 
@@ -54,6 +55,7 @@ class Failing:
     def lose(self, error: BaseException, trace: TracebackType | None = None) -> None:
         """From here on this rank sends nothing, and the others know."""
         if not self.is_lost:  # in a call within the pass
+            leave_behind(self._queue.transport, self._queue.peers.seat.handle, text_of(error))
             self._queue.peers.tell_failed("backward", error, trace, leaves=True)
         self._part()
 

@@ -31,7 +31,7 @@ from .preset import Preset
 from .scaling import Scaling
 from .slots import hand_out
 from .specs import has_strides
-from .transport.base import Transport, Work
+from .transport.base import Transport, Work, leftovers_for_hooks
 from .withheld import Alive, complete, leave_in_shares
 from .words import Control, ControlWords
 
@@ -331,7 +331,7 @@ class LaunchQueue:
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
         hook.wait, hook.wait_for = self.peers.wait, lambda work: self._wait_for_work(work, work.bucket)
-        self.comm_hook, self.tells = hook, not hook.silent
+        self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, leftovers_for_hooks(self.transport)
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
 
     def wait_for(self, work: Work, what: str) -> None:

@@ -46,8 +46,8 @@ class Note:
     place: str = ""
     leaves: bool = False
     """See [Note: who leaves]."""
-    leftover: bool = False
-    """Whether it has left something under way in the process group: see ``Leftover``."""
+    leftover: list[str] = field(default_factory=list)
+    """If it has left something under way in a process group, the handle for which that was and all that used it."""
     process: str = ""
     """Who wrote it: a rank may be another process by now."""
     attempt: int = 0

@@ -27,7 +27,7 @@ from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, words_of
 from .notes import Note, text_of
 from .seat import Seat
-from .transport.base import Leftover, Transport, Work, abandon, done_within, flush
+from .transport.base import Leftover, Transport, Work, abandon, done_within, flush, leave_behind
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
 from .whereabouts import Person, of_group, place_of_failure
 
@@ -62,7 +62,7 @@ class Peers:
         store = getattr(self._transport, "store", None)
         if self._channel is None and store is not None and self._transport.world_size > 1:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
-            self._channel.open(self.seat, self.leftovers)
+            self._channel.open(self.seat, self.leftovers[:1])
             self._leave = weakref.finalize(self, self._channel.close, self.seat, "dropped")
             self._leave.atexit = False  # the channel knows when the process ends
 
@@ -103,7 +103,7 @@ class Peers:
             return
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
         note = self.seat.note(self._transport.rank, phase, text_of(error), place, before=before)
-        leftover = any((one.rank, one.handle) == (note.rank, note.handle) for one in self.leftovers)
+        leftover = next(([one.handle, *one.used] for one in self.leftovers if one.rank == note.rank), [])
         attempts = leaves and not note.handle and self._occasion == "attach"
         attempt = self._channel.count_attempt(self.seat) if attempts else 0
         note = dataclasses.replace(note, leaves=leaves, leftover=leftover, attempt=attempt)
@@ -131,6 +131,7 @@ class Peers:
         try:
             self.refuse_leftovers("waiting")
             self._come_together(sys._getframe(1))
+            self.refuse_leftovers("waiting")  # of which it may have read meanwhile
             about = (0, 0, None) if (it := self._channel) is None else (it.counted(), it.attempts, it.me)
             brought = (self._offer, *about), value
             if self._patience is None:
@@ -175,6 +176,7 @@ class Peers:
     def _lose_place(self, error: BaseException) -> None:
         """Ctrl-C, say: the others wait in vain, and would meet another call here."""
         if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):
+            leave_behind(self._transport, self.seat.handle, text_of(error))
             self.tell_failed("waiting", error, leaves=True)
 
     def _go(self, work: Work | None = None) -> None:
@@ -197,6 +199,8 @@ class Peers:
     def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
         self.seat.meets = False  # it is counted among those that have a name now
         self.seat.handle, self.seat.calls = told[0][0], 1  # some may have tried before
+        for one in self.leftovers[:1]:
+            one.used.add(self.seat.handle)
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
             channel.catch_up(max(begun for _, begun, _, _ in told), max(attempts for _, _, attempts, _ in told))
@@ -210,8 +214,8 @@ class Peers:
             blame.refuse_leftovers(self.where, self._transport.rank, self.seat.handle, self.leftovers)
         except CommunicationError as error:
             if self.seat.handle:  # else attaching fails, which tells
-                self.tell_failed(phase, error, before=not self.seat.in_pass, leaves=True)
-            raise
+                self.tell_failed(phase, error, before=phase == "backward", leaves=True)
+            raise (self._blame()[0] or error) from None
 
     def refuse_fork(self) -> None:
         """Raise in a forked child, before anything of its parent is touched."""
@@ -242,8 +246,10 @@ class Peers:
                 rank, when = self._transport.rank, self.seat.when(self._occasion)
                 break_off(f"rank {rank}: {when} was not done within {limit:.0f} s\nStart again, on all ranks.")
             raise RuntimeError(f"not done within {limit:.0f} s")
-        except BaseException:  # Ctrl-C too: others may wait for something else, and live on
-            abandon(self._transport, work, self.seat.handle)
+        except BaseException as error:  # Ctrl-C too: others may wait for something else, and live on
+            abandon(self._transport, work, self.seat.handle, text_of(error))
+            if any(one.rank == self._transport.rank for one in self.leftovers):
+                self.tell_failed("waiting", error)
             raise
 
     def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
@@ -282,7 +288,7 @@ class Peers:
     def _inquire(self, inquiry: Inquiry, channel: Channel, waited: float) -> None:
         """Where all are may explain it: raises ``PeerError``, which all but ``reduce`` quote."""
         try:
-            inquiry.go_on(self.where, channel, self._notes(), waited)
+            inquiry.go_on(self.where, channel, self._notes(channel), waited)
         except PeerError as error:
             self.tell_failed("waiting", error, leaves=True)
             raise
@@ -298,22 +304,17 @@ class Peers:
             told = blame.told_of(error, f"{self.where}: {what} over {self._transport.name}")
             raise told from error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         try:
-            where = self._explain()
+            self._open()
+            self._look_for_blame(own=True)
         except PeerError as found:
             raise found from None  # what the transport says of it is less, and may be something else
+        rank, channel = self._transport.rank, self._channel
+        where = "" if channel is None else f"{places(rank, channel, channel.gather(self.seat.handle, 2.5))}.\n"
         expected = expected or blame.EXPECTED[self.seat.kind(self._occasion)]
         raise CommunicationError(
             f"{self.where}: {what} over {self._transport.name}: {error}\n{where}Expected every rank to call "
             f"{expected}. Look at the first error in the other ranks' logs."
         ) from error
-
-    def _explain(self) -> str:
-        """Where the others are. Raises ``PeerError`` if one has left or died."""
-        self._open()
-        if self._channel is None:
-            return ""
-        self._look_for_blame(own=True)
-        return places(self._transport.rank, self._channel, self._channel.gather(self.seat.handle, 2.5)) + ".\n"
 
     def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
@@ -330,10 +331,9 @@ class Peers:
         """See :func:`~stretto.inquiry.words_of`."""
         return words_of(self._channel, self.seat, phase, ranks)
 
-    def _notes(self) -> list[Note]:
+    def _notes(self, channel: Channel) -> list[Note]:
         """Those of the other ranks, as read so far."""
-        told = [] if self._channel is None else self._channel.told(self.seat)
-        return [note for note in told if note.rank != self._transport.rank]
+        return [note for note in channel.told(self.seat) if note.rank != self._transport.rank]
 
     def _blame(self, *, by_itself: bool = False, own: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`."""
@@ -343,7 +343,7 @@ class Peers:
         dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
         channel.read()  # last words were written before the death
         channel.look_again()
-        left = [note for note in self._notes() if note.leaves]
+        left = [note for note in self._notes(channel) if note.leaves]
         if own:
             left, dead = blame.without_excused(self._transport.rank, left, dead)
         kind = self.seat.kind(self._occasion)

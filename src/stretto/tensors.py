@@ -56,9 +56,10 @@ def reduce(
         gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         stretto.reduce(gradients)
     """
-    several = isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor)
-    everything: list[Any] = [*tensors] if several else [tensors]
-    problem, given = _problem(everything, op), [tensor for tensor in everything if tensor is not None]
+    alone = isinstance(tensors, torch.Tensor | torch.nn.Module) or not hasattr(type(tensors), "__iter__")
+    everything: list[Any] = [tensors] if alone else [*tensors]
+    nothing = UnsupportedError("reduce: None was given; give dense floating tensors") if tensors is None else None
+    problem, given = nothing or _problem(everything, op), [tensor for tensor in everything if tensor is not None]
     carrier = carrier_of(transport, process_group)
     if carrier is None or carrier.world_size == 1:
         if problem is not None:

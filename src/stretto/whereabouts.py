@@ -111,7 +111,7 @@ def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> st
 def of_group(transport: Transport) -> str:
     """Its process group, behind a noun; empty where ranks are those of the default group, which need no translation."""
     ranks: Sequence[int] = getattr(transport, "global_ranks", ())
-    return "" if [*ranks] == [*range(len(ranks))] else f" of process group [{name_list(map(str, ranks))}]"
+    return "" if [*ranks] == [*range(len(ranks))] else f" over process group [{name_list(map(str, ranks))}]"
 
 
 def count(passes: int) -> str:

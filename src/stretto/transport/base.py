@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,8 +45,8 @@ class Transport(Protocol):
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
     go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
     any more. ``break_off(reason)`` ends the transport when the patience is over, on all ranks: what was waited for may
-    be filled again, and must not be summed when a late rank comes. ``abandon(work, handle)`` is told where nobody
-    waits any more for a work that may be under way: what would wait for it to be freed is never freed, and
+    be filled again, and must not be summed when a late rank comes. ``abandon(work, handle, told)`` is told where
+    nobody waits any more for a work that may be under way: what would wait for it to be freed is never freed, and
     ``leftovers`` say from then on that it would meet what is sent next.
     """
 
@@ -80,23 +81,39 @@ class Leftover:
     Gloo ends the process where sizes differ, and sums what does not belong together where they do not.
     """
 
+    group: str = ""
+    """The ranks of the group, as Python writes them; empty of the default group."""
+    used: set[str] = field(default_factory=set)
+    """The names of all handles whose ranks have met in the group: by them ranks know which it is."""
     rank: int | None = None
     """Whose; None if there is none."""
     handle: str = ""
     """For which it was, if that had a name."""
     told: str = ""
-    """Why another rank does not wait for it."""
+    """Why that rank does not wait for it."""
 
-    def is_of(self, rank: int, handle: str, told: str = "") -> None:
+    def is_of(self, rank: int, handle: str, told: str) -> None:
         """Unless there is one, which what follows may have failed for."""
         if self.rank is None:
-            self.rank, self.handle, self.told = rank, handle, told
+            self.rank, self.handle, self.told = rank, handle, told.partition("\n")[0]
 
 
-def abandon(transport: Transport, work: Any, handle: str) -> None:
+def leave_behind(transport: Transport, handle: str, told: str) -> None:
+    """This rank has lost its place in a handle: others may wait in the process group for what it never sends."""
+    for one in getattr(transport, "leftovers", ()):
+        one.is_of(transport.rank, handle, told)
+
+
+def leftovers_for_hooks(transport: Transport) -> Sequence[Leftover]:
+    """Those of the process group beneath, which carries what comm hooks send."""
+    found: Sequence[Leftover] = getattr(getattr(transport, "base", transport), "leftovers", ())
+    return found
+
+
+def abandon(transport: Transport, work: Any, handle: str, told: str) -> None:
     """See :class:`Transport`. Harmless to one that knows nothing of it, and of what the store carries."""
     if (tell := getattr(transport, "abandon", None)) is not None and getattr(work, "is_carried", True):
-        tell(work, handle)
+        tell(work, handle, told)
 
 
 def flush(transport: Transport, seconds: float) -> None:

@@ -103,7 +103,7 @@ class HierarchicalTransport(HostMemoryTransport):
             [CopyAcross(self._team, part, root) for part in torch.split(tensor.view(torch.uint8), PIECE_BYTES)]
         )
 
-    def abandon(self, work: Any, handle: str) -> None:
+    def abandon(self, work: Any, handle: str, told: str) -> None:
         """Of the groups that this stands on, those that have something under way are not freed any more."""
         if isinstance(work, SharesUnderWay):
             work.doubt()  # and goes on: others of this host wait for it
@@ -111,7 +111,7 @@ class HierarchicalTransport(HostMemoryTransport):
         if self.host.awaits_outside():
             self._team.counterparts.abandon()
         if not isinstance(work, Posted):  # a comm hook's
-            abandon(self._base, work, handle)
+            abandon(self._base, work, handle, told)
 
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""

@@ -63,6 +63,11 @@ class HostMemoryTransport(abc.ABC):
         return self._base.all_gather_object(value)
 
     @property
+    def base(self) -> Transport:
+        """The one beneath."""
+        return self._base
+
+    @property
     def process_group(self) -> Any:
         """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
         return getattr(self._base, "process_group", None)

@@ -60,7 +60,7 @@ class ProcessGroupTransport:
         self.bucket_cap_bytes = 4 * MIB if _waits_on_host(group) else 25 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
-        self.leftovers = (_leftovers.setdefault(group, Leftover()),)
+        self.leftovers = (_leftovers.setdefault(group, Leftover(_named(self.global_ranks))),)
         self._sum = dist.AllreduceOptions()  # its default is a sum
         self.under_way: UnderWay | None = None
         """Shares that a step has sent; none where ``Work.wait`` does not stop the host."""
@@ -133,7 +133,7 @@ class ProcessGroupTransport:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def abandon(self, work: Any, handle: str) -> None:
+    def abandon(self, work: Any, handle: str, told: str) -> None:
         """Unless it is over, the group is never freed.
 
         Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends.
@@ -141,11 +141,15 @@ class ProcessGroupTransport:
         if self.under_way is not None:
             self.under_way.remove(work)
         if not work.is_completed() and (group := self._group()) is not None:
-            self.leftovers[0].is_of(self.rank, handle)
+            self.leftovers[0].is_of(self.rank, handle, told)
             never_free(group)
 
     def close(self) -> None:
         """The group belongs to whoever made it."""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return "" if len(ranks) == dist.get_world_size() else f"[{', '.join(map(str, ranks))}]"
 
 
 def _waits_on_host(group: dist.ProcessGroup) -> bool:

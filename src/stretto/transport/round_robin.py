@@ -76,10 +76,10 @@ class RoundRobinTransport:
             if (break_off := getattr(transport, "break_off", None)) is not None:
                 break_off(reason)
 
-    def abandon(self, work: Any, handle: str) -> None:
+    def abandon(self, work: Any, handle: str, told: str) -> None:
         """All: what others carry is under way as well."""
         for transport in self._transports:
-            abandon(transport, work, handle)
+            abandon(transport, work, handle, told)
 
     def close(self) -> None:
         """Close all."""

@@ -83,10 +83,10 @@ class SharedMemoryTransport(HostMemoryTransport):
         pieces = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
         return [self.host.post(Copy(self.host, piece, self._staging, root)) for piece in pieces][-1]
 
-    def abandon(self, work: Any, handle: str) -> None:
+    def abandon(self, work: Any, handle: str, told: str) -> None:
         """Memory waits for nothing; the group beneath may, for what a comm hook has begun there."""
         if not isinstance(work, Posted):
-            abandon(self._base, work, handle)
+            abandon(self._base, work, handle, told)
 
     def dead(self) -> list[tuple[int, int]]:
         """Rank and pid of those whose process has ended without a word."""

@@ -222,7 +222,7 @@ def test_whoever_stops_waiting_says_so() -> None:
     team = SimpleNamespace(counterparts=SimpleNamespace(courier=courier))
     work = SharesUnderWay(words(7, 6)._words, {0: 4, 1: 5}, 7, courier, "rank 9 of another host")
     work.doubt()
-    HierarchicalTransport.abandon(SimpleNamespace(_team=team), work, "")
+    HierarchicalTransport.abandon(SimpleNamespace(_team=team), work, "", "")
     Spreading.doubt(SimpleNamespace(_team=team))
     assert told == ["doubt"] * 3
 

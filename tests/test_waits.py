@@ -177,6 +177,22 @@ QUOTED = (
 )
 
 
+def trying_again(transport: str, *, late: float, then: str) -> str:
+    """Rank 1 comes so late, fails in attach, and ``then`` is what both do."""
+    return f"""
+        sync.detach()
+        if rank == 1:
+            time.sleep({late})
+            try_once()
+            time.sleep(4)
+        else:
+            told(lambda: stretto.attach(model, transport={transport!r}))
+        {then}
+        step()
+        right()
+    """
+
+
 def ranks_that_fail_in_attach(folder: Path, body: str, **how):
     return ranks(folder, textwrap.dedent(NOT_BUILT) + textwrap.dedent(body), 2, **how)
 
@@ -188,18 +204,7 @@ def test_a_rank_that_waited_in_attach_for_one_that_failed_there_tries_again(
     tmp_path: Path, meeting: str, transport: str
 ) -> None:
     """What it had sent would meet something else of the other's second try, and Gloo would end both."""
-    body = f"""
-        sync.detach()
-        if rank == 1:
-            time.sleep(1)
-            try_once()
-            time.sleep(4)
-        else:
-            told(lambda: stretto.attach(model, transport={transport!r}))
-        sync = stretto.attach(model, transport={transport!r})
-        step()
-        right()
-    """
+    body = trying_again(transport, late=1, then=f"sync = stretto.attach(model, transport={transport!r})")
     (code, mine, _), other = ranks_that_fail_in_attach(tmp_path, body, transport=transport, meeting=meeting)
     assert within(mine, "PeerError", 6) == QUOTED.format(
         0, "attach: ValueError: not built yet (train.py:LINE in named_parameters)"
@@ -218,19 +223,10 @@ STOPPED_WAITING = (
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 def test_a_second_try_to_attach_does_not_meet_what_the_first_has_sent(tmp_path: Path, transport: str) -> None:
     """Behind 3 s in the store ranks look in the transport as well; Gloo ended both where they tried again."""
-    body = f"""
-        sync.detach()
-        if rank == 1:
-            time.sleep(5)
-            try_once()
-            time.sleep(3)
-        else:
-            told(lambda: stretto.attach(model, transport={transport!r}))
-        told(lambda: stretto.attach(model, transport={transport!r}))
-        sync = stretto.attach(model, transport={transport!r}, process_group=dist.new_group())
-        step()
-        right()
-    """
+    again = f"stretto.attach(model, transport={transport!r}"
+    body = trying_again(
+        transport, late=5, then=f"told(lambda: {again})); sync = {again}, process_group=dist.new_group())"
+    )
     (code, mine, _), (other, printed, _) = ranks_that_fail_in_attach(tmp_path, body, transport=transport)
     assert code == other == 0, (mine, printed)
     first, second = mine.split("\nCommunicationError ")

@@ -9,9 +9,9 @@ from torch import nn
 
 import stretto
 from stretto.broadcast import MESSAGE_BYTES, broadcast_coalesced
-from stretto.bucket import Control
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import ProcessGroupTransport
+from stretto.words import MARKS, Control
 
 KB = 1 / 1024
 
@@ -66,9 +66,9 @@ def check_steady_pass(name, forward, calls, plan, sent):
     reduced = [size for kind, size in calls if kind == "all_reduce"]
     assert len(reduced) == len(plan.buckets)
     for number, size in enumerate(reduced):
-        words = len(plan.buckets[number].indices) + len(Control)
-        payload = plan.bucket_bytes(number)
-        assert payload < size <= payload + words * plan.buckets[number].dtype.itemsize
+        words = len(plan.buckets[number].indices)
+        words += (len(Control) + MARKS) * (number == len(plan.buckets) - 1)
+        assert size == plan.bucket_bytes(number) + words * plan.buckets[number].dtype.itemsize
     broadcasts = [size for kind, size in calls if kind == "broadcast"]
     assert len(broadcasts) == bool(buffers), "dtypes travel together"
     assert sum(broadcasts) == nbytes(buffers)

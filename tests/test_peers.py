@@ -470,6 +470,53 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world", "dtype", "how", "hooked"),
+    [(2, "float32", "", False), (3, "bfloat16", ", init_sync=False", False), (2, "float32", "", True)],
+)
+def test_two_models_of_the_same_sizes_in_another_order_are_not_summed_with_each_other(
+    tmp_path: Path, world: int, dtype: str, how: str, hooked: bool
+) -> None:
+    """Over a process group sums match by their order alone, and all that would be amiss are the numbers."""
+    body = f"""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        second, third = (torch.nn.Linear(2, 2, dtype=torch.{dtype}) for _ in range(2))
+        handles = [stretto.attach(one, transport=transport{how}) for one in (second, third)]
+        if {hooked}:
+            for one in handles:
+                one.register_comm_hook(None, allreduce_hook)
+        train = [lambda one=one: one(torch.ones(1, 2, dtype=torch.{dtype})).sum().backward() for one in (second, third)]
+        for _ in range(3):
+            [one() for one in train]
+        if rank == 1:
+            train.reverse()
+        told(train[0])
+        told(train[1])
+        told()
+        hang()
+        os._exit(0)
+    """
+    found = ranks(tmp_path, body, world, transport="process_group")
+    for rank, (_, printed, complaint) in enumerate(found):
+        assert not complaint
+        met, *rest = re.split(r"^(?=\w+Error after)", printed, flags=re.MULTILINE)[1:]
+        own = (
+            rf"rank {rank}, pass 4: gradients could not be reduced over process_group \(gloo\): they were summed with "
+            rf"those of another attached model\nrank {rank} waits at train.py:LINE in <lambda>; "
+            r"(rank \d [\w() ]*at train.py:LINE in <lambda>(; |\.\n))+"
+            r"Expected every rank to call backward of the same models in the same order. Look at the first error in "
+            r"the other ranks' logs."
+        )
+        quoted = rf"rank {rank}, pass 4: .* failed and left, so nobody can complete this pass\.\n(?s:.*)"
+        kind = "CommunicationError" if "CommunicationError after" in met else "PeerError"
+        text = within(met, kind, 9)
+        assert re.fullmatch(own if kind == "CommunicationError" else quoted, text), text
+        for one in rest:  # nor are those behind it, nor those of the third model
+            assert "so it has lost its place among the others" in one or "so nobody can complete this" in one, one
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 def test_a_rank_that_keeps_a_model_the_other_has_dropped_is_only_slow(tmp_path: Path, transport: str) -> None:
     """It has attached more often than the other, which counts anew when it has no handle any more."""

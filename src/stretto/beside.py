@@ -67,7 +67,7 @@ class Beside:
     def finish(self, buffers: CoalescedMessages, *, release: bool) -> None:
         """Wait for it. ``release``: put sparse gradients into ``.grad``."""
         if self.sparse.any:
-            factor = self._queue.scaling.after(self._queue.buckets[-1].weight)
+            factor = self._queue.scaling.after(self._queue.buckets[-1].footer.weight)
             self.sparse.finish(factor, self._queue.wait_for, release=release)
         if buffers.messages:
             buffers.finish(self._queue.wait_for, "the buffers")

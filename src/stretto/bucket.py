@@ -1,7 +1,7 @@
 """The flat buffer of one plan entry.
 
-    flat:  | slot of p0 | slot of p1 | ... | had p0 | had p1 | ... | control words | weight |
-           └──────────── payload ──────────┘└──────────────────── footer ───────────────────┘
+    flat:  | slot of p0 | slot of p1 | ... | footer |
+           └──────────── payload ──────────┘
 
 ``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides; ``.grad`` comes to lie in it:
 gradients exist once, see slots.py. A gradient is *taken* when it has been copied into its slot. Along the schedule
@@ -9,9 +9,7 @@ gradients exist once, see slots.py. A gradient is *taken* when it has been copie
 ``.grad`` is None until the pass settles, so that one that arrives again can neither be lost nor disturb a sum that is
 under way.
 
-The footer is summed together with the payload, so that every rank learns, at the same pass and without another message,
-which parameters any rank had and what some rank asks for. Only "zero or not" is read from it where the dtype is too
-coarse to count: a sum of ones never falls back to zero.
+The footer is summed together with the payload: see footer.py.
 
 Where gradients travel in another dtype than their own (``reduce_dtype``), the slots lie in a memory of their own, are
 cast into the payload when the bucket leaves and cast back when it has been reduced.
@@ -27,16 +25,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
+from .footer import Footer, parts_of
 from .parts import Part, fits, is_slot
 from .plan import BucketPlan
-from .scaling import Scaling, encode_weight
+from .scaling import Scaling
 from .slots import Slots, hand_out, lies_in, which_lie_in
 from .transport.base import Transport, Work
 from .withheld import Withheld
-from .words import Control, ControlWords
 
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-_ALL_WELL, _NOTHING_CARRIED = ControlWords(), ControlWords(were_carried=False)
 
 
 class Bucket:
@@ -47,16 +44,13 @@ class Bucket:
 
     __slots__ = (
         "_before",
-        "_complete",
         "_mean",
         "_numel",
         "_scaling",
         "_share",
         "_standing",
-        "_weight_words",
         "arrived",
         "aside",
-        "control",
         "filled",
         "flat",
         "footer",
@@ -77,7 +71,6 @@ class Bucket:
         "slots",
         "taken",
         "views",
-        "weight",
         "withheld",
         "work",
     )
@@ -98,10 +91,11 @@ class Bucket:
         self.offsets = plan.offsets(index)
         self.layout = plan.layout(index)
         specs = [plan.parameters[i] for i in self.indices]
-        tail = (len(specs), len(Control), scaling.weight_words(specs[0].reduce_dtype or specs[0].dtype))
+        weight_words = scaling.weight_words(specs[0].reduce_dtype or specs[0].dtype)
+        tail = parts_of(len(specs), weight_words, is_last=self.is_last)
         self.memory = Slots(specs, self.offsets, tail, transport.allocate, device)
-        self.flat, self.payload, self.footer = self.memory.flat, self.memory.payload, self.memory.footer
-        _, self.control, self.weight = self.memory.tail
+        self.flat, self.payload = self.memory.flat, self.memory.payload
+        self.footer = Footer(self.memory.footer, self.memory.tail)
         self.slots, self.views = self.memory.slots, self.memory.views
         self.payload_bytes = self.payload.nbytes
         self._scaling = scaling
@@ -130,9 +124,7 @@ class Bucket:
         """``.grad`` of places for which there was nothing new, or not yet, when the bucket was filled."""
         self._before: dict[int, torch.Tensor] = {}
         """What is to be averaged where the rest is summed, by place: see preset.py."""
-        self._numel, self._weight_words = self.offsets[-1], tail[-1]  # len() of a tensor runs Python
-        self._complete = torch.ones_like(self.footer)
-        self._complete[len(specs) :] = 0
+        self._numel = self.offsets[-1]  # len() of a tensor runs Python
         self.reset()
 
     @property
@@ -243,16 +235,6 @@ class Bucket:
                 payload[place].add_(value, alpha=self._scaling.share)
         self.work = transport.all_reduce(self.flat)
 
-    def write_footer(self, weight: float, says: Collection[Control]) -> None:
-        """Whose gradients are in it, and what this rank has to say."""
-        self.footer.copy_(self._complete)
-        for place in self.missing:
-            self.footer[place] = 0
-        if self.is_last and self._weight_words:
-            self.weight.copy_(torch.tensor(encode_weight(weight, self._weight_words)))
-        for word in says:
-            self.control[word] = 1
-
     # Settling
 
     def unpack(self, factor: torch.Tensor | float | None) -> None:
@@ -287,7 +269,7 @@ class Bucket:
                 parameter counts as had by another rank.
         """
         missing = set(self.missing)
-        had = self.footer[: len(self.indices)].tolist() if missing and summed_footer else [1] * len(self.indices)
+        had = self.footer.had.tolist() if missing and summed_footer else [1] * len(self.indices)
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             before = self.aside.get(place, parameter.grad)
             if parameter is _FREED or place in self.loose:
@@ -302,18 +284,6 @@ class Bucket:
         for parameter, view, instead in zip(self.parameters, self.views, self.withheld, strict=False):
             if is_slot(parameter, view) and parameter.numel():
                 parameter.grad = instead
-
-    def control_words(self, *, summed: bool) -> ControlWords:
-        """What ranks said, after the bucket was reduced; nothing if the footer did not travel."""
-        if not summed:
-            return _NOTHING_CARRIED
-        if self.flat.device.type == "cpu":
-            return ControlWords(self.control) if any(self.control.tolist()) else _ALL_WELL
-        words = torch.empty(len(Control), dtype=self.flat.dtype, pin_memory=True)
-        words.copy_(self.control, non_blocking=True)
-        arrival = torch.Event(self.flat.device)
-        arrival.record()
-        return ControlWords(words, arrival)
 
     # A pass that is given up
 

@@ -177,7 +177,7 @@ class Footers:
     """
 
     def __init__(self, buckets: Sequence[Bucket], transport: Transport) -> None:
-        self._footers = [bucket.footer for bucket in buckets]
+        self._footers = [bucket.footer.flat for bucket in buckets]
         device = buckets[-1].flat.device
         reals = [footer.real if footer.is_complex() else footer for footer in self._footers]
         self._flat = torch.cat([real.to(device, torch.float32) for real in reals])

@@ -6,12 +6,13 @@ tracker.py, replan.py ──> says() ──> words in the last bucket ──sum�
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from .agreement import describe_ranks
 from .beside import Beside
-from .errors import PeerError, UnsupportedError, name_list
+from .errors import CommunicationError, PeerError, UnsupportedError, name_list
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .plan import BucketPlan
@@ -20,7 +21,7 @@ from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
 from .usage import carry_over, ranks_that_had
-from .words import Control, ControlWords
+from .words import Control, ControlWords, on_some
 
 
 class Consensus:
@@ -129,6 +130,7 @@ class Consensus:
             release: whether this rank had a part in the pass.
 
         Raises:
+            CommunicationError: buckets were summed with those of another attached model; this rank has lost its place.
             PeerError: another rank gave up the pass, or forward failed before it on some ranks only.
         """
         presence, is_first = self._queue.presence, self._queue.pass_number == 1
@@ -139,6 +141,8 @@ class Consensus:
                 self._beside.hear(some_have_moved=False)
             return
         said = words.read()
+        if any(self._on_some(mark) for mark in said[len(Control) :]):
+            self._refuse_mixed()
         if self._ends_with(said, words.own_failure, release):
             return
         if words.on_host:
@@ -150,6 +154,15 @@ class Consensus:
             self._replan()
         elif presence.active and (cuts := presence.apart(self._queue.plan)):
             self._adopt(recut(self._queue.plan, self._queue.plan.order, cuts))
+
+    def _refuse_mixed(self) -> NoReturn:
+        """What each rank holds is nobody's mean, and each is amid another call: see footer.py, [Note: marks]."""
+        peers, others = self._queue.peers, RuntimeError("they were summed with those of another attached model")
+        try:
+            peers.fail("gradients could not be reduced", others, "backward of the same models in the same order")
+        except CommunicationError as error:
+            peers.tell_failed("backward", error, leaves=True)
+            raise error from None
 
     def _ends_with(self, said: Sequence[float], own_failure: bool, release: bool) -> bool:
         """Whether nothing more follows: a pass was given up, or the module has changed."""
@@ -194,8 +207,7 @@ class Consensus:
         return on, "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
 
     def _on_some(self, said: float) -> bool:
-        """Whether some ranks said so and others did not. bfloat16 counts no further than 256."""
-        return 0 < round(said) < min(self._queue.transport.world_size, 256)
+        return on_some(said, self._queue.transport.world_size)
 
     def send_order(self) -> None:
         """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""

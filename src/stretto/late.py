@@ -38,13 +38,13 @@ def second_round(
         send: hands a bucket to the transport.
         idle: this rank has no part in the pass, so what is in its ``.grad`` has not come late.
     """
-    factor = scaling.after(buckets[-1].weight.clone())
+    factor = scaling.after(buckets[-1].footer.weight.clone())
     works: list[tuple[Bucket, torch.Tensor, Work]] = []
     for bucket in buckets:
         places = [] if idle else bucket.late()
         if bucket.skipped:
             bucket.add_late(places)
-            bucket.write_footer(weight, says if bucket.is_last else ())
+            bucket.footer.write(bucket.missing, weight, says if bucket.is_last else ())
             send(bucket)
             assert bucket.work is not None
             works.append((bucket, bucket.flat, bucket.work))
@@ -59,7 +59,7 @@ def second_round(
         else:
             late, had = flat[: len(bucket.payload)], flat[len(bucket.payload) :][: len(bucket.indices)]
             bucket.slots.add_(late if factor is None else late.mul_(factor))
-            bucket.footer[: len(bucket.indices)] += had
+            bucket.footer.had.add_(had)
 
 
 def _late_of(bucket: Bucket, places: Sequence[int], scaling: Scaling, weight: float) -> torch.Tensor:

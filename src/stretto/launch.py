@@ -78,8 +78,7 @@ class LaunchQueue:
         """Whether there ever were such: then what one rank has in ``.grad`` does not tell what others have."""
         self.presence = Presence(transport)
         self._footers: Footers | None = None
-        self._says: Collection[Control] = ()
-        """What its last bucket tells."""
+        self._says: Collection[Control] = ()  # what its last bucket tells
         self.preset = Preset() if scaling.reduce == "sum" else None
         self.rebuild(parameters, plan)
 
@@ -115,24 +114,24 @@ class LaunchQueue:
                     hand_out(parameter, parameter.grad, view)
         self.bucket_of = [home[index] for index in range(len(self.names))]
         self._unpacks = self._scales_after or any([bucket.slots is not bucket.payload for bucket in self.buckets])
+        self.buckets[-1].footer.bear(self.peers.seat.handle, self.transport.world_size)
         self.withhold(self.in_shares)
+
+    def meet(self) -> None:
+        """Before the first pass: have a name that all ranks know. Collective, if that has not been done."""
+        self.peers.meet()
+        self.buckets[-1].footer.bear(self.peers.seat.handle, self.transport.world_size)
 
     def withhold(self, parameters: Iterable[torch.Tensor]) -> None:
         """Of the gradients of these each rank needs its share alone."""
         self.in_shares = Alive(parameters if self.scaling.is_plain_mean and self.comm_hook is None else ())
-        leave_in_shares(self.buckets, self.names, self.in_shares, self.transport.rank)
-        for bucket in self.buckets:
-            bucket.withhold()
-            self.has_left_shares |= bool(bucket.withheld)
-
-    # Do parameters still fit?
+        self.has_left_shares |= leave_in_shares(self.buckets, self.names, self.in_shares, self.transport.rank)
 
     def fits(self, index: int, parameter: torch.Tensor) -> bool:
         """Whether its gradients can go into its slot."""
-        spec = self.plan.parameters[index]
-        if parameter.dtype is not spec.dtype or parameter.shape != spec.shape:
-            return False
-        return parameter.device == self.devices[index] and (self.comm_hook is not None or has_strides(parameter, spec))
+        spec, any_strides = self.plan.parameters[index], self.comm_hook is not None
+        alike = parameter.dtype is spec.dtype and parameter.shape == spec.shape
+        return alike and parameter.device == self.devices[index] and (any_strides or has_strides(parameter, spec))
 
     def set_loose(self, indices: Iterable[int]) -> None:
         """Carry nothing for them any more."""
@@ -145,11 +144,11 @@ class LaunchQueue:
         self.weight_now, self._says = self.weight, ()
         if self.preset is not None:
             self.preset.begin()
+        tidies = not self.pass_number % TIDY_EVERY
         for bucket in self.buckets:
             if bucket.memory.in_use():
                 bucket.keep_clear()
-        if not self.pass_number % TIDY_EVERY:
-            for bucket in self.buckets:
+            if tidies:
                 bucket.memory.tidy()
 
     # Launching
@@ -232,7 +231,7 @@ class LaunchQueue:
         bucket.skipped = self.presence.unused(bucket.index, self.wait_for)
         if bucket.is_last or not bucket.skipped:
             return False
-        bucket.footer.zero_()
+        bucket.footer.flat.zero_()
         self.launched += 1
         return True
 
@@ -244,7 +243,7 @@ class LaunchQueue:
             handed_out: the slots of what has arrived are ``.grad`` already.
         """
         self._await_all()
-        words, mine = self.buckets[-1].control_words(summed=self.tells), self.buckets if release else ()
+        words, mine = self.buckets[-1].footer.read(summed=self.tells), self.buckets if release else ()
         late = words.words is not None and words.ask_for_second_round(is_first=self.pass_number == 1)
         if self._unpacks:
             self._unpack(mine)
@@ -272,7 +271,8 @@ class LaunchQueue:
 
     def _unpack(self, buckets: Iterable[Bucket]) -> None:
         """Sums into slots, scaled as the ranks' weights ask for, which have come behind the last of them."""
-        factor = self.scaling.after(self.buckets[-1].weight) if self._scales_after and self.comm_hook is None else None
+        scales = self._scales_after and self.comm_hook is None
+        factor = self.scaling.after(self.buckets[-1].footer.weight) if scales else None
         for bucket in buckets:
             if not bucket.skipped and (factor is not None or bucket.slots is not bucket.payload):
                 bucket.unpack(factor)
@@ -296,10 +296,10 @@ class LaunchQueue:
         if self.events.launch_started:
             self.events.emit(self.events.launch_started, self.pass_number, bucket.index)
         if self.tells:
-            bucket.write_footer(self.weight_now, self._says if bucket.is_last else ())
+            bucket.footer.write(bucket.missing, self.weight_now, self._says if bucket.is_last else ())
         if self.comm_hook is None and bucket.skipped:
             nbytes = 0
-            bucket.work = self.transport.all_reduce(bucket.footer)
+            bucket.work = self.transport.all_reduce(bucket.footer.flat)
         elif self.comm_hook is None:
             self._send(bucket)
         else:

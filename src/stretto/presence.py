@@ -105,8 +105,7 @@ class Presence:
         self._map = None
         self._recorded += 1
         for bucket in buckets:
-            had = bucket.footer[: len(bucket.indices)].tolist()
-            for index, ranks in zip(bucket.indices, had, strict=True):
+            for index, ranks in zip(bucket.indices, bucket.footer.had.tolist(), strict=True):
                 self._history[index] = (self._history.get(index, 0) << 1 | bool(ranks)) % (1 << REMEMBERED)
 
     def apart(self, plan: BucketPlan) -> list[int]:

@@ -313,21 +313,21 @@ class Rejoin:
             for place, reference in enumerate(bucket.references):
                 one = reference()
                 if one is not None and (name := name_of.get(id(one))) is not None and place not in bucket.loose:
-                    found[name] = bucket.views[place].clone() if bucket.footer[place] else one.grad
+                    found[name] = bucket.views[place].clone() if bucket.footer.had[place] else one.grad
         misfits = self._rows.misfits()
         rows = {id(one): one.grad for name, one in self._rows.named_parameters().items() if name not in misfits}
         found |= {name: rows[key] for key, name in name_of.items() if key in rows}
         return {name: value for name, value in found.items() if value is not None}
 
     def _factor(self) -> torch.Tensor | float | None:
-        return self._queue.scaling.after(self._queue.buckets[-1].weight)
+        return self._queue.scaling.after(self._queue.buckets[-1].footer.weight)
 
     def _carried(self, names: set[str]) -> dict[str, torch.Tensor]:
         """Copies of what the old buckets hold for these, where any rank had something for them."""
         found = {}
         for bucket in self._queue.buckets:
             for place, index in enumerate(bucket.indices):
-                if self._queue.names[index] in names and bucket.footer[place]:
+                if self._queue.names[index] in names and bucket.footer.had[place]:
                     found[self._queue.names[index]] = bucket.views[place].clone()
         return found
 

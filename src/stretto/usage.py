@@ -48,8 +48,8 @@ def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:
     """How many ranks had each parameter in the last pass, by index. A sum in bf16 is exact up to 256 of them."""
     found: dict[int, int] = {}
     for bucket in buckets:
-        footer = bucket.footer[: len(bucket.indices)].tolist()
-        found |= {index: round(abs(count)) for index, count in zip(bucket.indices, footer, strict=True)}
+        had = bucket.footer.had.tolist()
+        found |= {index: round(abs(count)) for index, count in zip(bucket.indices, had, strict=True)}
     return found
 
 
@@ -67,7 +67,7 @@ def used_by(queue: LaunchQueue) -> dict[str, int]:
 def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
     """Let new buckets say the same of the last pass, which they did not take part in."""
     for bucket in buckets:
-        bucket.footer[: len(bucket.indices)] = torch.tensor([float(counts[index]) for index in bucket.indices])
+        bucket.footer.had.copy_(torch.tensor([float(counts[index]) for index in bucket.indices]))
 
 
 class NeverUsed:
@@ -97,7 +97,7 @@ class NeverUsed:
             bucket.indices[place]
             for bucket in queue.buckets
             for place in bucket.missing
-            if not (told and bucket.footer[place])
+            if not (told and bucket.footer.had[place])
         }
         self._suspects &= {queue.names[index] for index in unused}
         self._passes += 1

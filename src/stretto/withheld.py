@@ -81,8 +81,10 @@ class Alive:
         return iter([one for reference in self._references.values() if (one := reference()) is not None])
 
 
-def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters: Alive, rank: int) -> None:
+def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters: Alive, rank: int) -> bool:
     """Buckets that hold none but these parameters are reduced no further than to each rank's share. Alike on all ranks.
+
+    Returns whether there are such.
 
     Args:
         buckets: all of a plan.
@@ -96,6 +98,8 @@ def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters:
             bucket.withheld = ()
         elif not bucket.withheld:
             bucket.withheld = [Withheld.of(one, f"rank {rank}", name) for one, name in zip(alive, named, strict=True)]
+        bucket.withhold()
+    return any([bucket.withheld for bucket in buckets])
 
 
 def give_back_whole(buckets: Sequence[Bucket], but: Iterable[torch.Tensor]) -> None:

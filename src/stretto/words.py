@@ -1,4 +1,4 @@
-"""The words that ranks say behind the last bucket of a pass, a number each, summed with it."""
+"""The words that ranks say behind the last bucket of a pass, a number each, summed with it: see footer.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,20 @@ class Control(IntEnum):
     """One backward has reached handles of other process groups too: see family.py, [Note: other groups]."""
 
 
+MARKS = 16
+"""Words behind these, which all ranks say alike: see footer.py, [Note: marks]."""
 _SILENCE: Sequence[float] = (0.0,) * len(Control)
+
+
+def marks_of(handle: str) -> list[float]:
+    """The first bits of its name, which is hexadecimal; zeros if it has none."""
+    bits = int(handle[: MARKS // 4] or "0", 16)
+    return [float(bits >> place & 1) for place in range(MARKS)]
+
+
+def on_some(said: float, world_size: int) -> bool:
+    """Whether some ranks said so and others did not. bfloat16 counts no further than 256."""
+    return 0 < round(said) < min(world_size, 256)
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ class ControlWords:
         return self.arrival is None
 
     def read(self) -> Sequence[float]:
-        """A count for each member of :class:`Control`."""
+        """A count for each member of :class:`Control`; if anything was said, the marks behind them."""
         if self.words is None:
             return _SILENCE
         if self.arrival is not None:

@@ -1,0 +1,83 @@
+"""What travels behind a bucket's payload, and is summed with it.
+
+    footer:  | had p0 | had p1 | ... | control words | marks | weight |
+                                     └──── of the last bucket alone ──┘
+
+So every rank learns, at the same pass and without another message, which parameters any rank had, what some rank asks
+for, and whose the bucket is. Only "zero or not" is read where the dtype is too coarse to count: a sum of ones never
+falls back to zero.
+
+[Note: marks]  Collectives match between ranks by their order alone. So two attached models of the same sizes, whose
+passes come in another order on some rank, would be summed with each other, and nothing would be amiss but the numbers.
+Therefore the last bucket bears some bits of the handle's name. Where ranks agree, each bit is said by all or by none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from .scaling import encode_weight
+from .words import MARKS, Control, ControlWords, marks_of
+
+_ALL_WELL, _NOTHING_CARRIED = ControlWords(), ControlWords(were_carried=False)
+
+
+class Footer:
+    """The footer of one bucket.
+
+    Args:
+        flat: all of it.
+        parts: those of :func:`parts_of`, which lie in it.
+    """
+
+    __slots__ = ("_complete", "_quiet", "_weight_words", "_words", "flat", "had", "weight")
+
+    def __init__(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        self.flat = flat
+        self.had, self._words, self.weight = parts  # ``had`` counts the ranks that had each parameter
+        self._complete = torch.ones_like(flat)
+        self._complete[len(self.had) :] = 0
+        self._weight_words = len(self.weight)  # len() of a tensor runs Python
+        self._quiet = [0.0] * len(self._words)
+        """What is read where nobody has said anything."""
+
+    def bear(self, handle: str, world_size: int) -> None:
+        """Tell in each pass whose it is, by the name on which all ranks have agreed. For the last bucket."""
+        first, marks = len(self.had) + len(Control), marks_of(handle)
+        self._complete[first : first + MARKS] = torch.tensor(marks)
+        self._quiet[len(Control) :] = [world_size * one for one in marks]
+
+    def write(self, missing: Collection[int], weight: float, says: Collection[Control]) -> None:
+        """Whose gradients are in the bucket, and what this rank has to say.
+
+        Args:
+            missing: places of parameters for which this rank has nothing.
+            weight: of this rank in this pass; told behind the last bucket if ranks have weights.
+            says: told behind the last bucket.
+        """
+        self.flat.copy_(self._complete)
+        for place in missing:
+            self.had[place] = 0
+        if self._weight_words:
+            self.weight.copy_(torch.tensor(encode_weight(weight, self._weight_words)))
+        for word in says:
+            self._words[word] = 1
+
+    def read(self, *, summed: bool) -> ControlWords:
+        """What ranks said, after the last bucket was reduced; nothing if the footer did not travel."""
+        if not summed:
+            return _NOTHING_CARRIED
+        if self.flat.device.type == "cpu":
+            return ControlWords(self._words) if self._words.tolist() != self._quiet else _ALL_WELL
+        words = torch.empty(len(self._words), dtype=self.flat.dtype, pin_memory=True)
+        words.copy_(self._words, non_blocking=True)
+        arrival = torch.Event(self.flat.device)
+        arrival.record()
+        return ControlWords(words, arrival)
+
+
+def parts_of(parameters: int, weight_words: int, *, is_last: bool) -> tuple[int, int, int]:
+    """How many elements the parts of a footer have."""
+    return (parameters, len(Control) + MARKS, weight_words) if is_last else (parameters, 0, 0)

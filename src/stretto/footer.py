@@ -9,7 +9,7 @@ falls back to zero.
 
 [Note: marks]  Collectives match between ranks by their order alone. So two attached models of the same sizes, whose
 passes come in another order on some rank, would be summed with each other, and nothing would be amiss but the numbers.
-Therefore the last bucket bears some bits of the handle's name. Where ranks agree, each bit is said by all or by none.
+Therefore the last bucket bears some bits of the handle's key. Where ranks agree, each bit is said by all or by none.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Footer:
         self._quiet = [0.0] * len(self._words)
         """What is read where nobody has said anything."""
 
-    def bear(self, handle: str, world_size: int) -> None:
-        """Tell in each pass whose it is, by the name on which all ranks have agreed. For the last bucket."""
-        first, marks = len(self.had) + len(Control), marks_of(handle)
+    def bear(self, key: int, world_size: int) -> None:
+        """Tell in each pass whose it is, by the handle's key. For the last bucket."""
+        first, marks = len(self.had) + len(Control), marks_of(key)
         self._complete[first : first + MARKS] = torch.tensor(marks)
         self._quiet[len(Control) :] = [world_size * one for one in marks]
 

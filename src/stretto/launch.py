@@ -114,13 +114,13 @@ class LaunchQueue:
                     hand_out(parameter, parameter.grad, view)
         self.bucket_of = [home[index] for index in range(len(self.names))]
         self._unpacks = self._scales_after or any([bucket.slots is not bucket.payload for bucket in self.buckets])
-        self.buckets[-1].footer.bear(self.peers.seat.handle, self.transport.world_size)
+        self.buckets[-1].footer.bear(self.peers.seat.key, self.transport.world_size)
         self.withhold(self.in_shares)
 
     def meet(self) -> None:
         """Before the first pass: have a name that all ranks know. Collective, if that has not been done."""
         self.peers.meet()
-        self.buckets[-1].footer.bear(self.peers.seat.handle, self.transport.world_size)
+        self.buckets[-1].footer.bear(self.peers.seat.key, self.transport.world_size)
 
     def withhold(self, parameters: Iterable[torch.Tensor]) -> None:
         """Of the gradients of these each rank needs its share alone."""

@@ -76,6 +76,11 @@ class Seat:
         return 0 if self.attached and self.handle else self.attempt
 
     @property
+    def key(self) -> int:
+        """A number for the handle, the same on all ranks and exact in float64; 0 as long as it has no name."""
+        return int(self.handle[:12] or "0", 16)
+
+    @property
     def progress(self) -> list[int]:
         """Counts of what all ranks do in one order: of two ranks one is ahead in all, or they have gone apart."""
         return [self.passes, self.calls, *self.steps]

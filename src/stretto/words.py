@@ -37,10 +37,9 @@ MARKS = 16
 _SILENCE: Sequence[float] = (0.0,) * len(Control)
 
 
-def marks_of(handle: str) -> list[float]:
-    """The first bits of its name, which is hexadecimal; zeros if it has none."""
-    bits = int(handle[: MARKS // 4] or "0", 16)
-    return [float(bits >> place & 1) for place in range(MARKS)]
+def marks_of(key: int) -> list[float]:
+    """Bits of a handle's key, see :class:`~stretto.seat.Seat`."""
+    return [float(key >> place & 1) for place in range(MARKS)]
 
 
 def on_some(said: float, world_size: int) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..blame import NORM
+from ..agreement import describe_ranks
+from ..blame import NORM, SAME_CALLS
 from ..crossing import group_of
-from ..errors import SetupError, UnsupportedError, name_list
+from ..errors import CommunicationError, SetupError, UnsupportedError, name_list
 from ..launch import LaunchQueue
 from ..reducer import reducer_of
 from ..withheld import Withheld
@@ -107,11 +108,17 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
             f"{queue.where}: norm_type=0 counts gradients that are not zero, and with keep_grads=False no rank has "
             "whole ones.\nUse another norm, or stretto.shard(..., keep_grads=True)."
         )
-    told = norms.new_zeros(2, transport.world_size)
+    seat, told = queue.peers.seat, norms.new_zeros(3, transport.world_size)
+    told[2, transport.rank] = seat.key
     if len(norms):
         told[0, transport.rank], told[1, transport.rank] = torch.linalg.vector_norm(norms, norm_type), 1
-    queue.peers.seat.calls += 1  # for those who wait for this rank in another call
+    seat.calls += 1  # for those who wait for this rank in another call
     queue.wait_for(transport.all_reduce(told.view(-1)), NORM)
+    if others := [rank for rank, whose in enumerate(told[2].tolist()) if whose != seat.key]:
+        raise CommunicationError(
+            f"{queue.where}: gradients of another attached model were clipped on {describe_ranks(others)}, and none "
+            f"were here.\n{SAME_CALLS}"
+        )
     return told[0][told[1] > 0]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from numbers import Number
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -72,7 +72,7 @@ class Groups:
         self._plan = self._queue.plan
         places = {id(one()): place for place, one in enumerate(self._queue.parameters)}
         members = [[places.get(id(one), -1 - one.numel()) for one in group] for group in self._members]
-        self._mark = hash(tuple(map(tuple, members)))
+        self._mark = hash((self._queue.peers.seat.key, *map(tuple, members)))
 
     def have_moved(self) -> bool:
         """Whether parameters are in other groups than remembered, or are others."""
@@ -137,15 +137,22 @@ class Groups:
         names = {id(one()): name for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
         return facts(self._optimizer, names)
 
-    def refuse_patchwork(self, numbers: Sequence[int], rank: int, where: str) -> NoReturn:
-        """Raise since ranks have stepped with groups that are not alike.
+    def refuse_patchwork(self, stepped: Sequence[Sequence[int]], rank: int, where: str) -> None:
+        """Raise if ranks have stepped different optimizers, or with groups that are not alike.
 
         Args:
-            numbers: of all ranks.
+            stepped: by rank, the number of its groups and that of the optimizer.
             rank: this one.
             where: how the message begins.
         """
-        others = [other for other, number in enumerate(numbers) if number != numbers[rank]]
+        if elsewhere := [other for other, (_, whose) in enumerate(stepped) if whose != stepped[rank][1]]:
+            raise ModelMismatchError(
+                f"{where}: the last step was that of another sharded optimizer on {describe_ranks(elsewhere)}, so the "
+                "model is a patchwork of two.\n"
+                "Step optimizers in the same order on all ranks, and start again from the last checkpoint."
+            )
+        if not (others := [other for other, (groups, _) in enumerate(stepped) if groups != stepped[rank][0]]):
+            return
         raise ModelMismatchError(
             f"{where}: the last step was taken with other parameter groups on {describe_ranks(others)} than here "
             f"({self._in_words()}), so the model is a patchwork.\n"

@@ -202,6 +202,7 @@ class Shares:
     def step(self, *, joins: bool = False, idle: bool = False) -> None:
         """Step this rank's share; all is stepped when this returns. Collective. Options: see joining.py."""
         self._spread.finish()
+        self._peers.seat.steps[self._number] += 1
         meets = self.layout.is_shared or joins or idle
         with self.meetings.tell_in_time(self.layout.parameters.values(), meets=meets):
             has_moved = self._groups.have_moved()
@@ -240,11 +241,10 @@ class Shares:
 
     def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int) -> None:
         """What makes another model of it: see [Note: half a step]."""
-        self._peers.seat.steps[self._number] += 1
         try:
             self.layout.bring_back(strayed, copies)
             self._step_share()
-            self._spread.send(number)
+            self._spread.send(number, self._peers.seat.key << 8 | self._number)
         except BaseException as error:
             self._fail(error)
             raise
@@ -267,10 +267,9 @@ class Shares:
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]
 
-    def _compare(self, numbers: Sequence[int]) -> None:
-        """What each rank's groups were when it stepped. Raises ``ModelMismatchError`` if they were not alike."""
-        if len({*numbers}) > 1:
-            self._groups.refuse_patchwork(numbers, self.rank, self._peers.where)
+    def _compare(self, stepped: Sequence[Sequence[int]]) -> None:
+        """What each rank has stepped, and with which groups. Raises ``ModelMismatchError`` if that was not alike."""
+        self._groups.refuse_patchwork(stepped, self.rank, self._peers.where)
 
     def _spoil(self, error: BaseException) -> None:
         self._spread.drop()

@@ -53,7 +53,7 @@ class Spread:
         transport: carries them.
         wait_for: waits for a collective, named by a noun.
         failed: told why a share will never come.
-        compare: given the numbers with which all ranks have sent; raises if they cannot be.
+        compare: given the two numbers with which each rank has sent; raises if they cannot be.
         compiler: whether it is at work; what is under way is waited for when it begins, and then on.
         overlap: False to wait for all of them at once; see also [Note: by themselves].
     """
@@ -65,7 +65,7 @@ class Spread:
         transport: Transport,
         wait_for: Callable[[Work, str], None],
         failed: Callable[[BaseException], None],
-        compare: Callable[[Sequence[int]], None],
+        compare: Callable[[Sequence[Sequence[int]]], None],
         compiler: CompilerWatch,
         *,
         overlap: bool,
@@ -94,10 +94,15 @@ class Spread:
             flats = [[*flats, number] for flats, number in zip(first.flats, self._numbers, strict=True)]
             self._buckets[0] = _OfBucket(flats, first.parameters)
 
-    def send(self, number: int) -> None:
-        """Put all shares under way, and the number with the first. Collective."""
+    def send(self, groups: int, whose: int) -> None:
+        """Put all shares under way. Collective. With the first of them go numbers, which all ranks should have alike.
+
+        Args:
+            groups: with which parameter groups this rank has stepped.
+            whose: which optimizer.
+        """
         if self._numbers:
-            self._numbers[self._transport.rank].view(torch.int64).fill_(number)
+            self._numbers[self._transport.rank].view(torch.int64).copy_(torch.tensor([groups, whose]))
         if self._spreading is not None:
             self._spreading.begin()
         for message, shares in enumerate(self._buckets):
@@ -135,7 +140,7 @@ class Spread:
 
     def _receive_first(self, receive: Callable[[], None]) -> None:
         receive()
-        self._compare([int(number.view(torch.int64)[0]) for number in self._numbers])
+        self._compare([numbers.view(torch.int64).tolist() for numbers in self._numbers])
 
     def _send(self, message: int, shares: _OfBucket) -> Callable[[], None]:
         """Put one bucket's under way; what is returned waits until they are in place."""

@@ -1,0 +1,97 @@
+"""Ranks that step, or clip, two things of the same sizes in another order: nothing may be mixed in silence, or hang.
+
+For passes see test_peers.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stretto
+from stretto.testing import spawn_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+ADVICE = (
+    "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
+    "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), state_dict()."
+)
+APART = (
+    "rank {0}, pass 3: ranks have gone apart, so nobody can complete this: rank {1} waits for this rank in another "
+    "call.\nrank {0} waits at PLACE; rank {1} has begun 3 passes and is at PLACE.\n" + ADVICE
+)
+PATCHWORK = (
+    "rank {0}, pass 3: the last step was that of another sharded optimizer on rank {1}, so the model is a patchwork of "
+    "two.\nStep optimizers in the same order on all ranks, and start again from the last checkpoint."
+)
+CLIPPED = (
+    "rank {0}, pass 3: gradients of another attached model were clipped on rank {1}, and none were here.\n" + ADVICE
+)
+GROUPS = (
+    "rank {0}, pass 3: parameter group 0 differs between rank 0 and rank 1: a.bias, a.weight, b.bias, b.weight.\n"
+    "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+)
+EXPECTED = {
+    ("steps of two models", "process_group"): PATCHWORK,
+    ("steps of two models", "shared_memory"): APART,
+    ("steps of one model", "process_group"): PATCHWORK,
+    ("steps of one model", "shared_memory"): GROUPS,
+    ("clipping", "process_group"): CLIPPED,
+    ("clipping", "shared_memory"): APART,
+}
+
+
+def in_another_order(rank: int, kind: str, transport: Any) -> tuple[list[float], str]:
+    """Rank 1 is alone with its order in the third turn. What was there before, and what is said of it."""
+    stretto.inquiry.ASK_SECONDS = 0.3
+    torch.manual_seed(0)
+    parts = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in "ab"})
+    group = dist.new_group()
+    if kind == "steps of one model":
+        handles = [stretto.attach(parts, transport=transport, process_group=group)] * 2
+    else:
+        handles = [stretto.attach(one, transport=transport, process_group=group) for one in parts.values()]
+    optimizers = [
+        stretto.shard(torch.optim.SGD(one.parameters(), lr=0.1), handle, keep_grads=kind != "clipping")
+        for one, handle in zip(parts.values(), handles, strict=True)
+    ]
+    calls: list[Callable[[], Any]]
+    if kind == "clipping":
+        calls = [lambda one=one: one.clip_grad_norm_(1.0) for one in handles]
+    else:
+        calls = [one.step for one in optimizers]
+    for turn in range(3):
+        parts.zero_grad()
+        sum(scale * one(torch.ones(2, 4)).sum() for scale, one in zip((1, 100), parts.values(), strict=True)).backward()
+        before = [one.weight[0, 0].item() for one in parts.values()]
+        if turn == 2 and rank == 1:
+            calls.reverse()
+        try:
+            for call in calls:
+                call()
+            for one in parts.values():
+                one(torch.ones(2, 4))
+        except stretto.StrettoError as error:
+            return before, str(error)
+    return before, ""
+
+
+def all_of(rank: int) -> dict[tuple[str, str], tuple[list[float], str]]:
+    return {way: in_another_order(rank, *way) for way in EXPECTED}
+
+
+def test_what_ranks_do_in_another_order_is_refused_by_name() -> None:
+    everyone = spawn_ranks(all_of, 2, timeout=60)
+    for way, wanted in EXPECTED.items():
+        assert everyone[0][way][0] == everyone[1][way][0]
+        texts = [re.sub(r"(in \w+\(\) )?at \S+:\d+ in [<\w>]+", "at PLACE", one[way][1]) for one in everyone]
+        own = [wanted.format(rank, 1 - rank) for rank in range(2)]
+        assert any(text == one for text, one in zip(texts, own, strict=True)), (way, texts)
+        for rank, text in enumerate(texts):
+            quoted = f"rank {rank}, pass 3: rank {1 - rank} failed and left"
+            assert text == own[rank] or text.startswith(quoted), (way, text)

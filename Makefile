@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 CODE := $(wildcard src tests examples benchmarks)
-WORKERS ?= 2# tests at a time; most of them have two ranks
+WORKERS ?= 3# tests at a time; ranks in most of them wait half of the time
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick check format bench figures clean

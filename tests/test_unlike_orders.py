@@ -77,6 +77,8 @@ def in_another_order(rank: int, kind: str, transport: Any) -> tuple[list[float],
             for one in parts.values():
                 one(torch.ones(2, 4))
         except stretto.StrettoError as error:
+            for handle in handles:
+                handle.detach()
             return before, str(error)
     return before, ""
 
@@ -95,3 +97,26 @@ def test_what_ranks_do_in_another_order_is_refused_by_name() -> None:
         for rank, text in enumerate(texts):
             quoted = f"rank {rank}, pass 3: rank {1 - rank} failed and left"
             assert text == own[rank] or text.startswith(quoted), (way, text)
+
+
+def buffers_in_another_order(rank: int) -> list[tuple[str, float]]:
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
+    for one in models:
+        stretto.attach(one, transport="process_group", buffers="mean")
+    x = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    for scale, one in zip((1, 1000), models, strict=True):
+        one(scale * x).sum().backward()
+    before = [one[1].running_mean.clone() for one in models]
+    found = []
+    for scale, one, values in [*zip((1, 1000), models, before, strict=True)][:: 1 - 2 * rank]:
+        with pytest.raises(stretto.CommunicationError) as caught:
+            one(scale * x).sum().backward()
+        expected = 0.9 * values + 0.1 * one[0](scale * x).mean(0)
+        found.append((str(caught.value), (one[1].running_mean - expected).abs().max().item()))
+    return found
+
+
+def test_buffers_of_two_models_are_not_averaged_with_each_other() -> None:
+    for found in spawn_ranks(buffers_in_another_order, 2, timeout=60):
+        assert any("they were summed with those of another attached model" in text for text, _ in found)
+        assert all(off < 1e-2 for _, off in found)

@@ -64,13 +64,19 @@ class Beside:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
 
-    def finish(self, buffers: CoalescedMessages, *, release: bool) -> None:
-        """Wait for it. ``release``: put sparse gradients into ``.grad``."""
+    def finish(self, buffers: CoalescedMessages, *, release: bool, mixed: bool = False) -> None:
+        """Wait for it.
+
+        Args:
+            buffers: what is under way of them.
+            release: put sparse gradients into ``.grad``.
+            mixed: the pass has met that of another handle, so buffers stay what they are.
+        """
         if self.sparse.any:
             factor = self._queue.scaling.after(self._queue.buckets[-1].footer.weight)
-            self.sparse.finish(factor, self._queue.wait_for, release=release)
+            self.sparse.finish(factor, self._queue.wait_for, release=release and not mixed)
         if buffers.messages:
-            buffers.finish(self._queue.wait_for, "the buffers")
+            buffers.finish(self._queue.wait_for, "the buffers", keep=not mixed)
 
     def says(self) -> list[Control]:
         """What this rank has to say of its buffers."""

@@ -124,6 +124,21 @@ def told_of(error: CommunicationError, what: str) -> CommunicationError:
     return told.with_traceback(error.__traceback__)
 
 
+def not_done(what: str, error: RuntimeError, places: Iterable[str], expected: str) -> CommunicationError:
+    """An error for what a transport could not do, where no rank is known to have left.
+
+    Args:
+        what: begins with the rank and the pass.
+        error: the transport's.
+        places: where all are, in lines.
+        expected: what every rank was to call.
+    """
+    return CommunicationError(
+        f"{what}: {error}\n{''.join(places)}Expected every rank to call {expected}. Look at the first error in the "
+        "other ranks' logs."
+    )
+
+
 def crosses(pairs: Iterable[tuple[int, int]]) -> bool:
     """Whether one rank has done less than the other of one thing and more of another: neither waits for the other's.
 

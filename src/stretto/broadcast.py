@@ -43,19 +43,20 @@ class CoalescedMessages:
         """Finish those together with these."""
         self.messages += others.messages
 
-    def finish(self, wait: Callable[[Work, str], object], what: str) -> None:
-        """Wait, and copy what came into the tensors. Their version counters do not move.
+    def finish(self, wait: Callable[[Work, str], object], what: str, *, keep: bool = True) -> None:
+        """Wait, and copy what came into the tensors, if it is to be kept. Their version counters do not move.
 
         Args:
             wait: called with each message and ``what``.
             what: what messages of errors call the tensors.
+            keep: False to leave the tensors as they are.
 
         A buffer may be written while an autograd graph of another forward still needs it; autograd would call that
         "modified by an inplace operation", although torch's DDP has always done the same.
         """
         for message in self.messages:
             wait(message.work, what)
-            if message.replaces:
+            if keep and message.replaces:
                 tensors = tuple(tensor for tensor in message.tensors if not tensor.is_inference())  # those have none
                 with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors):
                     for targets, values in _by_dtype(message.tensors, _unpack(message.flat, message.tensors)):

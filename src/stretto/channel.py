@@ -194,9 +194,10 @@ class Channel(People):
             if host is not None and host.name == note.process:
                 self._goes_at = time.monotonic() + LINGER_SECONDS - POLL_SECONDS  # they may be so old already
 
-    def told(self, seat: Seat) -> list[Note]:
-        """What was read about a handle, and about the processes that ranks are now; this rank's own too."""
-        return [note.about(seat.handle) for note in self.notes if self._is_about(note, seat)]
+    def told(self, seat: Seat, *, others: bool = False) -> list[Note]:
+        """What was read about a handle, and about the processes that ranks are now; of ``others`` alone if asked."""
+        notes = [note for note in self.notes if not (others and note.rank == self._rank)]
+        return [note.about(seat.handle) for note in notes if self._is_about(note, seat)]
 
     def _is_about(self, note: Note, seat: Seat) -> bool:
         if note.handle:

@@ -21,7 +21,7 @@ from .replan import ReplanPolicy, complete_order, recut
 from .tracker import ArrivalTracker
 from .transport.base import Work
 from .usage import carry_over, ranks_that_had
-from .words import Control, ControlWords, on_some
+from .words import COUNTS, Control, ControlWords
 
 
 class Consensus:
@@ -141,7 +141,7 @@ class Consensus:
                 self._beside.hear(some_have_moved=False)
             return
         said = words.read()
-        if any(self._on_some(mark) for mark in said[len(Control) :]):
+        if words.are_mixed:
             self._refuse_mixed()
         if self._ends_with(said, words.own_failure, release):
             return
@@ -207,7 +207,8 @@ class Consensus:
         return on, "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
 
     def _on_some(self, said: float) -> bool:
-        return on_some(said, self._queue.transport.world_size)
+        """Whether some ranks said so and others did not."""
+        return 0 < round(said) < min(self._queue.transport.world_size, COUNTS)
 
     def send_order(self) -> None:
         """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""

@@ -12,7 +12,6 @@ from .engine import when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
-from .transport.base import leave_behind
 
 log = logging.getLogger("stretto")
 
@@ -55,7 +54,7 @@ class Failing:
     def lose(self, error: BaseException, trace: TracebackType | None = None) -> None:
         """From here on this rank sends nothing, and the others know."""
         if not self.is_lost:  # in a call within the pass
-            leave_behind(self._queue.transport, self._queue.peers.seat.handle, text_of(error))
+            self._queue.peers.leave_behind(error)
             self._queue.peers.tell_failed("backward", error, trace, leaves=True)
         self._part()
 
@@ -94,8 +93,8 @@ class Failing:
             return False
         return True
 
-    def refuse_if_lost(self) -> None:
-        """Before a pass.
+    def refuse_if_lost(self, phase: str = "backward") -> None:
+        """Before a pass, or a step.
 
         Raises:
             CommunicationError: this rank has told the others that it takes part in none any more, or tells them now.
@@ -105,4 +104,4 @@ class Failing:
             refuse_if_lost(self._queue.where, peers.left)
         for one in peers.leftovers:
             if one.rank is not None:
-                peers.refuse_leftovers("backward")
+                peers.refuse_leftovers(phase)

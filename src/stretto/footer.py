@@ -70,12 +70,14 @@ class Footer:
         if not summed:
             return _NOTHING_CARRIED
         if self.flat.device.type == "cpu":
-            return ControlWords(self._words) if self._words.tolist() != self._quiet else _ALL_WELL
+            if self._words.tolist() == self._quiet:
+                return _ALL_WELL
+            return ControlWords(self._words, marks=self._quiet[len(Control) :])
         words = torch.empty(len(self._words), dtype=self.flat.dtype, pin_memory=True)
         words.copy_(self._words, non_blocking=True)
         arrival = torch.Event(self.flat.device)
         arrival.record()
-        return ControlWords(words, arrival)
+        return ControlWords(words, arrival, marks=self._quiet[len(Control) :])
 
 
 def parts_of(parameters: int, weight_words: int, *, is_last: bool) -> tuple[int, int, int]:

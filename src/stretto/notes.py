@@ -46,6 +46,8 @@ class Note:
     place: str = ""
     leaves: bool = False
     """See [Note: who leaves]."""
+    goes_on: bool = False
+    """It has left out one step: whoever has refused that, too, can go on with it."""
     leftover: list[str] = field(default_factory=list)
     """If it has left something under way in a process group, the handle for which that was and all that used it."""
     process: str = ""

@@ -27,7 +27,7 @@ from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, words_of
 from .notes import Note, text_of
 from .seat import Seat
-from .transport.base import Leftover, Transport, Work, abandon, done_within, flush, leave_behind
+from .transport.base import Leftover, Transport, Work, abandon, done_within, flush
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
 from .whereabouts import Person, of_group, place_of_failure
 
@@ -37,8 +37,7 @@ GONE_SECONDS = 1.0  # how long, when a collective failed, for a note or for a pr
 class Peers:
     """The other ranks of one attached handle, as far as they tell of themselves.
 
-    Creating one is not collective. The first ``gather`` agrees on a name for the handle, that which rank 0 brings:
-    what ranks tell of it goes by that name, however many handles each of them has made.
+    Creating one is not collective. The first ``gather`` agrees on the handle's name, that which rank 0 brings.
 
     Args:
         transport: has the ``store``, and in ``patience`` how long a collective may take; see :class:`Transport`.
@@ -87,6 +86,7 @@ class Peers:
         *,
         before: bool = False,
         leaves: bool = False,
+        goes_on: bool = False,
     ) -> None:
         """Others will quote it. Never raises: an exception is on its way already.
 
@@ -96,8 +96,9 @@ class Peers:
             trace: says where.
             before: the failure is of the next pass, which has not begun.
             leaves: this rank cannot take part in passes any more.
+            goes_on: it leaves one step out alone, and goes on where all do.
         """
-        if leaves:
+        if leaves and not goes_on:
             self.left = text_of(error) or phase
         if self._channel is None:
             return
@@ -106,7 +107,7 @@ class Peers:
         leftover = next(([one.handle, *one.used] for one in self.leftovers if one.rank == note.rank), [])
         attempts = leaves and not note.handle and self._occasion == "attach"
         attempt = self._channel.count_attempt(self.seat) if attempts else 0
-        note = dataclasses.replace(note, leaves=leaves, leftover=leftover, attempt=attempt)
+        note = dataclasses.replace(note, leaves=leaves, goes_on=goes_on, leftover=leftover, attempt=attempt)
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
     def close(self) -> None:
@@ -122,10 +123,7 @@ class Peers:
             self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, in rank order; ``CommunicationError`` if that will never be. Collective.
-
-        For set-up and rare decisions.
-        """
+        """The picklable values of all ranks, in order; ``CommunicationError`` if that will never be. Collective."""
         self.seat.calls += 1
         has_name = bool(self.seat.handle)
         try:
@@ -143,7 +141,7 @@ class Peers:
         except RuntimeError as error:
             self.fail("what ranks hold could not be gathered", error)
         except BaseException as error:
-            self._lose_place(error)
+            self.lose_place(error)
             raise
         finally:
             self.seat.meets = False  # one that came to nothing counts nowhere: some ranks did not come to it
@@ -170,14 +168,19 @@ class Peers:
         except BaseException as error:
             if not self.seat.handle:
                 channel.go()  # at once: to find out why takes seconds, in which another would find this rank here
-            self._lose_place(error)
+            self.lose_place(error)
             raise
 
-    def _lose_place(self, error: BaseException) -> None:
+    def lose_place(self, error: BaseException) -> None:
         """Ctrl-C, say: the others wait in vain, and would meet another call here."""
         if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):
-            leave_behind(self._transport, self.seat.handle, text_of(error))
+            self.leave_behind(error)
             self.tell_failed("waiting", error, leaves=True)
+
+    def leave_behind(self, error: BaseException) -> None:
+        """This rank has lost its place: others may wait in the process group for what it never sends."""
+        for one in self.leftovers:
+            one.is_of(self._transport.rank, self.seat.handle, text_of(error))
 
     def _go(self, work: Work | None = None) -> None:
         """Behind the first of two messages all have come; whoever is done with the second finds that all have gone."""
@@ -247,6 +250,8 @@ class Peers:
                 break_off(f"rank {rank}: {when} was not done within {limit:.0f} s\nStart again, on all ranks.")
             raise RuntimeError(f"not done within {limit:.0f} s")
         except BaseException as error:  # Ctrl-C too: others may wait for something else, and live on
+            if not isinstance(error, Exception) and getattr(work, "waits_again", False):
+                raise
             abandon(self._transport, work, self.seat.handle, text_of(error))
             if any(one.rank == self._transport.rank for one in self.leftovers):
                 self.tell_failed("waiting", error)
@@ -288,8 +293,9 @@ class Peers:
     def _inquire(self, inquiry: Inquiry, channel: Channel, waited: float) -> None:
         """Where all are may explain it: raises ``PeerError``, which all but ``reduce`` quote."""
         try:
-            inquiry.go_on(self.where, channel, self._notes(channel), waited)
+            inquiry.go_on(self.where, channel, channel.told(self.seat, others=True), waited)
         except PeerError as error:
+            self.leave_behind(error)
             self.tell_failed("waiting", error, leaves=True)
             raise
 
@@ -309,12 +315,9 @@ class Peers:
         except PeerError as found:
             raise found from None  # what the transport says of it is less, and may be something else
         rank, channel = self._transport.rank, self._channel
-        where = "" if channel is None else f"{places(rank, channel, channel.gather(self.seat.handle, 2.5))}.\n"
+        lines = [] if channel is None else [f"{places(rank, channel, channel.gather(self.seat.handle, 2.5))}.\n"]
         expected = expected or blame.EXPECTED[self.seat.kind(self._occasion)]
-        raise CommunicationError(
-            f"{self.where}: {what} over {self._transport.name}: {error}\n{where}Expected every rank to call "
-            f"{expected}. Look at the first error in the other ranks' logs."
-        ) from error
+        raise blame.not_done(f"{self.where}: {what} over {self._transport.name}", error, lines, expected) from error
 
     def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
@@ -331,10 +334,6 @@ class Peers:
         """See :func:`~stretto.inquiry.words_of`."""
         return words_of(self._channel, self.seat, phase, ranks)
 
-    def _notes(self, channel: Channel) -> list[Note]:
-        """Those of the other ranks, as read so far."""
-        return [note for note in channel.told(self.seat) if note.rank != self._transport.rank]
-
     def _blame(self, *, by_itself: bool = False, own: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`."""
         channel = self._channel
@@ -343,7 +342,8 @@ class Peers:
         dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
         channel.read()  # last words were written before the death
         channel.look_again()
-        left = [note for note in self._notes(channel) if note.leaves]
+        told = channel.told(self.seat, others=True)
+        left = [note for note in told if note.leaves and not self.seat.has_left_out(note)]
         if own:
             left, dead = blame.without_excused(self._transport.rank, left, dead)
         kind = self.seat.kind(self._occasion)

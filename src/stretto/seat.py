@@ -46,6 +46,8 @@ class Seat:
     """Of each sharded optimizer, in the order in which they were made."""
     number: int = field(default_factory=functools.partial(next, itertools.count()))
     """Of all handles of this process, in the order in which they were made."""
+    left_out: int = 0
+    """The pass behind which this rank has last refused a step, and told so."""
     with_others: bool = False
     """Whether a backward of this rank has reached it together with handles of other process groups."""
     all_know: bool = False
@@ -69,6 +71,10 @@ class Seat:
         if not before:
             self.told = self.handle, self.passes, error
         return Note(rank, phase, self.handle, self.passes, self.passes + before, error, place)
+
+    def has_left_out(self, note: Note) -> bool:
+        """Whether this rank has refused the step that the other has, so that both can go on."""
+        return note.goes_on and (note.passes or 0) <= self.left_out
 
     @property
     def trying(self) -> int:

@@ -34,17 +34,14 @@ class Control(IntEnum):
 
 MARKS = 16
 """Words behind these, which all ranks say alike: see footer.py, [Note: marks]."""
+COUNTS = 256
+"""Ranks that bfloat16 can count."""
 _SILENCE: Sequence[float] = (0.0,) * len(Control)
 
 
 def marks_of(key: int) -> list[float]:
     """Bits of a handle's key, see :class:`~stretto.seat.Seat`."""
     return [float(key >> place & 1) for place in range(MARKS)]
-
-
-def on_some(said: float, world_size: int) -> bool:
-    """Whether some ranks said so and others did not. bfloat16 counts no further than 256."""
-    return 0 < round(said) < min(world_size, 256)
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,8 @@ class ControlWords:
     """This rank gave up the pass itself and need not be told."""
     were_carried: bool = True
     """Whether ranks could say anything."""
+    marks: Sequence[float] = ()
+    """What is to be read of these, if something was said."""
 
     @property
     def all_well(self) -> bool:
@@ -81,9 +80,15 @@ class ControlWords:
             self.arrival.synchronize()
         return [abs(word) for word in self.words.tolist()]
 
+    @property
+    def are_mixed(self) -> bool:
+        """Whether they were summed with those of another handle, or with what is no footer at all."""
+        said = self.read()[len(Control) :]
+        return [min(one, COUNTS) for one in said] != [min(one, COUNTS) for one in self.marks]
+
     def ask_for_second_round(self, *, is_first: bool) -> bool:
         """Whether some rank does; words on their way from an accelerator are waited for in the first pass alone."""
         if self.words is None or not (self.on_host or is_first):
             return False
         said = self.read()
-        return bool(said[Control.LATE] and not said[Control.GAVE_UP])
+        return bool(said[Control.LATE] and not said[Control.GAVE_UP] and not self.are_mixed)

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..agreement import describe_ranks
-from ..blame import NORM, SAME_CALLS
+from ..blame import NORM, SAME_CALLS, refuse_if_lost
 from ..crossing import group_of
 from ..errors import CommunicationError, SetupError, UnsupportedError, name_list
 from ..launch import LaunchQueue
 from ..reducer import reducer_of
 from ..withheld import Withheld
+from .meetings import wait_in_call
 from .ownership import pieces_of
 
 _DOUBLE = (torch.float64, torch.complex128)
@@ -113,7 +114,9 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
     if len(norms):
         told[0, transport.rank], told[1, transport.rank] = torch.linalg.vector_norm(norms, norm_type), 1
     seat.calls += 1  # for those who wait for this rank in another call
-    queue.wait_for(transport.all_reduce(told.view(-1)), NORM)
+    refuse_if_lost(queue.where, queue.peers.left)
+    queue.peers.refuse_leftovers("waiting")
+    wait_in_call(queue.peers, transport.all_reduce(told.view(-1)), NORM)
     if others := [rank for rank, whose in enumerate(told[2].tolist()) if whose != seat.key]:
         raise CommunicationError(
             f"{queue.where}: gradients of another attached model were clipped on {describe_ranks(others)}, and none "

@@ -52,6 +52,15 @@ def _unknown() -> bool:
     return False
 
 
+def wait_in_call(peers: Peers, work: Work, what: str) -> None:
+    """Wait for ``what``, a noun, in a call that all ranks make. Who is stopped there has lost its place among them."""
+    try:
+        peers.wait_for(work, what)
+    except BaseException as error:
+        peers.lose_place(error)
+        raise
+
+
 class Meetings:
     """Those of one optimizer.
 
@@ -135,12 +144,11 @@ class Meetings:
             parameters: what is to be stepped.
             meets: they learn of it in the first meeting, and go on; else this rank has left them.
         """
-        had_left = self._peers.left
         try:
             yield
-        except Exception as problem:
-            self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets)
-            self._peers.left = had_left  # nothing was sent: where all ranks refuse alike, all can go on
+        except Exception as problem:  # nothing was sent: where all ranks refuse alike, all can go on
+            self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets, goes_on=True)
+            self._peers.seat.left_out = self._peers.seat.passes
             if meets:
                 self.meet_before(parameters, coming=Coming.TO_REFUSE)
             raise
@@ -152,6 +160,7 @@ class Meetings:
         """No step can follow. The others are told, unless it was another's failure."""
         self.broken = error
         if not isinstance(error, CommunicationError):
+            self._peers.leave_behind(error)
             self._peers.tell_failed("step", error, error.__traceback__, leaves=True)
 
     def spoil(self, error: BaseException, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..errors import CommunicationError, PeerError, StrettoError
+from ..errors import PeerError, StrettoError
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
@@ -201,6 +201,7 @@ class Shares:
 
     def step(self, *, joins: bool = False, idle: bool = False) -> None:
         """Step this rank's share; all is stepped when this returns. Collective. Options: see joining.py."""
+        self._reducer.failing.refuse_if_lost("step")
         self._spread.finish()
         self._peers.seat.steps[self._number] += 1
         meets = self.layout.is_shared or joins or idle
@@ -341,7 +342,7 @@ class Shares:
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
         self._withholding.end()
-        with contextlib.suppress(CommunicationError):  # told to whoever looks at a parameter
+        with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
             self._spread.finish()
         self.stretches.forget()
         if not self.meetings.is_spoiled:

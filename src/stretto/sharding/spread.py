@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..blame import STEPPED_ELSEWHERE
-from ..errors import CommunicationError
+from ..errors import StrettoError
 from ..listeners import before_forks
 from ..transport import Transport, Work
 from .awaited import Arrival
@@ -122,7 +122,7 @@ class Spread:
 
     def _finish_here(self) -> None:
         """Before a fork: in the child nothing comes any more."""
-        with contextlib.suppress(CommunicationError):  # told to whoever looks at a parameter
+        with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
             self.finish()
 
     def drop(self) -> None:

@@ -98,12 +98,6 @@ class Leftover:
             self.rank, self.handle, self.told = rank, handle, told.partition("\n")[0]
 
 
-def leave_behind(transport: Transport, handle: str, told: str) -> None:
-    """This rank has lost its place in a handle: others may wait in the process group for what it never sends."""
-    for one in getattr(transport, "leftovers", ()):
-        one.is_of(transport.rank, handle, told)
-
-
 def leftovers_for_hooks(transport: Transport) -> Sequence[Leftover]:
     """Those of the process group beneath, which carries what comm hooks send."""
     found: Sequence[Leftover] = getattr(getattr(transport, "base", transport), "leftovers", ())

@@ -95,6 +95,9 @@ class SentShares:
         among: forgets this when it has been waited for: it holds as much memory as it has brought.
     """
 
+    waits_again = True
+    """Who is stopped while it waits for them leaves nothing behind: whoever reads next waits for them."""
+
     def __init__(self, work: Work, among: UnderWay) -> None:
         self._work: Any = work
         self._among = among

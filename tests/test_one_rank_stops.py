@@ -1,0 +1,230 @@
+"""One rank is stopped, or fails, around a sharded step or clipping, and goes on: nothing may be mixed, or hang, for it.
+
+Passes and gathers are in test_waits.py. Each rank is a program of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_peers import plain, ranks
+
+from stretto.words import MARKS, Control, ControlWords
+
+pytestmark = pytest.mark.timeout(60)
+
+PRELUDE = """
+import threading
+
+
+def soon():
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def stopped(do):
+    try:
+        do()
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+
+
+class Breaks(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise MemoryError("no memory")
+        return super().step(closure)
+
+
+def pass_of(one):
+    one.zero_grad()
+    one(torch.ones(2, 3)).sum().backward()
+
+
+second = torch.nn.Linear(3, 1)
+other = stretto.attach(second, transport=transport)
+optimizers = [
+    stretto.shard(Breaks(one.parameters(), lr=0.1), handle, keep_grads=KEEP)
+    for one, handle in ((model, sync), (second, other))
+]
+for _ in range(2):
+    step()
+    pass_of(second)
+    [one.step() for one in optimizers]
+before = [one.detach().clone() for one in second.parameters()]
+"""
+ENDING = """
+hang()
+os._exit(0)
+"""
+STOPPED = "has stopped waiting for a message that was under way in the process group"
+LOST = "so it has lost its place among the others"
+QUOTED = "failed and left, so nobody can complete this"
+
+
+def programs(folder: Path, body: str, *, keep: bool = True, transport: str = "process_group") -> list[list[str]]:
+    """What each of two ranks has printed, a text for each thing that was tried."""
+    found = ranks(folder, PRELUDE.replace("KEEP", str(keep)) + body + ENDING, transport=transport)
+    assert [code for code, *_ in found] == [0, 0], found
+    return [[one.strip() for one in plain(printed).split("--\n")] for _, printed, _ in found]
+
+
+@pytest.mark.ranks
+def test_who_has_lost_its_place_in_a_pass_does_not_step(tmp_path: Path) -> None:
+    """Else the others' shares are stepped without its own, and nobody knows."""
+    body = """
+if rank == 1:
+    soon()
+    stopped(step)
+else:
+    time.sleep(1.5)  # what the other has sent is still to be had
+    step()
+print("--")
+told(lambda: (optimizers[0].step(), [one.sum() for one in model.parameters()]))
+"""
+    (_, first), (_, second) = programs(tmp_path, body)
+    assert QUOTED in first and "KeyboardInterrupt" in first
+    assert LOST in second
+
+
+@pytest.mark.ranks
+def test_who_is_stopped_while_it_clips_has_lost_its_place(tmp_path: Path) -> None:
+    body = """
+step()
+if rank == 1:
+    soon()
+    stopped(lambda: sync.clip_grad_norm_(1.0))
+else:
+    time.sleep(1.5)  # what the other has sent is still to be had
+    sync.clip_grad_norm_(1.0)
+print("--")
+told(lambda: sync.clip_grad_norm_(1.0))
+print("--")
+told()
+"""
+    (_, *rest), (_, *own) = programs(tmp_path, body, keep=False)
+    assert QUOTED in rest[0] and "KeyboardInterrupt" in rest[0]
+    assert all(QUOTED in one or LOST in one for one in rest)
+    assert all(LOST in one for one in own)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("what", "keep"), [("optimizers[1].step", True), ("lambda: other.clip_grad_norm_(1.0)", False)]
+)
+def test_nothing_of_another_model_is_sent_over_a_group_in_which_a_pass_was_left(
+    tmp_path: Path, what: str, keep: bool
+) -> None:
+    body = f"""
+pass_of(second)
+if rank == 1:
+    soon()
+    stopped(step)
+else:
+    time.sleep(2.5)  # until its thread has read of it
+print("--")
+told({what})
+assert all(map(torch.equal, before, second.parameters()))
+"""
+    for rank, (_, text) in enumerate(programs(tmp_path, body, keep=keep)):
+        assert (f"this rank {STOPPED}" if rank else f"rank 1 {STOPPED}") in text or QUOTED in text
+
+
+@pytest.mark.ranks
+def test_nothing_is_sent_over_a_group_in_which_a_step_was_left(tmp_path: Path) -> None:
+    body = """
+step()
+Breaks.fails = rank == 1
+told(optimizers[0].step)
+print("--")
+told(lambda: pass_of(second))
+"""
+    (_, first), (failed, own) = programs(tmp_path, body)
+    assert "MemoryError" in failed
+    assert f"this rank {STOPPED}" in own and "no memory" in own
+    assert f"rank 1 {STOPPED}" in first or QUOTED in first
+
+
+@pytest.mark.ranks
+def test_ctrl_c_while_a_parameter_is_awaited_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Whoever reads next waits for it again, so other models may go on over the group."""
+    body = """
+step()
+if rank == 0:
+    time.sleep(1.5)
+optimizers[0].step()
+if rank == 1:
+    soon()
+    stopped(lambda: model(x))
+print("--")
+for _ in range(2):
+    step()
+    pass_of(second)
+    [one.step() for one in optimizers]
+torch.testing.assert_close(second.weight.grad, torch.full((1, 3), 2.0))
+time.sleep(2.5)  # until a note would have been read
+told(lambda: pass_of(second))
+"""
+    (_, first), (stopped, second) = programs(tmp_path, body)
+    assert stopped == "stopped"
+    assert first == second == ""
+
+
+@pytest.mark.ranks
+def test_a_step_that_all_ranks_refuse_is_no_reason_to_leave_them(tmp_path: Path) -> None:
+    """Later a rank is slow, and what the other has told of that step is read."""
+    body = """
+step()
+model.double()
+told(optimizers[0].step)
+model.float()
+print("--")
+for turn in range(4):
+    if rank == 1 and turn == 2:
+        time.sleep(1.5)
+    told()
+    told(optimizers[0].step)
+sum(one.sum() for one in model.parameters())
+"""
+    for refused, later in programs(tmp_path, body):
+        assert "SetupError" in refused
+        assert later == ""
+
+
+@pytest.mark.ranks
+def test_behind_ranks_that_have_gone_apart_no_comm_hook_sends_for_another_model(tmp_path: Path) -> None:
+    """What hooks send goes over the process group, whatever carries the rest, and is told nowhere there."""
+    body = """
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+[one.unshard() for one in optimizers]
+third = torch.nn.Linear(3, 1)
+pair = [second, third]
+stretto.attach(third, transport=transport).register_comm_hook(None, allreduce_hook)
+other.register_comm_hook(None, allreduce_hook)
+for _ in range(2):
+    [pass_of(one) for one in pair]
+stretto.inquiry.ASK_SECONDS = 0.3
+if rank == 1:
+    pair.reverse()
+for one in pair:
+    told(lambda: pass_of(one))
+    assert one.weight.grad is None
+    print("--")
+"""
+    for met, behind, _ in programs(tmp_path, body, transport="shared_memory"):
+        assert "ranks have gone apart" in met
+        assert STOPPED in behind or QUOTED in behind
+
+
+@pytest.mark.parametrize("garbage", [100.0, float("nan"), -1.0])
+def test_what_is_no_footer_is_taken_for_none(garbage: float) -> None:
+    marks = [0.0, 2.0] * (MARKS // 2)
+    said = torch.tensor([0.0] * len(Control) + marks)
+    assert not ControlWords(said, marks=marks).are_mixed
+    said[Control.LATE], said[-1] = 1, garbage
+    words = ControlWords(said, marks=marks)
+    assert words.are_mixed and not words.ask_for_second_round(is_first=False)

@@ -5,6 +5,7 @@ For passes see test_peers.py.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -120,3 +121,35 @@ def test_buffers_of_two_models_are_not_averaged_with_each_other() -> None:
     for found in spawn_ranks(buffers_in_another_order, 2, timeout=60):
         assert any("they were summed with those of another attached model" in text for text, _ in found)
         assert all(off < 1e-2 for _, off in found)
+
+
+def nameless(rank: int, equal: bool) -> list[str]:
+    """Handles that have no name before their first pass."""
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    if equal:
+        models[1].load_state_dict(models[0].state_dict())
+    for one in models:
+        stretto.attach(one, transport="process_group", init_sync=False)
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("stretto").addHandler(handler)
+    for one in models[:: 1 - 2 * rank]:
+        try:
+            one(torch.ones(1, 2)).sum().backward()
+        except stretto.CommunicationError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_that_begin_with_another_of_two_handles_without_a_name_are_told() -> None:
+    begin = (
+        "rank {0}, before pass 1: of the handles that have no name yet ranks train different ones first (rank 0's "
+        "number 1, rank 1's number 2)"
+    )
+    advice = "All ranks must first train what was copied, or attached with init_sync=False, in one order."
+    for rank, (first, *_) in enumerate(spawn_ranks(nameless, 2, False, timeout=60)):
+        assert first == f"{begin.format(rank)}, with other values.\n{advice}"
+    for rank, (first, *_) in enumerate(spawn_ranks(nameless, 2, True, timeout=60)):
+        assert first == f"{begin.format(rank)}. Their values are equal, so they may be the same.\n{advice}"

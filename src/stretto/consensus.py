@@ -5,6 +5,7 @@ tracker.py, replan.py ──> says() ──> words in the last bucket ──sum�
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -12,6 +13,7 @@ import torch
 
 from .agreement import describe_ranks
 from .beside import Beside
+from .check import fingerprint
 from .errors import CommunicationError, PeerError, UnsupportedError, name_list
 from .forward import ForwardWatch
 from .launch import LaunchQueue
@@ -22,6 +24,8 @@ from .tracker import ArrivalTracker
 from .transport.base import Work
 from .usage import carry_over, ranks_that_had
 from .words import COUNTS, Control, ControlWords
+
+log = logging.getLogger("stretto")
 
 
 class Consensus:
@@ -55,6 +59,33 @@ class Consensus:
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
         self._failure_of_peer: PeerError | None = None
+
+    def meet(self) -> None:
+        """Before the first pass: have a name that all ranks know. Collective, if that has not been done."""
+        queue = self._queue
+        places = queue.peers.meet()
+        if len({*places}) > 1:
+            self._refuse_others(places)
+        queue.buckets[-1].footer.bear(queue.peers.seat.key, queue.transport.world_size)
+
+    def _refuse_others(self, places: Sequence[int]) -> None:
+        """Ranks that began with another of several handles without a name have agreed on one for different models.
+
+        Copies whose values are equal cannot be told apart, and one rank alone may have made one. Collective.
+        """
+        queue, where = self._queue, self._queue.where
+        alive = zip(queue.names, (one() for one in queue.parameters), strict=True)
+        values = queue.peers.gather({name: fingerprint(one) for name, one in alive if one is not None})
+        told = ", ".join(f"rank {rank}'s number {place + 1}" for rank, place in enumerate(places))
+        text = f"{where}: of the handles that have no name yet ranks train different ones first ({told})"
+        advice = "All ranks must first train what was copied, or attached with init_sync=False, in one order."
+        if all(one == values[0] for one in values):
+            log.warning("%s. Their values are equal, so they may be the same.\n%s", text, advice)
+            return
+        error = CommunicationError(f"{text}, with other values.\n{advice}")
+        queue.peers.leave_behind(error)
+        queue.peers.tell_failed("backward", error, leaves=True)
+        raise error
 
     def says(self, *, scheduled: bool) -> list[Control]:
         """What the last bucket is to tell the other ranks.

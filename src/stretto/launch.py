@@ -117,11 +117,6 @@ class LaunchQueue:
         self.buckets[-1].footer.bear(self.peers.seat.key, self.transport.world_size)
         self.withhold(self.in_shares)
 
-    def meet(self) -> None:
-        """Before the first pass: have a name that all ranks know. Collective, if that has not been done."""
-        self.peers.meet()
-        self.buckets[-1].footer.bear(self.peers.seat.key, self.transport.world_size)
-
     def withhold(self, parameters: Iterable[torch.Tensor]) -> None:
         """Of the gradients of these each rank needs its share alone."""
         self.in_shares = Alive(parameters if self.scaling.is_plain_mean and self.comm_hook is None else ())

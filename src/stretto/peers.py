@@ -117,10 +117,9 @@ class Peers:
 
     # Meeting
 
-    def meet(self) -> None:
-        """Agree on the handle's name, if that has not been done. Collective."""
-        if self._channel is not None and not self.seat.handle:
-            self.gather(None)
+    def meet(self) -> list[int]:
+        """Agree on the handle's name, if that has not been done: the place of each rank's. Collective then."""
+        return [] if self._channel is None or self.seat.handle else self.gather(self.seat.place)
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in order; ``CommunicationError`` if that will never be. Collective."""

@@ -207,7 +207,7 @@ class Reducer:
         self.queue.peers.refuse_fork()
         self.failing.refuse_if_lost()
         if not self.queue.pass_number:
-            self.queue.meet()
+            self._consensus.meet()
         if self._buffers_of_given_up is not None:
             self._drain(self._buffers_of_given_up)
         self._consensus.catch_up()

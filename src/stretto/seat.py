@@ -82,6 +82,11 @@ class Seat:
         return 0 if self.attached and self.handle else self.attempt
 
     @property
+    def place(self) -> int:
+        """Among the handles that have no name yet."""
+        return [one for one in self.row if one is self or (one.attached and not one.handle)].index(self)
+
+    @property
     def key(self) -> int:
         """A number for the handle, the same on all ranks and exact in float64; 0 as long as it has no name."""
         return int(self.handle[:12] or "0", 16)

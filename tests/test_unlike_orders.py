@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 import stretto
-from stretto.testing import spawn_ranks
+from stretto.peers import Peers
+from stretto.testing import run_ranks, spawn_ranks
+from stretto.transport import Transport
+from stretto.words import MARKS, Control, ControlWords
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 ADVICE = (
@@ -153,3 +156,30 @@ def test_ranks_that_begin_with_another_of_two_handles_without_a_name_are_told() 
         assert first == f"{begin.format(rank)}, with other values.\n{advice}"
     for rank, (first, *_) in enumerate(spawn_ranks(nameless, 2, True, timeout=60)):
         assert first == f"{begin.format(rank)}. Their values are equal, so they may be the same.\n{advice}"
+
+
+def test_words_that_come_late_from_a_device_end_the_next_pass_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever explains the mixing: a rank that has told that it leaves must not run the pass that it has begun."""
+
+    def explains(peers: Peers, *_: object) -> None:
+        raise stretto.PeerError("rank 1 failed and left")
+
+    def worker(transport: Transport) -> tuple[str, str, int]:
+        model = torch.nn.Linear(2, 2)
+        sync = stretto.attach(model, transport=transport)
+        reducer = sync._reducer
+        assert reducer is not None
+        model(torch.ones(1, 2)).sum().backward()
+        said = torch.tensor([0.0] * len(Control) + [1.0] * MARKS)
+        reducer._consensus._late_words = ControlWords(said, marks=[0.0] * MARKS)
+        with pytest.raises(stretto.PeerError) as met:
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(stretto.CommunicationError) as behind:
+            model(torch.ones(1, 2)).sum().backward()
+        return str(met.value), str(behind.value), sync.statistics.passes
+
+    monkeypatch.setattr(Peers, "fail", explains)
+    for met, behind, passes in run_ranks(worker, 2):
+        assert met == "rank 1 failed and left"
+        assert "so it has lost its place among the others" in behind
+        assert passes == 1

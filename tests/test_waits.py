@@ -863,7 +863,6 @@ def test_a_copy_on_one_rank_is_its_own_affair(tmp_path: Path, world: int, transp
 
 @pytest.mark.ranks
 def test_copies_on_all_ranks_train(tmp_path: Path) -> None:
-    """One rank alone has made one more, which cannot be told from copies that ranks train in another order."""
     body = """
         import copy
         from stretto import DistributedDataParallel as DDP
@@ -885,13 +884,7 @@ def test_copies_on_all_ranks_train(tmp_path: Path) -> None:
             told(lambda: second(x).backward())
     """
     found = ranks(tmp_path, body)
-    assert found[1][:2] == (0, "")
-    for rank, (_, _, complaint) in enumerate(found):
-        assert re.fullmatch(
-            rf"rank {rank}, before pass 1: of the handles that have no name yet ranks train different ones first .*\n"
-            r"All ranks must first train .*\n",
-            complaint,
-        )
+    assert found[1] == (0, "", "")
     assert "rank 1 finished after 3 passes (it was detached)" in within(found[0][1], "PeerError", 4)
 
 

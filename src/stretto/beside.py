@@ -64,7 +64,7 @@ class Beside:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
 
-    def finish(self, buffers: CoalescedMessages, *, release: bool, mixed: bool = False) -> None:
+    def finish(self, buffers: CoalescedMessages, *, release: bool, mixed: bool) -> None:
         """Wait for it.
 
         Args:

@@ -5,6 +5,7 @@ tracker.py, replan.py ──> says() ──> words in the last bucket ──sum�
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from typing import NoReturn
@@ -65,6 +66,9 @@ class Consensus:
         queue = self._queue
         places = queue.peers.meet()
         if len({*places}) > 1:
+            gc.collect()  # a copy that a rank has dropped counts until then
+            places = queue.peers.gather(queue.peers.seat.place)
+        if len({*places}) > 1:
             self._refuse_others(places)
         queue.buckets[-1].footer.bear(queue.peers.seat.key, queue.transport.world_size)
 
@@ -83,8 +87,7 @@ class Consensus:
             log.warning("%s. Their values are equal, so they may be the same.\n%s", text, advice)
             return
         error = CommunicationError(f"{text}, with other values.\n{advice}")
-        queue.peers.leave_behind(error)
-        queue.peers.tell_failed("backward", error, leaves=True)
+        queue.peers.leave("backward", error)
         raise error
 
     def says(self, *, scheduled: bool) -> list[Control]:
@@ -151,6 +154,8 @@ class Consensus:
             try:
                 self.act_on(words)
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
+                if self._queue.peers.left:
+                    raise
                 self._failure_of_peer = error
 
     def act_on(self, words: ControlWords, *, release: bool = True) -> None:

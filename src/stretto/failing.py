@@ -12,6 +12,7 @@ from .engine import when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
+from .peers import Peers
 
 log = logging.getLogger("stretto")
 
@@ -54,8 +55,7 @@ class Failing:
     def lose(self, error: BaseException, trace: TracebackType | None = None) -> None:
         """From here on this rank sends nothing, and the others know."""
         if not self.is_lost:  # in a call within the pass
-            self._queue.peers.leave_behind(error)
-            self._queue.peers.tell_failed("backward", error, trace, leaves=True)
+            self._queue.peers.leave("backward", error, trace)
         self._part()
 
     def _part(self) -> None:
@@ -93,15 +93,19 @@ class Failing:
             return False
         return True
 
-    def refuse_if_lost(self, phase: str = "backward") -> None:
-        """Before a pass, or a step.
 
-        Raises:
-            CommunicationError: this rank has told the others that it takes part in none any more, or tells them now.
-        """
-        peers = self._queue.peers
-        if peers.left:  # to spell out where costs a microsecond of every pass
-            refuse_if_lost(self._queue.where, peers.left)
-        for one in peers.leftovers:
-            if one.rank is not None:
-                peers.refuse_leftovers(phase)
+def refuse_to_send(peers: Peers, phase: str) -> None:
+    """Before a pass, a step, or a message of another call.
+
+    Args:
+        peers: of the handle.
+        phase: what this rank is about to do.
+
+    Raises:
+        CommunicationError: this rank has told the others that it takes part in nothing any more, or tells them now.
+    """
+    if peers.left:  # to spell out where costs a microsecond of every pass
+        refuse_if_lost(peers.where, peers.left)
+    for one in peers.leftovers:
+        if one.rank is not None:
+            peers.refuse_leftovers(phase)

@@ -110,6 +110,12 @@ class Peers:
         note = dataclasses.replace(note, leaves=leaves, goes_on=goes_on, leftover=leftover, attempt=attempt)
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
+    def leave(self, phase: str, error: BaseException, trace: TracebackType | None = None) -> None:
+        """This rank has lost its place: tell it. Others may wait in the process group for what it never sends."""
+        for one in self.leftovers:
+            one.is_of(self._transport.rank, self.seat.handle, text_of(error))
+        self.tell_failed(phase, error, trace, leaves=True)
+
     def close(self) -> None:
         """Tell that this rank has done its passes. Harmless twice."""
         if self._channel is not None and self._leave.detach():
@@ -173,13 +179,7 @@ class Peers:
     def lose_place(self, error: BaseException) -> None:
         """Ctrl-C, say: the others wait in vain, and would meet another call here."""
         if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):
-            self.leave_behind(error)
-            self.tell_failed("waiting", error, leaves=True)
-
-    def leave_behind(self, error: BaseException) -> None:
-        """This rank has lost its place: others may wait in the process group for what it never sends."""
-        for one in self.leftovers:
-            one.is_of(self._transport.rank, self.seat.handle, text_of(error))
+            self.leave("waiting", error)
 
     def _go(self, work: Work | None = None) -> None:
         """Behind the first of two messages all have come; whoever is done with the second finds that all have gone."""
@@ -294,8 +294,7 @@ class Peers:
         try:
             inquiry.go_on(self.where, channel, channel.told(self.seat, others=True), waited)
         except PeerError as error:
-            self.leave_behind(error)
-            self.tell_failed("waiting", error, leaves=True)
+            self.leave("waiting", error)
             raise
 
     # Explaining

@@ -32,7 +32,7 @@ from .comm_hooks import CommHook
 from .consensus import Consensus
 from .engine import OutermostEnd, left_uncompiled, refuse_compiled, without_graph
 from .events import Events
-from .failing import Failing
+from .failing import Failing, refuse_to_send
 from .family import Family, Member
 from .forward import ForwardWatch
 from .launch import LaunchQueue
@@ -205,7 +205,7 @@ class Reducer:
         self.queue.peers.seat.in_pass = True
         refuse_compiled(self.queue)
         self.queue.peers.refuse_fork()
-        self.failing.refuse_if_lost()
+        refuse_to_send(self.queue.peers, "backward")
         if not self.queue.pass_number:
             self._consensus.meet()
         if self._buffers_of_given_up is not None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..agreement import describe_ranks
-from ..blame import NORM, SAME_CALLS, refuse_if_lost
+from ..blame import NORM, SAME_CALLS
 from ..crossing import group_of
 from ..errors import CommunicationError, SetupError, UnsupportedError, name_list
+from ..failing import refuse_to_send
 from ..launch import LaunchQueue
 from ..reducer import reducer_of
 from ..withheld import Withheld
@@ -113,9 +114,8 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
     told[2, transport.rank] = seat.key
     if len(norms):
         told[0, transport.rank], told[1, transport.rank] = torch.linalg.vector_norm(norms, norm_type), 1
+    refuse_to_send(queue.peers, "waiting")
     seat.calls += 1  # for those who wait for this rank in another call
-    refuse_if_lost(queue.where, queue.peers.left)
-    queue.peers.refuse_leftovers("waiting")
     wait_in_call(queue.peers, transport.all_reduce(told.view(-1)), NORM)
     if others := [rank for rank, whose in enumerate(told[2].tolist()) if whose != seat.key]:
         raise CommunicationError(

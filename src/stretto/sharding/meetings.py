@@ -160,8 +160,7 @@ class Meetings:
         """No step can follow. The others are told, unless it was another's failure."""
         self.broken = error
         if not isinstance(error, CommunicationError):
-            self._peers.leave_behind(error)
-            self._peers.tell_failed("step", error, error.__traceback__, leaves=True)
+            self._peers.leave("step", error, error.__traceback__)
 
     def spoil(self, error: BaseException, parameters: Iterable[torch.nn.Parameter]) -> None:
         """See [Note: half a step]."""

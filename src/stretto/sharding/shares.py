@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..errors import PeerError, StrettoError
+from ..failing import refuse_to_send
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
@@ -201,7 +202,7 @@ class Shares:
 
     def step(self, *, joins: bool = False, idle: bool = False) -> None:
         """Step this rank's share; all is stepped when this returns. Collective. Options: see joining.py."""
-        self._reducer.failing.refuse_if_lost("step")
+        refuse_to_send(self._peers, "step")
         self._spread.finish()
         self._peers.seat.steps[self._number] += 1
         meets = self.layout.is_shared or joins or idle
@@ -217,8 +218,7 @@ class Shares:
         with lent(self._groups, *told, idle=idle) if met.idle else contextlib.nullcontext():
             if moves:
                 self._follow()
-            number = self._groups.number(has_moved=False) if idle else number
-            self._write([] if moves else strayed, copies, number)
+            self._write([] if moves else strayed, copies, self._groups.number(has_moved=False) if idle else number)
         if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
             self._withholding.follow()

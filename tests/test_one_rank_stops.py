@@ -16,11 +16,14 @@ from stretto.words import MARKS, Control, ControlWords
 pytestmark = pytest.mark.timeout(60)
 
 PRELUDE = """
-import threading
+import pathlib, threading
 
 
 def soon():
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+has_stopped = pathlib.Path(folder, "stopped")
 
 
 def stopped(do):
@@ -28,6 +31,13 @@ def stopped(do):
         do()
     except KeyboardInterrupt:
         print("stopped", flush=True)
+    has_stopped.touch()
+
+
+def when_stopped():
+    # what the other has sent is still to be had
+    while not has_stopped.exists():
+        time.sleep(0.01)
 
 
 class Breaks(torch.optim.SGD):
@@ -47,7 +57,7 @@ def pass_of(one):
 second = torch.nn.Linear(3, 1)
 other = stretto.attach(second, transport=transport)
 optimizers = [
-    stretto.shard(Breaks(one.parameters(), lr=0.1), handle, keep_grads=KEEP)
+    stretto.shard(Breaks(one.parameters(), lr=0.1, momentum=0.9), handle, keep_grads=KEEP)
     for one, handle in ((model, sync), (second, other))
 ]
 for _ in range(2):
@@ -62,6 +72,12 @@ os._exit(0)
 """
 STOPPED = "has stopped waiting for a message that was under way in the process group"
 LOST = "so it has lost its place among the others"
+LOST_ELSEWHERE = (
+    "rank {0}, pass {1}: this rank has lost its place in what another handle does over this process group, where "
+    "others may wait for it.\n"
+    "  {2}\n"
+    "Call detach() on both, and attach again, on all ranks."
+)
 QUOTED = "failed and left, so nobody can complete this"
 
 
@@ -80,7 +96,7 @@ if rank == 1:
     soon()
     stopped(step)
 else:
-    time.sleep(1.5)  # what the other has sent is still to be had
+    when_stopped()
     step()
 print("--")
 told(lambda: (optimizers[0].step(), [one.sum() for one in model.parameters()]))
@@ -98,7 +114,7 @@ if rank == 1:
     soon()
     stopped(lambda: sync.clip_grad_norm_(1.0))
 else:
-    time.sleep(1.5)  # what the other has sent is still to be had
+    when_stopped()
     sync.clip_grad_norm_(1.0)
 print("--")
 told(lambda: sync.clip_grad_norm_(1.0))
@@ -124,7 +140,8 @@ if rank == 1:
     soon()
     stopped(step)
 else:
-    time.sleep(2.5)  # until its thread has read of it
+    when_stopped()
+    time.sleep(2.0)  # until its thread has read of it
 print("--")
 told({what})
 assert all(map(torch.equal, before, second.parameters()))
@@ -134,7 +151,7 @@ assert all(map(torch.equal, before, second.parameters()))
 
 
 @pytest.mark.ranks
-def test_nothing_is_sent_over_a_group_in_which_a_step_was_left(tmp_path: Path) -> None:
+def test_nothing_is_sent_over_a_group_in_which_a_rank_has_lost_its_place_in_a_step(tmp_path: Path) -> None:
     body = """
 step()
 Breaks.fails = rank == 1
@@ -144,8 +161,48 @@ told(lambda: pass_of(second))
 """
     (_, first), (failed, own) = programs(tmp_path, body)
     assert "MemoryError" in failed
-    assert f"this rank {STOPPED}" in own and "no memory" in own
-    assert f"rank 1 {STOPPED}" in first or QUOTED in first
+    assert own.startswith("CommunicationError") and own.endswith(
+        " s: " + LOST_ELSEWHERE.format(1, 2, "MemoryError: no memory")
+    )
+    assert QUOTED in first and "MemoryError: no memory" in first
+
+
+@pytest.mark.ranks
+def test_a_step_that_fails_alike_on_all_ranks_leaves_nothing_for_who_attaches_again(tmp_path: Path) -> None:
+    """For want of memory, say: a search goes on over the same group with a smaller model."""
+    body = """
+step()
+Breaks.fails = True
+told(optimizers[0].step)
+Breaks.fails = False
+print("--")
+sync.detach(), other.detach()
+third = torch.nn.Linear(3, 2)
+optimizer = stretto.shard(Breaks(third.parameters(), lr=0.1), stretto.attach(third, transport=transport))
+told(lambda: (pass_of(third), optimizer.step(), third.weight.sum()))
+"""
+    for failed, later in programs(tmp_path, body):
+        assert "MemoryError" in failed
+        assert later == ""
+
+
+@pytest.mark.ranks
+def test_who_is_stopped_while_a_state_is_summed_has_lost_its_place(tmp_path: Path) -> None:
+    body = """
+if rank == 1:
+    def stop(work, what, patience=None):
+        raise KeyboardInterrupt
+
+    sync._peers.wait_for = stop
+    stopped(optimizers[0].state_dict)
+else:
+    told(optimizers[0].state_dict)
+print("--")
+told()
+"""
+    (_, first), (_, second) = programs(tmp_path, body)
+    assert QUOTED in first and "KeyboardInterrupt" in first
+    assert LOST in second
 
 
 @pytest.mark.ranks
@@ -195,6 +252,37 @@ sum(one.sum() for one in model.parameters())
 
 
 @pytest.mark.ranks
+def test_a_rank_that_refuses_a_step_alone_is_heard_before_the_first_pass(tmp_path: Path) -> None:
+    body = """
+third = torch.nn.Linear(3, 2)
+optimizer = stretto.shard(Breaks(third.parameters(), lr=0.1), stretto.attach(third, transport=transport))
+if rank == 1:
+    third.double()
+told(lambda: (optimizer.step(), third.weight.sum()))
+"""
+    (first,), (own,) = programs(tmp_path, body)
+    assert QUOTED in first and "SetupError" in first
+    assert own.startswith("SetupError")
+
+
+@pytest.mark.ranks
+def test_a_rank_that_refuses_another_step_alone_behind_the_same_pass_is_heard(tmp_path: Path) -> None:
+    """The first of these steps was refused by all, and is no reason to leave."""
+    body = """
+step()
+model.double()
+told(optimizers[0].step)
+print("--")
+if rank == 0:
+    model.float()
+told(lambda: (optimizers[0].step(), [one.sum() for one in model.parameters()]))
+"""
+    (refused, second), (own_refused, own) = programs(tmp_path, body)
+    assert all(one.startswith("SetupError") for one in (refused, own_refused, own))
+    assert second.startswith("PeerError") and QUOTED in second
+
+
+@pytest.mark.ranks
 def test_behind_ranks_that_have_gone_apart_no_comm_hook_sends_for_another_model(tmp_path: Path) -> None:
     """What hooks send goes over the process group, whatever carries the rest, and is told nowhere there."""
     body = """
@@ -217,7 +305,7 @@ for one in pair:
 """
     for met, behind, _ in programs(tmp_path, body, transport="shared_memory"):
         assert "ranks have gone apart" in met
-        assert STOPPED in behind or QUOTED in behind
+        assert "this rank has lost its place in what another handle does" in behind or QUOTED in behind
 
 
 @pytest.mark.parametrize("garbage", [100.0, float("nan"), -1.0])

@@ -512,7 +512,8 @@ def test_two_models_of_the_same_sizes_in_another_order_are_not_summed_with_each_
         kind = "CommunicationError" if "CommunicationError after" in met else "PeerError"
         text = within(met, kind, 9)
         assert re.fullmatch(own if kind == "CommunicationError" else quoted, text), text
-        for one in rest:  # nor are those behind it, nor those of the third model
+        assert len(rest) == 1, printed
+        for one in rest:
             assert "so it has lost its place among the others" in one or "so nobody can complete this" in one, one
 
 

@@ -34,7 +34,8 @@ PATCHWORK = (
     "two.\nStep optimizers in the same order on all ranks, and start again from the last checkpoint."
 )
 CLIPPED = (
-    "rank {0}, pass 3: gradients of another attached model were clipped on rank {1}, and none were here.\n" + ADVICE
+    "rank {0}, pass 3: gradients of another attached model were clipped on rank {1}, so those of this one were not.\n"
+    + ADVICE
 )
 GROUPS = (
     "rank {0}, pass 3: parameter group 0 differs between rank 0 and rank 1: a.bias, a.weight, b.bias, b.weight.\n"

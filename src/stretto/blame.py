@@ -124,17 +124,18 @@ def told_of(error: CommunicationError, what: str) -> CommunicationError:
     return told.with_traceback(error.__traceback__)
 
 
-def not_done(what: str, error: RuntimeError, places: Iterable[str], expected: str) -> CommunicationError:
+def not_done(what: str, error: RuntimeError, places: str, expected: str) -> CommunicationError:
     """An error for what a transport could not do, where no rank is known to have left.
 
     Args:
         what: begins with the rank and the pass.
         error: the transport's.
-        places: where all are, in lines.
+        places: where all are; empty if that is not known.
         expected: what every rank was to call.
     """
+    all_are = f"{places}.\n" if places else ""
     return CommunicationError(
-        f"{what}: {error}\n{''.join(places)}Expected every rank to call {expected}. Look at the first error in the "
+        f"{what}: {error}\n{all_are}Expected every rank to call {expected}. Look at the first error in the "
         "other ranks' logs."
     )
 
@@ -228,12 +229,19 @@ def refuse_leftovers(where: str, rank: int, handle: str, leftovers: Iterable[Lef
         leftovers: of what would carry it.
     """
     for one in leftovers:
-        if one.rank is not None and not handle == one.handle != "":
+        if one.rank is None or handle == one.handle != "":
+            continue
+        if one.is_sent:
             kind, who = (CommunicationError, "this rank") if one.rank == rank else (PeerError, f"rank {one.rank}")
             raise kind(
                 f"{where}: {who} has stopped waiting for a message that was under way in the process group, and what "
                 f"is sent now could meet it.\n  {one.told}\nUse a new group, made on all ranks, and detach() first "
                 f"what is attached: process_group=torch.distributed.new_group({one.group})"
+            )
+        if handle:  # who attaches comes together with the others before anything is sent
+            raise CommunicationError(
+                f"{where}: this rank has lost its place in what another handle does over this process group, where "
+                f"others may wait for it.\n  {one.told}\nCall detach() on both, and attach again, on all ranks."
             )
 
 

@@ -5,7 +5,6 @@ tracker.py, replan.py ──> says() ──> words in the last bucket ──sum�
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from typing import NoReturn
@@ -64,18 +63,15 @@ class Consensus:
     def meet(self) -> None:
         """Before the first pass: have a name that all ranks know. Collective, if that has not been done."""
         queue = self._queue
-        places = queue.peers.meet()
-        if len({*places}) > 1:
-            gc.collect()  # a copy that a rank has dropped counts until then
-            places = queue.peers.gather(queue.peers.seat.place)
-        if len({*places}) > 1:
-            self._refuse_others(places)
+        places, numbers = zip(*(queue.peers.meet() or [(0, 1)]), strict=True)
+        if len({*places}) > 1 and len({*numbers}) == 1:  # else a rank alone has made, or kept, one more
+            self._look_whether_others(places)
         queue.buckets[-1].footer.bear(queue.peers.seat.key, queue.transport.world_size)
 
-    def _refuse_others(self, places: Sequence[int]) -> None:
-        """Ranks that began with another of several handles without a name have agreed on one for different models.
+    def _look_whether_others(self, places: Sequence[int]) -> None:
+        """Ranks that begin with another of several handles without a name have agreed on one for different models.
 
-        Copies whose values are equal cannot be told apart, and one rank alone may have made one. Collective.
+        Raises ``CommunicationError`` if their values differ, on all ranks; equal ones are warned of. Collective.
         """
         queue, where = self._queue, self._queue.where
         alive = zip(queue.names, (one() for one in queue.parameters), strict=True)
@@ -87,7 +83,7 @@ class Consensus:
             log.warning("%s. Their values are equal, so they may be the same.\n%s", text, advice)
             return
         error = CommunicationError(f"{text}, with other values.\n{advice}")
-        queue.peers.leave("backward", error)
+        queue.peers.tell_failed("backward", error, leaves=True)
         raise error
 
     def says(self, *, scheduled: bool) -> list[Control]:

@@ -13,6 +13,7 @@ from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
 from .peers import Peers
+from .transport.base import Work
 
 log = logging.getLogger("stretto")
 
@@ -109,3 +110,12 @@ def refuse_to_send(peers: Peers, phase: str) -> None:
     for one in peers.leftovers:
         if one.rank is not None:
             peers.refuse_leftovers(phase)
+
+
+def wait_in_call(peers: Peers, work: Work, what: str) -> None:
+    """Wait for ``what``, a noun, in a call that all ranks make. Who is stopped there has lost its place among them."""
+    try:
+        peers.wait_for(work, what)
+    except BaseException as error:
+        peers.lose_place(error)
+        raise

@@ -2,9 +2,9 @@
 
 [Note: who leaves]  A pass that fails on a rank which goes on is told in two ways. The control words keep all ranks in
 step and end the pass (reducer.py, [Note: a pass given up]); its note is only quoted. A note that *leaves* says that its
-rank will not come any more, and ends the waiting of others, whose buckets would never be complete. It is about one
-handle, about the whole process, or about one attempt to attach, before the handle has a name: ranks count those, and
-whoever makes the same attempt, or is behind it, heeds it. So ranks that have all failed may try again, each when it
+rank will not come any more, or not to this step, and ends the waiting of others for what would never come. It is about
+one handle, about the whole process, or about one attempt to attach, before the handle has a name: ranks count those,
+and whoever makes the same attempt, or is behind it, heeds it. So ranks that have all failed may try again, each when it
 likes. One that had waited for more than three seconds has left a message in the process group by then (waiting.py), so
 that all need another.
 """
@@ -46,8 +46,8 @@ class Note:
     place: str = ""
     leaves: bool = False
     """See [Note: who leaves]."""
-    goes_on: bool = False
-    """It has left out one step: whoever has refused that, too, can go on with it."""
+    refused: int = 0
+    """It has refused this step, the first is 1, and goes on with those who have refused it, too; 0 if there is none."""
     leftover: list[str] = field(default_factory=list)
     """If it has left something under way in a process group, the handle for which that was and all that used it."""
     process: str = ""

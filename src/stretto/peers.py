@@ -62,8 +62,8 @@ class Peers:
         if self._channel is None and store is not None and self._transport.world_size > 1:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
             self._channel.open(self.seat, self.leftovers[:1])
-            self._leave = weakref.finalize(self, self._channel.close, self.seat, "dropped")
-            self._leave.atexit = False  # the channel knows when the process ends
+            self._parting = weakref.finalize(self, self._channel.close, self.seat, "dropped")
+            self._parting.atexit = False  # the channel knows when the process ends
 
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
@@ -86,7 +86,7 @@ class Peers:
         *,
         before: bool = False,
         leaves: bool = False,
-        goes_on: bool = False,
+        refuses: bool = False,
     ) -> None:
         """Others will quote it. Never raises: an exception is on its way already.
 
@@ -95,36 +95,39 @@ class Peers:
             error: if it could be seen.
             trace: says where.
             before: the failure is of the next pass, which has not begun.
-            leaves: this rank cannot take part in passes any more.
-            goes_on: it leaves one step out alone, and goes on where all do.
+            leaves: this rank cannot take part in passes any more, or, where it ``refuses``, in this step alone.
+            refuses: a step.
         """
-        if leaves and not goes_on:
+        if refuses:
+            self.seat.refused = sum(self.seat.steps)
+        elif leaves:
             self.left = text_of(error) or phase
         if self._channel is None:
             return
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
         note = self.seat.note(self._transport.rank, phase, text_of(error), place, before=before)
-        leftover = next(([one.handle, *one.used] for one in self.leftovers if one.rank == note.rank), [])
+        leftover = next(([one.handle, *one.used] for one in self.leftovers if one.is_sent_by(note.rank)), [])
         attempts = leaves and not note.handle and self._occasion == "attach"
         attempt = self._channel.count_attempt(self.seat) if attempts else 0
-        note = dataclasses.replace(note, leaves=leaves, goes_on=goes_on, leftover=leftover, attempt=attempt)
+        refused = refuses * self.seat.refused
+        note = dataclasses.replace(note, leaves=leaves, refused=refused, leftover=leftover, attempt=attempt)
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
-    def leave(self, phase: str, error: BaseException, trace: TracebackType | None = None) -> None:
-        """This rank has lost its place: tell it. Others may wait in the process group for what it never sends."""
+    def leave(self, phase: str, error: BaseException, trace: Any = None, *, sent: bool = True) -> None:
+        """This rank has lost its place: tell it. ``sent``: it may have sent what nobody waits for."""
         for one in self.leftovers:
-            one.is_of(self._transport.rank, self.seat.handle, text_of(error))
+            one.is_of(self._transport.rank, self.seat.handle, text_of(error), is_sent=sent)
         self.tell_failed(phase, error, trace, leaves=True)
 
     def close(self) -> None:
         """Tell that this rank has done its passes. Harmless twice."""
-        if self._channel is not None and self._leave.detach():
+        if self._channel is not None and self._parting.detach():
             self._channel.close(self.seat, "detached")
 
     # Meeting
 
-    def meet(self) -> list[int]:
-        """Agree on the handle's name, if that has not been done: the place of each rank's. Collective then."""
+    def meet(self) -> list[tuple[int, int]]:
+        """Agree on the handle's name, if that has not been done: the ``place`` of each rank's seat. Collective then."""
         return [] if self._channel is None or self.seat.handle else self.gather(self.seat.place)
 
     def gather(self, value: Any) -> list[Any]:
@@ -201,6 +204,8 @@ class Peers:
     def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
         self.seat.meets = False  # it is counted among those that have a name now
         self.seat.handle, self.seat.calls = told[0][0], 1  # some may have tried before
+        for one in self.leftovers:
+            one.come_together()
         for one in self.leftovers[:1]:
             one.used.add(self.seat.handle)
         notes, self.seat.unsent = self.seat.unsent, []
@@ -252,7 +257,7 @@ class Peers:
             if not isinstance(error, Exception) and getattr(work, "waits_again", False):
                 raise
             abandon(self._transport, work, self.seat.handle, text_of(error))
-            if any(one.rank == self._transport.rank for one in self.leftovers):
+            if any(one.is_sent_by(self._transport.rank) for one in self.leftovers):
                 self.tell_failed("waiting", error)
             raise
 
@@ -272,8 +277,7 @@ class Peers:
             if error is not None and (sure or suspected):
                 raise error
             suspected = error is not None  # it may have done all that was to be done before it left
-            waited = time.monotonic() - began
-            if waited > patience:
+            if (waited := time.monotonic() - began) > patience:
                 return False
             if self._channel is not None:
                 self._inquire(inquiry, self._channel, waited)
@@ -294,7 +298,7 @@ class Peers:
         try:
             inquiry.go_on(self.where, channel, channel.told(self.seat, others=True), waited)
         except PeerError as error:
-            self.leave("waiting", error)
+            self.leave("waiting", error, sent=False)
             raise
 
     # Explaining
@@ -312,17 +316,15 @@ class Peers:
             self._look_for_blame(own=True)
         except PeerError as found:
             raise found from None  # what the transport says of it is less, and may be something else
-        rank, channel = self._transport.rank, self._channel
-        lines = [] if channel is None else [f"{places(rank, channel, channel.gather(self.seat.handle, 2.5))}.\n"]
-        expected = expected or blame.EXPECTED[self.seat.kind(self._occasion)]
-        raise blame.not_done(f"{self.where}: {what} over {self._transport.name}", error, lines, expected) from error
+        channel, what = self._channel, f"{self.where}: {what} over {self._transport.name}"
+        now = "" if channel is None else places(self._transport.rank, channel, channel.gather(self.seat.handle, 2.5))
+        raise blame.not_done(what, error, now, expected or blame.EXPECTED[self.seat.kind(self._occasion)]) from error
 
     def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
         until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
         while True:
-            culprit, _ = self._blame(own=own, by_itself=by_itself)
-            if culprit is not None:
+            if (culprit := self._blame(own=own, by_itself=by_itself)[0]) is not None:
                 raise culprit from None
             if time.monotonic() >= until:
                 return
@@ -341,7 +343,7 @@ class Peers:
         channel.read()  # last words were written before the death
         channel.look_again()
         told = channel.told(self.seat, others=True)
-        left = [note for note in told if note.leaves and not self.seat.has_left_out(note)]
+        left = [note for note in told if note.leaves and not self.seat.has_refused(note)]
         if own:
             left, dead = blame.without_excused(self._transport.rank, left, dead)
         kind = self.seat.kind(self._occasion)

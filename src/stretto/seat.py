@@ -46,8 +46,8 @@ class Seat:
     """Of each sharded optimizer, in the order in which they were made."""
     number: int = field(default_factory=functools.partial(next, itertools.count()))
     """Of all handles of this process, in the order in which they were made."""
-    left_out: int = 0
-    """The pass behind which this rank has last refused a step, and told so."""
+    refused: int = 0
+    """How many steps had begun when this rank last refused one, and told so."""
     with_others: bool = False
     """Whether a backward of this rank has reached it together with handles of other process groups."""
     all_know: bool = False
@@ -72,9 +72,9 @@ class Seat:
             self.told = self.handle, self.passes, error
         return Note(rank, phase, self.handle, self.passes, self.passes + before, error, place)
 
-    def has_left_out(self, note: Note) -> bool:
-        """Whether this rank has refused the step that the other has, so that both can go on."""
-        return note.goes_on and (note.passes or 0) <= self.left_out
+    def has_refused(self, note: Note) -> bool:
+        """Whether this rank has refused the step that the other has, so that both go on."""
+        return 0 < note.refused <= self.refused
 
     @property
     def trying(self) -> int:
@@ -82,9 +82,10 @@ class Seat:
         return 0 if self.attached and self.handle else self.attempt
 
     @property
-    def place(self) -> int:
-        """Among the handles that have no name yet."""
-        return [one for one in self.row if one is self or (one.attached and not one.handle)].index(self)
+    def place(self) -> tuple[int, int]:
+        """Its place among the handles that have no name yet, and how many these are."""
+        nameless = [one for one in self.row if one is self or (one.attached and not one.handle)]
+        return nameless.index(self), len(nameless)
 
     @property
     def key(self) -> int:

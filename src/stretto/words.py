@@ -82,7 +82,7 @@ class ControlWords:
 
     @property
     def are_mixed(self) -> bool:
-        """Whether they were summed with those of another handle, or with what is no footer at all."""
+        """Whether they were summed with those of another handle, or with what is no footer at all. Reads them."""
         said = self.read()[len(Control) :]
         return [min(one, COUNTS) for one in said] != [min(one, COUNTS) for one in self.marks]
 

@@ -94,7 +94,7 @@ def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peer
         return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
     except BaseException as error:
         if not isinstance(error, CommunicationError):
-            peers.tell_failed("shard", error, error.__traceback__, leaves=True)
+            peers.leave("shard", error, error.__traceback__, sent=False)
         raise
 
 

@@ -10,11 +10,10 @@ from ..agreement import describe_ranks
 from ..blame import NORM, SAME_CALLS
 from ..crossing import group_of
 from ..errors import CommunicationError, SetupError, UnsupportedError, name_list
-from ..failing import refuse_to_send
+from ..failing import refuse_to_send, wait_in_call
 from ..launch import LaunchQueue
 from ..reducer import reducer_of
 from ..withheld import Withheld
-from .meetings import wait_in_call
 from .ownership import pieces_of
 
 _DOUBLE = (torch.float64, torch.complex128)
@@ -119,8 +118,8 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
     wait_in_call(queue.peers, transport.all_reduce(told.view(-1)), NORM)
     if others := [rank for rank, whose in enumerate(told[2].tolist()) if whose != seat.key]:
         raise CommunicationError(
-            f"{queue.where}: gradients of another attached model were clipped on {describe_ranks(others)}, and none "
-            f"were here.\n{SAME_CALLS}"
+            f"{queue.where}: gradients of another attached model were clipped on {describe_ranks(others)}, so "
+            f"those of this one were not.\n{SAME_CALLS}"
         )
     return told[0][told[1] > 0]
 

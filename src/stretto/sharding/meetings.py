@@ -52,15 +52,6 @@ def _unknown() -> bool:
     return False
 
 
-def wait_in_call(peers: Peers, work: Work, what: str) -> None:
-    """Wait for ``what``, a noun, in a call that all ranks make. Who is stopped there has lost its place among them."""
-    try:
-        peers.wait_for(work, what)
-    except BaseException as error:
-        peers.lose_place(error)
-        raise
-
-
 class Meetings:
     """Those of one optimizer.
 
@@ -142,13 +133,12 @@ class Meetings:
 
         Args:
             parameters: what is to be stepped.
-            meets: they learn of it in the first meeting, and go on; else this rank has left them.
+            meets: they learn of it in the first meeting, and go on; else those that have refused nothing wait in vain.
         """
         try:
             yield
         except Exception as problem:  # nothing was sent: where all ranks refuse alike, all can go on
-            self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets, goes_on=True)
-            self._peers.seat.left_out = self._peers.seat.passes
+            self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets, refuses=True)
             if meets:
                 self.meet_before(parameters, coming=Coming.TO_REFUSE)
             raise
@@ -156,11 +146,11 @@ class Meetings:
             self.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> None:
-        """No step can follow. The others are told, unless it was another's failure."""
+    def fail(self, error: BaseException, *, sent: bool = False) -> None:
+        """No step can follow. The others are told, unless it was another's failure. ``sent``: as for ``leave``."""
         self.broken = error
         if not isinstance(error, CommunicationError):
-            self._peers.leave("step", error, error.__traceback__)
+            self._peers.leave("step", error, error.__traceback__, sent=sent)
 
     def spoil(self, error: BaseException, parameters: Iterable[torch.nn.Parameter]) -> None:
         """See [Note: half a step]."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..errors import PeerError, StrettoError
-from ..failing import refuse_to_send
+from ..failing import refuse_to_send, wait_in_call
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
@@ -252,7 +252,7 @@ class Shares:
 
     def _fail(self, error: BaseException) -> None:
         if self.meetings.broken is None:
-            self.meetings.fail(error)
+            self.meetings.fail(error, sent=self._spread.is_under_way)
             self._spoil(error)
 
     def _step_share(self) -> None:
@@ -290,8 +290,8 @@ class Shares:
     def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
-        carrier, peers = self._reducer.transport, self._peers
-        for index, flats, rest in whole_states(self._keeping().held(), specs, carrier, peers.gather, peers.wait_for):
+        common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
+        for index, flats, rest in whole_states(self._keeping().held(), specs, *common):
             if id(parameter := self.layout.parameters[index]) in known:
                 yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
         for parameter in self._apart:

@@ -113,6 +113,11 @@ class Spread:
         if not self.is_late or self._compiler.is_at_work:
             self.finish()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is."""
+        return bool(self._under_way)
+
     def finish(self) -> None:
         """Wait until all parameters can be read."""
         for arrival in [*self._under_way]:

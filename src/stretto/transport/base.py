@@ -91,11 +91,23 @@ class Leftover:
     """For which it was, if that had a name."""
     told: str = ""
     """Why that rank does not wait for it."""
+    is_sent: bool = True
+    """False if there may be none: that rank has only lost its place, and others may wait here for it. Then it is
+    known to that rank alone."""
 
-    def is_of(self, rank: int, handle: str, told: str) -> None:
+    def is_of(self, rank: int, handle: str, told: str, *, is_sent: bool = True) -> None:
         """Unless there is one, which what follows may have failed for."""
-        if self.rank is None:
-            self.rank, self.handle, self.told = rank, handle, told.partition("\n")[0]
+        if self.rank is None or (is_sent and not self.is_sent):
+            self.rank, self.handle, self.told, self.is_sent = rank, handle, told.partition("\n")[0], is_sent
+
+    def is_sent_by(self, rank: int) -> bool:
+        """Whether there is one, of that rank."""
+        return self.rank == rank and self.is_sent
+
+    def come_together(self) -> None:
+        """All ranks have, so none waits here for another."""
+        if not self.is_sent:
+            self.rank, self.is_sent = None, True
 
 
 def leftovers_for_hooks(transport: Transport) -> Sequence[Leftover]:

@@ -121,7 +121,7 @@ class Channel(People):
             self.post(Note(self._rank, how, seat.handle, passes, passes, leaves=True, attempt=seat.attempt))
         if not self._seats and not self.in_one_process:
             self._set(f"who/{self._rank}", "")
-            self._stop()
+            self._ended = True
 
     def end(self) -> None:
         """The last note of this process: how it ended. Harmless twice."""
@@ -134,10 +134,7 @@ class Channel(People):
             if self._rank == 0 and self.rank_0_has_store():
                 self._linger()
         finally:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._ended = True
+            self._ended = True
         atexit.unregister(self.end)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -297,6 +294,8 @@ class Channel(People):
                 raise
             except RuntimeError:
                 pass  # it was silent for longer than it may be asked, and may answer again
+            for seat in [*self._seats]:
+                seat.alarm()
             # A look in the moment in which it goes would print a stack from C++.
             if self._goes_at < math.inf or is_over() or self.store_is_gone():
                 return

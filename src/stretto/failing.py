@@ -107,6 +107,8 @@ def refuse_to_send(peers: Peers, phase: str) -> None:
     """
     if peers.left:  # to spell out where costs a microsecond of every pass
         refuse_if_lost(peers.where, peers.left)
+    if peers.alarm.error is not None:
+        raise peers.alarm.error
     for one in peers.leftovers:
         if one.rank is not None:
             peers.refuse_leftovers(phase)

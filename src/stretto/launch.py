@@ -14,9 +14,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from .bucket import Bucket
 from .comm_hooks import CommHook, Footers
@@ -61,7 +62,7 @@ class LaunchQueue:
         peers: Peers,
     ) -> None:
         self.transport = transport
-        self.peers = peers
+        self.peers, self.wait_for = peers, peers.wait_for
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling, self._scales_after = scaling, not scaling.is_plain_mean
@@ -314,24 +315,26 @@ class LaunchQueue:
     def _send(self, bucket: Bucket) -> None:
         if self.preset is not None:
             bucket.remember({place: self.preset.before(one) for place, one in enumerate(bucket.parameters)})
-        bucket.send(self.transport, self.weight_now)
+        try:
+            bucket.send(self.transport, self.weight_now)
+        except dist.DistError as error:  # NCCL's, where a rank has gone
+            self._fail(bucket, error)
 
     def _wait_for_work(self, work: Work, bucket: Bucket) -> None:
         try:
             self.peers.wait(work)
         except RuntimeError as error:
-            names = name_list(self.names[index] for index in bucket.indices)
-            self.peers.fail(f"bucket {bucket.index} ({names}) could not be reduced", error)
+            self._fail(bucket, error)
+
+    def _fail(self, bucket: Bucket, error: RuntimeError) -> NoReturn:
+        names = name_list(self.names[index] for index in bucket.indices)
+        self.peers.fail(f"bucket {bucket.index} ({names}) could not be reduced", error)
 
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
         hook.wait, hook.wait_for = self.peers.wait, lambda work: self._wait_for_work(work, work.bucket)
         self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, leftovers_for_hooks(self.transport)
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
-
-    def wait_for(self, work: Work, what: str) -> None:
-        """Wait for a collective that is not a bucket's. Raises as ``wait`` does."""
-        self.peers.wait_for(work, what)
 
     def close(self) -> None:
         """Nothing follows any more."""

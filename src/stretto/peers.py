@@ -22,11 +22,12 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from . import blame
+from .alarm import Alarm
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, words_of
 from .notes import Note, text_of
-from .seat import Seat
+from .seat import Seat, nothing
 from .transport.base import Leftover, Transport, Work, abandon, done_within, flush
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
 from .whereabouts import Person, of_group, place_of_failure
@@ -49,9 +50,8 @@ class Peers:
         self.seat = Seat(group=of_group(transport))
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
-        self._occasion = occasion
-        self._offer = secrets.token_hex(8)
-        self._pid = os.getpid()
+        self._occasion, self.alarm = occasion, Alarm(self._blame)
+        self._offer, self._pid = secrets.token_hex(8), os.getpid()
         self._channel: Channel | None = None
         self.use(transport)
         if at_once:
@@ -69,6 +69,7 @@ class Peers:
         """Another transport of the same ranks from here on, with the same store."""
         self._transport = transport
         self._patience: float | None = getattr(transport, "patience", None)
+        self.seat.alarm = self.alarm.look if self._patience is None else nothing
         self.leftovers: Sequence[Leftover] = getattr(transport, "leftovers", ())
 
     @property
@@ -323,12 +324,11 @@ class Peers:
     def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
         until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
-        while True:
-            if (culprit := self._blame(own=own, by_itself=by_itself)[0]) is not None:
-                raise culprit from None
+        while (culprit := self._blame(own=own, by_itself=by_itself)[0]) is None:
             if time.monotonic() >= until:
                 return
             time.sleep(0.05)
+        raise culprit from None
 
     def failures(self, phase: str, ranks: int) -> list[Note]:
         """See :func:`~stretto.inquiry.words_of`."""

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 from .notes import Note
 
 
+def nothing() -> None:
+    """Where nobody is to be told."""
+
+
 @dataclass(eq=False)
 class Seat:
     """One handle at the channel. It does not know the handle, so that it can tell when that is gone."""
@@ -32,6 +36,8 @@ class Seat:
     """Told before the handle had a name."""
     whose: Callable[[], Any] = lambda: None
     """What acts for the handle, while it lives."""
+    alarm: Callable[[], None] = nothing
+    """Called once a second on the channel's thread: see alarm.py."""
     row: list[Seat] = field(default_factory=list)
     """Of all handles of this process at the channel, in the order in which they joined."""
     attempt: int = 0

@@ -1,6 +1,6 @@
 """Time a parameter that a reducer adds to bare training, communication taken out.
 
-    python benchmarks/overhead.py [--parameters 100 1000 10000] [--rounds 15] [--block 0.5] [--json FILE]
+    python benchmarks/overhead.py [--parameters 100 1000 10000] [--rounds 15] [--block 0.5] [--device cpu] [--json FILE]
 
 Two ranks run a chain of Linear(16) layers, batch 4: zero_grad(set_to_none=True), forward, backward. Every contestant
 has torch's noop_hook as comm hook, so nothing is sent. The figure is the paired difference to the mean of two bare
@@ -13,6 +13,9 @@ between other work of the program. Give that more rounds.
 Watching: "stretto.attach" is watched by nobody but itself, as always (a few passes for report()). Beside it stand the
 same code with every `if` that asks for an observer cut out, and the same with an observer of all events, single
 gradients left out or not. A line below the table says what the ifs add to a whole step, in percent.
+
+With ``--device cuda`` a turn ends when the device is done. Where ranks share a device rank 0 is timed alone: else each
+would measure how it is divided.
 
 "A hook and nothing else" is the least that Python can be called for a gradient: the append of a list, in C, as a
 post-accumulate hook on each parameter. No reducer that hooks parameters from Python can cost less.
@@ -58,14 +61,14 @@ TORCH = {
 }
 
 
-def layers(parameters: int) -> torch.nn.Sequential:
+def layers(parameters: int, device: torch.device) -> torch.nn.Sequential:
     """``parameters`` small tensors: weights and biases of a chain."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(parameters // 2)))
+    return torch.nn.Sequential(*(torch.nn.Linear(16, 16, device=device) for _ in range(parameters // 2)))
 
 
 def step(model: torch.nn.Module) -> Callable[[], None]:
-    inputs = torch.randn(4, 16)
+    inputs = torch.randn(4, 16, device=next(model.parameters()).device)
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
@@ -94,15 +97,16 @@ def observer(gradients: bool) -> object:
     return type("Nothing", (), {one: lambda self, *_: None for one in events})()
 
 
-def contest(parameters: int, world_size: int) -> dict[str, Callable[[], None]]:
+def contest(parameters: int, world_size: int, device: torch.device) -> dict[str, Callable[[], None]]:
     """Every contestant on a model of its own."""
-    contestants = {BARE: step(layers(parameters)), AGAIN: step(layers(parameters))}
-    contestants["a hook and nothing else"] = append_hooks(layers(parameters))
+    made = partial(layers, parameters, device)
+    contestants = {BARE: step(made()), AGAIN: step(made())}
+    contestants["a hook and nothing else"] = append_hooks(made())
     packages = {ATTACH: stretto}
     if world_size > 1:  # a rank alone has nothing to be watched
         packages |= {CUT: without_events(), WATCHED: stretto, WATCHED_CLOSELY: stretto}
     for name, package in packages.items():
-        attached = layers(parameters)
+        attached = made()
         # models of one group ask in every pass whether a backward reaches the other
         group = torch.distributed.new_group() if world_size > 1 else None
         sync = package.attach(attached, process_group=group)
@@ -112,30 +116,44 @@ def contest(parameters: int, world_size: int) -> dict[str, Callable[[], None]]:
         contestants[name] = step(attached)
     if world_size > 1:
         for name, options in TORCH.items():
-            model = TorchDDP(layers(parameters), **options)
+            model = TorchDDP(made(), **options)
             model.register_comm_hook(None, noop_hook)
             contestants[name] = step(model)
-        drop_in = stretto.DistributedDataParallel(layers(parameters))
+        drop_in = stretto.DistributedDataParallel(made())
         drop_in.register_comm_hook(None, noop_hook)
         contestants["stretto.DistributedDataParallel"] = step(drop_in)
     return contestants
 
 
-def measure(rank: int, parameters: int, rounds: int, block: float) -> dict[str, list[float]]:
+def measure(rank: int, parameters: int, rounds: int, block: float, kind: str) -> dict[str, list[float]]:
     """One rank's part; the slower rank's seconds of a step in every round."""
     world_size = torch.distributed.get_world_size()
-    contestants = contest(parameters, world_size)
+    device, repeat = torch.device(kind), repeat_on_host
+    if kind != "cpu":
+        device, repeat = torch.device(kind, rank % torch.accelerator.device_count()), repeat_on_device
+        torch.accelerator.set_device_index(device.index)
+    contestants = contest(parameters, world_size, device)
     steps = steps_in(block, contestants[BARE])
     gc.collect()
     gc.freeze()
     turns = {name: partial(repeat, step, steps) for name, step in contestants.items()}
+    if kind != "cpu" and torch.accelerator.device_count() < world_size:
+        for step in contestants.values():
+            repeat(step, 5)
+        turns = turns if not rank else dict.fromkeys(turns, lambda: None)
     seconds = worst_rank(interleave(turns, rounds, title=f"{parameters} parameters, {world_size} ranks"))
     return {name: [one / steps for one in times] for name, times in seconds.items()}
 
 
-def repeat(step: Callable[[], None], steps: int) -> None:
+def repeat_on_host(step: Callable[[], None], steps: int) -> None:
     for _ in range(steps):
         step()
+
+
+def repeat_on_device(step: Callable[[], None], steps: int) -> None:
+    for _ in range(steps):
+        step()
+    torch.accelerator.synchronize()
 
 
 def extra(seconds: dict[str, list[float]], parameters: int) -> dict[str, Quartiles]:
@@ -158,19 +176,21 @@ def main() -> None:
     parser.add_argument("--parameters", type=count, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--rounds", type=count, default=15)
     parser.add_argument("--block", type=float, default=0.5, help="seconds of steps in a turn; 0: one step")
+    parser.add_argument("--device", default="cpu", help="kind of device on which the models are")
     parser.add_argument("--json", type=output)
     options = parser.parse_args()
     if options.block < 0:
         parser.error(f"--block {options.block:g}: seconds of steps, or 0 for one step")
     if min(options.parameters) < 2:
         parser.error("--parameters: a layer has two")
+    how = options.rounds, options.block, options.device
     found: dict[str, dict[str, dict[str, float]]] = {}
     looking: dict[str, dict[str, float]] = {}
     for world_size in (2, 1):
         rows: dict[str, list[str]] = {}
         prices: dict[str, Quartiles] = {}
         for parameters in options.parameters:
-            seconds = spawn(measure, world_size, parameters, options.rounds, options.block, timeout=1800)[0]
+            seconds = spawn(measure, world_size, parameters, *how, timeout=1800)[0]
             if CUT in seconds:
                 prices[f"{parameters} parameters"] = price_of_events(seconds)
             spreads = extra(seconds, parameters)
@@ -193,6 +213,7 @@ def main() -> None:
                 {
                     "machine": machine(),
                     "block": options.block,
+                    "device": options.device,
                     "seconds a parameter": found,
                     "events, share of a step": looking,
                 },

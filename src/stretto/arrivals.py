@@ -1,7 +1,8 @@
 """Which gradients of a pass have arrived, in order: the hooks on the parameters.
 
 The engine calls a hook for every gradient of every pass, so a hook must cost next to nothing. Here it is the ``append``
-of a list, called without any Python in between. Two kinds of arrival call Python as well:
+of a list, called without any Python in between; on an accelerator with a line or two of it, see streams.py. Two kinds
+of arrival call more Python:
 
 - the first of a pass: the hook is a *gate* that is shared by all parameters, and closed between passes;
 - those after which it is worth looking at the list: see schedule.py.
@@ -15,6 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+
+from .streams import Streams
 
 
 class Arrivals:
@@ -35,6 +38,8 @@ class Arrivals:
         look: Callable[[torch.Tensor], None],
     ) -> None:
         self.order: list[torch.Tensor] = []
+        self.streams = Streams(())
+        self.append: Callable[[torch.Tensor], None] = self.order.append
         self._first = first
         self._look = look
         self.owner = owner
@@ -52,6 +57,8 @@ class Arrivals:
     def follow(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Hook these and no others. Those that had a hook keep it, and so their place among hooks of the user."""
         self._look_no_more()
+        self.streams = Streams(parameter.device for parameter in parameters)
+        self.append = self.streams.noting(self.order.append)
         wanted = {id(parameter): parameter for parameter in parameters}
         for key in [key for key, (one, _) in self._handles.items() if one() is not wanted.get(key)]:
             self._handles.pop(key)[1].remove()
@@ -61,13 +68,19 @@ class Arrivals:
 
     def open(self) -> None:
         """A pass has begun: from here on arrivals are appended."""
-        self._gate.__setstate__((self.order.append, (), {}, self._names))
+        self._gate.__setstate__((self.append, (), {}, self._names))
         self.is_open = True
 
     def close(self) -> None:
         """The next arrival calls ``first``."""
         self._gate.__setstate__((self._first, (), {}, self._names))
         self.is_open = False
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.close()
+        self.order.clear()
+        self.streams.forget()
 
     def look_at(self, parameters: Collection[tuple[int, torch.nn.Parameter]]) -> None:
         """Call ``look`` after arrivals of these parameters, given with their index, and of no others."""

@@ -168,7 +168,7 @@ class Reducer:
         """The gate was closed: a pass begins, or goes on after a nested task, or is not to be synchronised."""
         with self.queue.lock:
             if self._enter():
-                self._arrivals.order.append(parameter)
+                self._arrivals.append(parameter)
             else:
                 self._tracker.keep(parameter)
                 if self.queue.preset is not None:

@@ -23,6 +23,7 @@ from .slots import hand_out, which_lie_in
 _grad = operator.attrgetter("grad")
 CHUNK_BYTES = 256 * 1024
 CHUNK_ARRIVALS = 128
+"""On CPUs. Elsewhere a copy is a kernel, and the fewer the better: a chunk goes on until a bucket is full."""
 WORTH_A_RUN = 4
 """Shorter runs are copied one by one."""
 
@@ -154,7 +155,8 @@ def schedule(
         waiting[id(bucket)] -= 1
         if not waiting[id(bucket)]:
             full.append(bucket)
-        if full or nbytes >= CHUNK_BYTES or len(complete) >= CHUNK_ARRIVALS or place == len(order) - 1:
+        is_hot = nbytes >= CHUNK_BYTES or len(complete) >= CHUNK_ARRIVALS
+        if full or (is_hot and bucket.flat.is_cpu) or place == len(order) - 1:
             parts = _parts(complete, bucket_of, place_of)
             once = hands_out and len(complete) == place + 1 - start
             views = [bucket_of[i].views[place_of[i]] for i in complete] if once else None

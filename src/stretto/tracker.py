@@ -158,8 +158,7 @@ class ArrivalTracker:
         self._running = False
         self._seen.clear()
         self._absent = frozenset()
-        self.arrivals.close()
-        self.arrivals.order.clear()
+        self.arrivals.end()
 
     @left_uncompiled
     def _look(self, parameter: torch.Tensor) -> None:
@@ -194,11 +193,14 @@ class ArrivalTracker:
             self._leave_schedule()
 
     def _take(self, with_graph: bool) -> None:
+        streams = self.arrivals.streams
+        streams.join()
         while self._in_order and self._looked_at < len(self.arrivals.order) and self._take_chunk(with_graph):
             pass
         if not self._in_order:
             self._take_one_by_one()
         self._progressed()
+        streams.part()
 
     def _take_chunk(self, with_graph: bool) -> bool:
         """Take the next chunk of the schedule, if it is complete. Leaves the schedule if something else has arrived."""

@@ -1,0 +1,75 @@
+"""The streams of accelerators on which gradients arrive: who reads them on one of these has to come behind the others.
+
+[Note: side streams]  The engine accumulates a gradient on the stream that was current when forward first used the
+parameter, and brings all of them together only where backward ends. A bucket is filled and sent before, on the stream
+of whatever arrived last. So where parts of forward ran on streams of their own, as two towers do, that stream waits for
+the others first; and they wait for it behind the copy, since what has been copied is freed, and belongs to them.
+
+Nobody stops the host for it, and where all gradients arrive on one stream nothing is done but to see so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .engine import left_uncompiled
+
+
+class Streams:
+    """Those of one model's gradients, in one pass.
+
+    Args:
+        devices: of the parameters.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        every, kind = {*devices}, torch.accelerator.current_accelerator()
+        kind_name = "" if kind is None else kind.type
+        self._number = getattr(torch._C, f"_{kind_name}_getCurrentRawStream", torch.accelerator.current_stream)
+        """Tells apart which stream of a device is current; CUDA does it in 0.1 us."""
+        self._seen: dict[int, dict[Any, torch.Stream]] = {
+            device.index or 0: {} for device in every if device.type == kind_name
+        }
+        self._threads = len(every) > 1  # each device has its own, in which other streams of the others are current
+        self.differ = self._threads and bool(self._seen)
+        """Whether there is more than one to be brought together."""
+
+    def noting(self, append: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """A hook that notes on which stream a gradient arrives; ``append`` alone where no parameter is on such."""
+        if not self._seen:
+            return append
+        seen, number = self._seen, self._number
+
+        @left_uncompiled
+        def arrived(parameter: torch.Tensor) -> None:
+            append(parameter)
+            if (device := parameter.get_device()) in seen and (stream := number(device)) not in seen[device]:
+                seen[device][stream] = torch.accelerator.current_stream(device)
+                self.differ = self._threads or len(seen[device]) > 1
+
+        return arrived
+
+    def join(self) -> None:
+        """What is done from here on, on the streams that are current, comes behind what has arrived."""
+        if self.differ:
+            for device, seen in self._seen.items():
+                current = torch.accelerator.current_stream(device)
+                for stream in [one for one in seen.values() if one != current]:
+                    current.wait_stream(stream)
+
+    def part(self) -> None:
+        """They may go on, behind what was done since."""
+        if self.differ:
+            for device, seen in self._seen.items():
+                current = torch.accelerator.current_stream(device)
+                for stream in [one for one in seen.values() if one != current]:
+                    stream.wait_stream(current)
+
+    def forget(self) -> None:
+        """The pass is over."""
+        for seen in self._seen.values():
+            seen.clear()
+        self.differ = self._threads and bool(self._seen)

@@ -39,16 +39,16 @@ def device():
     time.sleep(4.0)
 """
 GONE = (
-    "rank 0, pass 3: rank 1 (pid PID) died without a word, so nobody can complete this call.\n"
+    "rank 0, pass 3: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
     "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
     "dmesg). Start again, on all ranks."
 )
 FAILED = (
-    "rank 0, pass 3: rank 1 failed and left, so nobody can complete this call.\n"
+    "rank 0, pass 3: rank 1 failed and left, so nobody can complete this pass.\n"
     "  rank 1, pass 4, outside backward: KeyError: 'no such token' (train.py:LINE in <module>)\n"
     "Remove the cause and start again, on all ranks."
 )
-STANDS = "\nThis rank is at train.py:LINE in device: if it stays there, its device waits for that.\n"
+STANDS = "\nThis rank is at train.py:LINE in device: if it stays there, it waits for what never comes.\n"
 
 
 @pytest.mark.ranks
@@ -72,6 +72,115 @@ os._exit(0)
     assert code == 0 and plain(complaint) == said + STANDS
     told = [f"PeerError after{one}" for one in printed.split("PeerError after")[1:]]
     assert [within(one, "PeerError", 0.5) for one in told[:1]] == [said] and len(told) == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("meeting", ["file", "tcp"])
+def test_the_rank_with_the_store_is_missed_too(tmp_path: Path, meeting: str) -> None:
+    body = """
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+device()
+os._exit(0)
+"""
+    _, (_, _, complaint) = ranks(tmp_path, PRELUDE + body, meeting=meeting)
+    assert "rank 0 (pid " in complaint and "died without a word" in complaint and "waits for what never" in complaint
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("meeting", ["file", "tcp"])
+def test_a_rank_that_has_had_fewer_batches_is_named(tmp_path: Path, meeting: str) -> None:
+    """Over NCCL the pass that it lacks is sent, and the device waits."""
+    body = """
+if rank == 1:
+    sync._peers.seat.begins(4)
+    device()
+    told()
+    os._exit(0)
+"""
+    _, (_, printed, complaint) = ranks(tmp_path, PRELUDE + body, meeting=meeting)
+    for text in (printed, complaint):
+        assert "rank 1, pass 4: rank 0 finished after 3 passes (" in text
+
+
+@pytest.mark.ranks
+def test_no_call_is_sent_to_a_rank_that_has_gone(tmp_path: Path) -> None:
+    body = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+device()
+sync._peers._transport.all_gather_object = lambda value: print("SENT", flush=True)
+told(lambda: sync.check())
+os._exit(0)
+"""
+    (_, printed, _), _ = ranks(tmp_path, PRELUDE + body)
+    assert within(printed, "PeerError", 0.5) == GONE
+
+
+@pytest.mark.ranks
+def test_a_step_that_all_ranks_refuse_one_after_the_other_is_no_reason_for_alarm(tmp_path: Path) -> None:
+    """Hosts that do not wait for each other may be seconds apart."""
+    body = """
+optimizer = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+step()
+optimizer.step()
+step()
+model.double()
+if rank == 0:
+    device()
+told(optimizer.step)
+model.float()
+print("--")
+told()
+told(optimizer.step)
+"""
+    for code, printed, complaint in ranks(tmp_path, PRELUDE + body):
+        refused, later = printed.split("--\n")
+        assert (code, complaint, later) == (0, "", "") and refused.startswith("SetupError")
+
+
+@pytest.mark.ranks
+def test_who_has_seen_a_rank_go_keeps_nothing_of_the_program(tmp_path: Path) -> None:
+    """An error that is raised again and again would gather the frames of all who have caught it."""
+    body = """
+import gc, weakref
+
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train():
+    model = Model()
+    model.load_state_dict(globals()["model"].state_dict())
+    local = torch.ones(3)
+    device()
+    told()
+    told()
+    return weakref.ref(local)
+
+
+gone = train()
+gc.collect()
+print("freed" if gone() is None else "kept", flush=True)
+os._exit(0)
+"""
+    (_, printed, _), _ = ranks(tmp_path, PRELUDE + body)
+    assert printed.endswith("freed\n")
+
+
+@pytest.mark.ranks
+def test_a_rank_that_has_detached_has_no_thread(tmp_path: Path) -> None:
+    body = """
+import threading
+
+for _ in range(4):
+    sync.detach()
+    print([one.name for one in threading.enumerate() if one.name.startswith("stretto")])
+    sync = stretto.attach(model, transport=transport)
+    step()
+"""
+    for code, printed, complaint in ranks(tmp_path, body):
+        assert (code, printed, complaint) == (0, "[]\n" * 4, "")
 
 
 @pytest.mark.ranks

@@ -78,7 +78,7 @@ def test_what_is_read_comes_behind_all_streams_and_they_go_on_behind_that(accele
     streams.join()
     streams.part()
     assert accelerator.said == ["third behind left", "third behind right", "left behind third", "right behind third"]
-    streams.forget()
+    streams.end()
     accelerator.said.clear()
     hook(FakeParameter(0))
     streams.join()

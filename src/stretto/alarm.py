@@ -32,18 +32,25 @@ class Alarm:
     def __init__(self, blame: Blame) -> None:
         self._blame: weakref.WeakMethod[Blame] = weakref.WeakMethod(blame)
         self._thread = threading.get_ident()
-        self.error: PeerError | None = None
-        """What is to be raised where anything would be sent."""
+        self.sounds = False
+        """Whether a rank had gone when it was last looked; what that was may have come to nothing since."""
 
     def look(self) -> None:
-        """Once it has been found it stays."""
-        if self.error is not None or (blame := self._blame()) is None:
+        """On the channel's thread."""
+        if self.sounds or (error := self._found()) is None:
             return
+        self.sounds = True
+        place = standing(sys._current_frames().get(self._thread))
+        log.error("%s\nThis rank is %s: if it stays there, it waits for what never comes.", error, place)
+
+    def refuse(self) -> None:
+        """Raise ``PeerError`` where anything would be sent, if a rank is gone still."""
+        if self.sounds and (error := self._found()) is not None:
+            raise error
+        self.sounds = False
+
+    def _found(self) -> PeerError | None:
+        if (blame := self._blame()) is None:
+            return None
         error, sure = blame()
-        if not sure:  # one that has left in peace may have done all that there was to do
-            error, _ = blame(by_itself=True)
-        if error is not None:
-            self.error = error
-            first, _, rest = str(error).partition("\n")
-            place = standing(sys._current_frames().get(self._thread))
-            log.error("%s\n%s\nThis rank is %s: if it stays there, its device waits for that.", first, rest, place)
+        return error if sure else blame(by_itself=True)[0]  # who has left in peace may have done all there was to do

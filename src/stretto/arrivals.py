@@ -68,6 +68,7 @@ class Arrivals:
 
     def open(self) -> None:
         """A pass has begun: from here on arrivals are appended."""
+        self.streams.note_current()
         self._gate.__setstate__((self.append, (), {}, self._names))
         self.is_open = True
 
@@ -80,7 +81,7 @@ class Arrivals:
         """The pass is over."""
         self.close()
         self.order.clear()
-        self.streams.forget()
+        self.streams.end()
 
     def look_at(self, parameters: Collection[tuple[int, torch.nn.Parameter]]) -> None:
         """Call ``look`` after arrivals of these parameters, given with their index, and of no others."""

@@ -86,10 +86,7 @@ class Channel(People):
             self._line.lookout = Lookout(self, self._line)  # last: it may not be had, and the end tells that
 
     def count_attempt(self, seat: Seat) -> int:
-        """The number of one to attach: when this rank first comes together with the others, or fails before.
-
-        Whoever was interrupted here calls it again: nothing is counted twice.
-        """
+        """The number of one to attach, when this rank comes together with the others, or fails before; counted once."""
         if not seat.attempt:
             seat.attempt = max(self.attempts, self._counted_before()) + 1
         self.attempts = max(self.attempts, seat.attempt)
@@ -121,7 +118,7 @@ class Channel(People):
             self.post(Note(self._rank, how, seat.handle, passes, passes, leaves=True, attempt=seat.attempt))
         if not self._seats and not self.in_one_process:
             self._set(f"who/{self._rank}", "")
-            self._ended = True
+            self._stop()
 
     def end(self) -> None:
         """The last note of this process: how it ended. Harmless twice."""
@@ -134,7 +131,10 @@ class Channel(People):
             if self._rank == 0 and self.rank_0_has_store():
                 self._linger()
         finally:
-            self._ended = True
+            self._stop()
+
+    def _stop(self) -> None:
+        self._ended = True
         atexit.unregister(self.end)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -193,8 +193,8 @@ class Channel(People):
 
     def told(self, seat: Seat, *, others: bool = False) -> list[Note]:
         """What was read about a handle, and about the processes that ranks are now; of ``others`` alone if asked."""
-        notes = [note for note in self.notes if not (others and note.rank == self._rank)]
-        return [note.about(seat.handle) for note in notes if self._is_about(note, seat)]
+        notes = (note.about(seat.handle) for note in [*self.notes] if self._is_about(note, seat))
+        return [note for note in notes if not (others and note.rank == self._rank)]
 
     def _is_about(self, note: Note, seat: Seat) -> bool:
         if note.handle:
@@ -281,21 +281,15 @@ class Channel(People):
         return {}
 
     def watch(self, store: Store, is_over: Callable[[], bool]) -> None:
-        """On the thread. Whoever is dead when the store is gone too must be known by then, so all are read early.
-
-        Raises:
-            DistNetworkError: the store has gone.
-        """
+        """On the thread, until the store goes. Whoever is dead then must be known before, so all are read early."""
         answered: int | None = None
         while True:
             try:
                 answered = self._look(store, answered)
-            except DistNetworkError:
-                raise
-            except RuntimeError:
-                pass  # it was silent for longer than it may be asked, and may answer again
-            for seat in [*self._seats]:
-                seat.alarm()
+            except RuntimeError as error:  # it was silent for longer than it may be asked, and may answer again
+                if isinstance(error, DistNetworkError):
+                    raise
+            self.alarm()
             # A look in the moment in which it goes would print a stack from C++.
             if self._goes_at < math.inf or is_over() or self.store_is_gone():
                 return
@@ -311,6 +305,11 @@ class Channel(People):
             answered += 1
             store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
         return answered
+
+    def alarm(self) -> None:
+        """On the thread, with the store or without it."""
+        for seat in [*self._seats]:
+            seat.alarm()
 
     def counted(self) -> int:
         """Models for which all ranks have agreed on a name, and those for which this one is about to."""

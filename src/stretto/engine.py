@@ -52,7 +52,8 @@ class OutermostEnd:
     """Tells when the outermost backward that is running ends, or that it was dropped because something raised.
 
     Args:
-        ended: called on the thread that called backward; what it raises comes out of ``backward()``.
+        ended: called on the thread that called backward, or on an accelerator's in the engine; what it raises comes out
+            of ``backward()``.
         paused: called when a nested task has ended and the enclosing one goes on. If gradients arrive before the
             enclosing node is done, call ``watch`` again: should that node fail while the user keeps its graph, nothing
             else would tell. So ``ended`` may be called twice.

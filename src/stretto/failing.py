@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from types import TracebackType
 
+import torch.distributed as dist
+
 from .blame import refuse_if_lost
 from .engine import when_raised
 from .errors import CommunicationError, StrettoError
@@ -48,6 +50,8 @@ class Failing:
         self._queue.peers.seat.in_pass = False
         if self._is_told:
             return
+        if isinstance(error, dist.DistError):  # NCCL's, where a rank has gone
+            self._queue.peers.fail("what travels beside gradients could not be sent", error)
         if not isinstance(error, StrettoError):
             self.lose(error, trace)
         elif self.is_lost:
@@ -107,8 +111,8 @@ def refuse_to_send(peers: Peers, phase: str) -> None:
     """
     if peers.left:  # to spell out where costs a microsecond of every pass
         refuse_if_lost(peers.where, peers.left)
-    if peers.alarm.error is not None:
-        raise peers.alarm.error
+    if peers.alarm.sounds:
+        peers.refuse_leftovers(phase)
     for one in peers.leftovers:
         if one.rank is not None:
             peers.refuse_leftovers(phase)

@@ -32,6 +32,7 @@ from .preset import Preset
 from .scaling import Scaling
 from .slots import hand_out
 from .specs import has_strides
+from .streams import synchronize
 from .transport.base import Transport, Work, leftovers_for_hooks
 from .withheld import Alive, complete, leave_in_shares
 from .words import Control, ControlWords
@@ -113,6 +114,7 @@ class LaunchQueue:
                 if id(parameter) in inside:
                     view.copy_(inside[id(parameter)])
                     hand_out(parameter, parameter.grad, view)
+        synchronize(self.devices if inside else ())  # autograd may add to them on another stream, unasked
         self.bucket_of = [home[index] for index in range(len(self.names))]
         self._unpacks = self._scales_after or any([bucket.slots is not bucket.payload for bucket in self.buckets])
         self.buckets[-1].footer.bear(self.peers.seat.key, self.transport.world_size)

@@ -157,7 +157,8 @@ class Lookout(threading.Thread):
             except dist.DistNetworkError:
                 self._line.has_gone = True
         while not (self._is_stopped and self.jobs.empty()):
-            self._do(self.jobs.get())
+            if not self._is_over() and self.channel.store_is_gone():
+                self.channel.alarm()  # who has died shows without it
 
     def _do(self, asked: Job | None) -> None:
         if asked is None:
@@ -173,7 +174,7 @@ class Lookout(threading.Thread):
     def _is_over(self) -> bool:
         """Do what is asked for until it is time for the next look; whether to end."""
         until = time.monotonic() + POLL_SECONDS
-        while not self._is_stopped and (left := until - time.monotonic()) > 0:
+        while not (self._is_stopped and self.jobs.empty()) and (left := until - time.monotonic()) > 0:
             try:
                 self._do(self.jobs.get(timeout=left))
             except queue.Empty:

@@ -102,7 +102,7 @@ class Peers:
         if refuses:
             self.seat.refused = sum(self.seat.steps)
         elif leaves:
-            self.left = text_of(error) or phase
+            self.left, self.seat.alarm = text_of(error) or phase, nothing
         if self._channel is None:
             return
         place = "" if trace is None else place_of_failure(trace, sys._getframe())
@@ -205,10 +205,8 @@ class Peers:
     def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
         self.seat.meets = False  # it is counted among those that have a name now
         self.seat.handle, self.seat.calls = told[0][0], 1  # some may have tried before
-        for one in self.leftovers:
-            one.come_together()
-        for one in self.leftovers[:1]:
-            one.used.add(self.seat.handle)
+        for place, one in enumerate(self.leftovers):
+            one.come_together("" if place else self.seat.handle)
         notes, self.seat.unsent = self.seat.unsent, []
         if (channel := self._channel) is not None:
             channel.catch_up(max(begun for _, begun, _, _ in told), max(attempts for _, _, attempts, _ in told))
@@ -217,7 +215,8 @@ class Peers:
                 channel.post(dataclasses.replace(note, handle=self.seat.handle))
 
     def refuse_leftovers(self, phase: str) -> None:
-        """Raise, and tell, if what this rank sends now would meet something else: see ``Leftover``."""
+        """Raise, and tell, if what this rank sends now would meet something else, see ``Leftover``, or nobody."""
+        self.alarm.refuse()
         try:
             blame.refuse_leftovers(self.where, self._transport.rank, self.seat.handle, self.leftovers)
         except CommunicationError as error:

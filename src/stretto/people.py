@@ -47,10 +47,10 @@ class People:
         if fresh or rank not in self._people:
             over = store or self._line
             with contextlib.suppress(RuntimeError):
-                said = over.get(f"who/{rank}") if over.check([f"who/{rank}"]) else b""
-                self._people.pop(rank, None)
-                if said:
-                    self._people[rank] = Person(**json.loads(said))
+                if said := over.get(f"who/{rank}") if over.check([f"who/{rank}"]) else b"":
+                    self._people[rank] = Person(**json.loads(said))  # at once: the thread looks here too
+                else:
+                    self._people.pop(rank, None)
         return self._people.get(rank)
 
     def is_still(self, rank: int, name: str) -> bool:

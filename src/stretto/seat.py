@@ -70,7 +70,8 @@ class Seat:
 
     def kind(self, occasion: str) -> str:
         """What is waited for: a key of ``EXPECTED``."""
-        return "pass" if self.in_pass else "call" if self.attached else occasion
+        in_pass = self.in_pass or (self.passes and self.alarm is not nothing)  # a device is, where the host is not
+        return "pass" if in_pass else "call" if self.attached else occasion
 
     def note(self, rank: int, phase: str, error: str, place: str, *, before: bool) -> Note:
         """Of a failure; ``before`` the next pass has begun."""
@@ -79,8 +80,8 @@ class Seat:
         return Note(rank, phase, self.handle, self.passes, self.passes + before, error, place)
 
     def has_refused(self, note: Note) -> bool:
-        """Whether this rank has refused the step that the other has, so that both go on."""
-        return 0 < note.refused <= self.refused
+        """Whether this rank has refused the step that the other has, so that both go on, or has not come to it."""
+        return 0 < note.refused <= self.refused or note.refused > sum(self.steps)
 
     @property
     def trying(self) -> int:

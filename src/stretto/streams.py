@@ -5,12 +5,14 @@ parameter, and brings all of them together only where backward ends. A bucket is
 of whatever arrived last. So where parts of forward ran on streams of their own, as two towers do, that stream waits for
 the others first; and they wait for it behind the copy, since what has been copied is freed, and belongs to them.
 
-Nobody stops the host for it, and where all gradients arrive on one stream nothing is done but to see so.
+Nobody stops the host for it, and where all gradients of one device arrive on one stream nothing is done but to see so.
+What is done where a pass begins (memory that takes the place of what a user keeps, zeros for what does not come) is on
+the stream of the first gradient, of any member of a family, or of none of these: that one is noted, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,31 +47,52 @@ class Streams:
 
         @left_uncompiled
         def arrived(parameter: torch.Tensor) -> None:
-            append(parameter)
-            if (device := parameter.get_device()) in seen and (stream := number(device)) not in seen[device]:
-                seen[device][stream] = torch.accelerator.current_stream(device)
-                self.differ = self._threads or len(seen[device]) > 1
+            if (device := parameter.get_device()) in seen and number(device) not in seen[device]:
+                self._note(device)
+            append(parameter)  # last: whoever sees it in the list, maybe on another thread, has its stream to wait for
 
         return arrived
+
+    def note_current(self) -> None:
+        """What this thread does on its devices from here on is to be waited for, too."""
+        for device in self._seen:
+            self._note(device)
+
+    def _note(self, device: int) -> None:
+        seen = self._seen[device]
+        seen[self._number(device)] = torch.accelerator.current_stream(device)
+        self.differ = self._threads or len(seen) > 1
 
     def join(self) -> None:
         """What is done from here on, on the streams that are current, comes behind what has arrived."""
         if self.differ:
-            for device, seen in self._seen.items():
-                current = torch.accelerator.current_stream(device)
-                for stream in [one for one in seen.values() if one != current]:
-                    current.wait_stream(stream)
+            for current, other in self._pairs():
+                current.wait_stream(other)
 
     def part(self) -> None:
         """They may go on, behind what was done since."""
         if self.differ:
-            for device, seen in self._seen.items():
-                current = torch.accelerator.current_stream(device)
-                for stream in [one for one in seen.values() if one != current]:
-                    stream.wait_stream(current)
+            for current, other in self._pairs():
+                other.wait_stream(current)
 
-    def forget(self) -> None:
-        """The pass is over."""
+    def _pairs(self) -> Iterator[tuple[torch.Stream, torch.Stream]]:
+        for device, seen in self._seen.items():
+            current = torch.accelerator.current_stream(device)
+            for stream in [*seen.values()]:  # at once: other threads note theirs
+                if stream != current:
+                    yield current, stream
+
+    def end(self) -> None:
+        """The pass is over. Behind an exception the engine has not brought them together."""
+        self.join()
+        self.part()
         for seen in self._seen.values():
             seen.clear()
         self.differ = self._threads and bool(self._seen)
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Stop the host until the current streams of these have done what was asked of them."""
+    kind = torch.accelerator.current_accelerator()
+    for device in {one for one in devices if kind is not None and one.type == kind.type}:
+        torch.accelerator.current_stream(device).synchronize()

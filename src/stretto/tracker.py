@@ -193,21 +193,21 @@ class ArrivalTracker:
             self._leave_schedule()
 
     def _take(self, with_graph: bool) -> None:
-        streams = self.arrivals.streams
+        streams, until = self.arrivals.streams, len(self.arrivals.order)  # first: another device's thread goes on
         streams.join()
-        while self._in_order and self._looked_at < len(self.arrivals.order) and self._take_chunk(with_graph):
+        while self._in_order and self._looked_at < until and self._take_chunk(until, with_graph):
             pass
         if not self._in_order:
-            self._take_one_by_one()
+            self._take_one_by_one(until)
         self._progressed()
         streams.part()
 
-    def _take_chunk(self, with_graph: bool) -> bool:
+    def _take_chunk(self, until: int, with_graph: bool) -> bool:
         """Take the next chunk of the schedule, if it is complete. Leaves the schedule if something else has arrived."""
         assert self._schedule is not None
         done = self._next_chunk == len(self._schedule)
         expected = [] if done else self._schedule[self._next_chunk].arrivals
-        stop = self._looked_at + len(expected)
+        stop = min(self._looked_at + len(expected), until)
         parameters = self.arrivals.order[self._looked_at : stop]
         arrived = [*map(id, parameters)]
         if done or arrived != expected[: len(arrived)] or (self._absent and self._came_unforeseen(arrived)):
@@ -232,9 +232,9 @@ class ArrivalTracker:
         self._count = dict(Counter(self.index_of[id(p)] for p in self.arrivals.order[: self._looked_at]))
         return False
 
-    def _take_one_by_one(self) -> None:
+    def _take_one_by_one(self, until: int) -> None:
         """Count arrivals, and take a bucket when all of it has arrived as often as in the last pass."""
-        for parameter in self.arrivals.order[self._looked_at :]:
+        for parameter in self.arrivals.order[self._looked_at : until]:
             index = self.index_of[id(parameter)]
             if index in self._absent:  # it comes late
                 continue
@@ -254,7 +254,7 @@ class ArrivalTracker:
                     self._queue.guard(bucket.take_rest)
                     if self._events.bucket_full:
                         self._tell_full(bucket, index)
-        self._looked_at = len(self.arrivals.order)
+        self._looked_at = until
 
     def _refuse_gone(self, arrived: set[int], buckets: Iterable[Bucket]) -> None:
         """Refuse gradients that hooks of the program have taken away, if that is sure: they were there at arrival.

@@ -104,10 +104,11 @@ class Leftover:
         """Whether there is one, of that rank."""
         return self.rank == rank and self.is_sent
 
-    def come_together(self) -> None:
-        """All ranks have, so none waits here for another."""
+    def come_together(self, handle: str) -> None:
+        """All ranks have, so none waits here for another; if ``handle`` is not empty, it uses what this is of."""
         if not self.is_sent:
             self.rank, self.is_sent = None, True
+        self.used.update([handle] if handle else ())
 
 
 def leftovers_for_hooks(transport: Transport) -> Sequence[Leftover]:

@@ -193,25 +193,27 @@ sync.detach()
     assert [(code, complaint) for code, _, complaint in ranks(tmp_path, PRELUDE + body)] == [(0, "")] * 2
 
 
-def test_what_cannot_be_sent_is_told_with_the_names_of_its_parameters() -> None:
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("all_reduce", "bucket 0 (1.weight) could not be reduced"),
+        ("broadcast", "what travels beside gradients could not be sent"),
+    ],
+)
+def test_what_cannot_be_sent_is_told_with_rank_and_pass(kind: str, what: str) -> None:
     """NCCL refuses what is sent to a rank that has gone."""
-
-    class Broken(LocalTransport):
-        def all_reduce(self, tensor: torch.Tensor):
-            if self.is_broken:
-                raise dist.DistBackendError("remote process exited")
-            return super().all_reduce(tensor)
-
     is_told = threading.Event()
 
+    def refuse(*_: object) -> None:
+        raise dist.DistBackendError("remote process exited")
+
     def worker(transport: LocalTransport) -> str:
-        transport.__class__, transport.is_broken = Broken, False
-        model = torch.nn.Linear(3, 1, bias=False)
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3, affine=False), torch.nn.Linear(3, 1, bias=False))
         sync = stretto.attach(model, transport=transport)
         model(torch.ones(2, 3)).sum().backward()
         said = ""
         if transport.rank == 0:
-            transport.is_broken = True
+            setattr(transport, kind, refuse)
             with pytest.raises(stretto.CommunicationError) as caught:
                 model(torch.ones(2, 3)).sum().backward()
             said = str(caught.value)
@@ -222,8 +224,7 @@ def test_what_cannot_be_sent_is_told_with_the_names_of_its_parameters() -> None:
 
     said, _ = run_ranks(worker, 2)
     assert plain(said) == (
-        "rank 0, pass 2: bucket 0 (weight) could not be reduced over local (threads of one process): remote process "
-        "exited\n"
+        f"rank 0, pass 2: {what} over local (threads of one process): remote process exited\n"
         "rank 0 waits at test_alarm.py:LINE in worker; rank 1 is at test_alarm.py:LINE in worker.\n"
         "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
     )

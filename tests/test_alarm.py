@@ -118,6 +118,23 @@ os._exit(0)
 
 
 @pytest.mark.ranks
+def test_a_call_that_fails_for_a_rank_that_left_in_peace_is_no_pass(tmp_path: Path) -> None:
+    body = """
+def refuse(value):
+    raise dist.DistBackendError("remote process exited")
+
+
+if rank == 0:
+    device()
+    sync._peers._transport.all_gather_object = refuse
+    told(lambda: sync.check())
+sync.detach()
+"""
+    (_, printed, _), _ = ranks(tmp_path, PRELUDE + body)
+    assert "rank 1 has left (it was detached), so nobody can complete this call." in printed
+
+
+@pytest.mark.ranks
 def test_a_step_that_all_ranks_refuse_one_after_the_other_is_no_reason_for_alarm(tmp_path: Path) -> None:
     """Hosts that do not wait for each other may be seconds apart."""
     body = """
@@ -217,6 +234,9 @@ def test_what_cannot_be_sent_is_told_with_rank_and_pass(kind: str, what: str) ->
             with pytest.raises(stretto.CommunicationError) as caught:
                 model(torch.ones(2, 3)).sum().backward()
             said = str(caught.value)
+            assert model[1].weight.grad is None and sync._peers.left
+            with pytest.raises(stretto.CommunicationError, match="has lost its place among the others"):
+                model(torch.ones(2, 3)).sum().backward()
             is_told.set()
         assert is_told.wait(20.0)
         sync.detach()

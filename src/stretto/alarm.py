@@ -52,5 +52,7 @@ class Alarm:
     def _found(self) -> PeerError | None:
         if (blame := self._blame()) is None:
             return None
-        error, sure = blame()
-        return error if sure else blame(by_itself=True)[0]  # who has left in peace may have done all there was to do
+        error, sure = blame(far=True)
+        return (
+            error if sure else blame(far=True, by_itself=True)[0]
+        )  # who has left in peace may have done all there was to do

@@ -47,11 +47,13 @@ class Failing:
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             return
-        try:
-            if isinstance(error, dist.DistError):  # NCCL's, where a rank has gone
+        if isinstance(error, dist.DistBackendError):  # NCCL's, where a rank has gone
+            try:
                 self._queue.peers.fail("what travels beside gradients could not be sent", error)
-        finally:
-            self._queue.peers.seat.in_pass = False
+            except CommunicationError as told:
+                self.lose(told, trace)
+                raise
+        self._queue.peers.seat.in_pass = False
         if self._is_told:
             return
         if not isinstance(error, StrettoError):

@@ -319,7 +319,7 @@ class LaunchQueue:
             bucket.remember({place: self.preset.before(one) for place, one in enumerate(bucket.parameters)})
         try:
             bucket.send(self.transport, self.weight_now)
-        except dist.DistError as error:  # NCCL's, where a rank has gone
+        except dist.DistBackendError as error:  # NCCL's, where a rank has gone
             self._fail(bucket, error)
 
     def _wait_for_work(self, work: Work, bucket: Bucket) -> None:

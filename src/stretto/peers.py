@@ -333,8 +333,8 @@ class Peers:
         """See :func:`~stretto.inquiry.words_of`."""
         return words_of(self._channel, self.seat, phase, ranks)
 
-    def _blame(self, *, by_itself: bool = False, own: bool = False) -> tuple[PeerError | None, bool]:
-        """See :func:`~stretto.blame.who_is_to_blame`."""
+    def _blame(self, *, by_itself: bool = False, own: bool = False, far: bool = False) -> tuple[PeerError | None, bool]:
+        """See :func:`~stretto.blame.who_is_to_blame`. ``far``: it is a device that waits, for a pass."""
         channel = self._channel
         if channel is None:
             return None, False
@@ -345,5 +345,5 @@ class Peers:
         left = [note for note in told if note.leaves and not self.seat.has_refused(note)]
         if own:
             left, dead = blame.without_excused(self._transport.rank, left, dead)
-        kind = self.seat.kind(self._occasion)
+        kind = "pass" if far and self.seat.passes else self.seat.kind(self._occasion)
         return blame.who_is_to_blame(self.where, kind, self.seat.passes, left, dead, by_itself=by_itself)

@@ -70,8 +70,7 @@ class Seat:
 
     def kind(self, occasion: str) -> str:
         """What is waited for: a key of ``EXPECTED``."""
-        in_pass = self.in_pass or (self.passes and self.alarm is not nothing)  # a device is, where the host is not
-        return "pass" if in_pass else "call" if self.attached else occasion
+        return "pass" if self.in_pass else "call" if self.attached else occasion
 
     def note(self, rank: int, phase: str, error: str, place: str, *, before: bool) -> Note:
         """Of a failure; ``before`` the next pass has begun."""

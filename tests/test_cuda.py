@@ -433,6 +433,21 @@ def test_odd_graphs(backend: str) -> None:
     on_devices(train_odd, backend)
 
 
+def compare_beside(
+    device: torch.device, rank: int, ours: torch.nn.Module, theirs: torch.nn.Module, like_torch: int
+) -> None:
+    """Five passes of both: ranks have the same bits, and in the first ``like_torch`` of them torch's values."""
+    for step in range(5):
+        data = batch(device, "mlp", rank, step)
+        for one in (ours, theirs):
+            one.zero_grad()
+            loss(one, data).backward()
+        equal_on_all(gradients(ours))
+        if step < like_torch:
+            for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-3, atol=1e-4)
+
+
 def train_with_hooks(device: torch.device, rank: int, name: str) -> None:
     model = model_on(device, "mlp", rank)
     sync = stretto.attach(model, bucket_cap_mb=1 / 1024)
@@ -448,16 +463,7 @@ def train_with_hooks(device: torch.device, rank: int, name: str) -> None:
             "power_sgd": powerSGD_hook.powerSGD_hook,
         }
         one.register_comm_hook(hook_state, hooks[name])
-    for step in range(5):
-        data = batch(device, "mlp", rank, step)
-        for one in (model, plain):
-            one.zero_grad()
-        loss(model, data).backward()
-        loss(theirs, data).backward()
-        equal_on_all(gradients(model))
-        if name != "power_sgd" or step < 2:
-            for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-3, atol=1e-4)
+    compare_beside(device, rank, model, theirs, like_torch=2 if name == "power_sgd" else 5)
     sync.detach()
 
 
@@ -509,15 +515,7 @@ def train_compiled(device: torch.device, rank: int) -> None:
     sync = stretto.attach(model)
     plain = copy.deepcopy(model)
     theirs, compiled = TorchDDP(plain, device_ids=[device.index]), torch.compile(model)
-    for step in range(4):
-        data = batch(device, "mlp", rank, step)
-        for one in (model, plain):
-            one.zero_grad()
-        loss(compiled, data).backward()
-        loss(theirs, data).backward()
-        equal_on_all(gradients(model))
-        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-3, atol=1e-4)
+    compare_beside(device, rank, compiled, theirs, like_torch=5)
     sync.detach()
 
 

@@ -53,6 +53,6 @@ class Alarm:
         if (blame := self._blame()) is None:
             return None
         error, sure = blame(far=True)
-        return (
-            error if sure else blame(far=True, by_itself=True)[0]
-        )  # who has left in peace may have done all there was to do
+        if not sure:  # who has left in peace may have done all that there was to do
+            error, _ = blame(far=True, by_itself=True)
+        return error

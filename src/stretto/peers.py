@@ -114,7 +114,7 @@ class Peers:
         note = dataclasses.replace(note, leaves=leaves, refused=refused, leftover=leftover, attempt=attempt)
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
-    def leave(self, phase: str, error: BaseException, trace: Any = None, *, sent: bool = True) -> None:
+    def leave(self, phase: str, error: BaseException, trace: TracebackType | None = None, *, sent: bool = True) -> None:
         """This rank has lost its place: tell it. ``sent``: it may have sent what nobody waits for."""
         for one in self.leftovers:
             one.is_of(self._transport.rank, self.seat.handle, text_of(error), is_sent=sent)

@@ -181,13 +181,15 @@ def test_what_is_asked_as_the_store_goes_is_refused() -> None:
             raise dist.DistNetworkError("Broken pipe")
 
     through = connected(store := Stopped(), Gone())
+    lookout = through.lookout
+    assert lookout is not None
     threading.Timer(0.2, store.goes_on.set).start()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^the process group's store has gone$"):
             through.set("key")
     assert through.has_gone and store.written == [], "by nobody, over no connection"
-    through.lookout.stop()  # type: ignore[union-attr]
-    assert not through.lookout.is_alive()  # type: ignore[union-attr]
+    lookout.stop()
+    assert not lookout.is_alive() and through.lookout is None, "nor does one keep the other"
 
 
 def test_a_store_that_lets_nobody_connect_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
         "engine",
         "streams",
         "arrivals",
+        "survivors",
         "listeners",
         "record",
         "word",

@@ -122,6 +122,7 @@ class Arrivals:
         for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        del self._first, self._look, self._gate  # else each circle of these waits for Python's collector
 
 
 def owner_of(parameter: torch.nn.Parameter) -> object | None:

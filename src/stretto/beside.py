@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from .broadcast import CoalescedMessages
 from .buffers import BufferPlaces
 from .launch import LaunchQueue
@@ -32,10 +34,10 @@ class Beside:
         """As :meth:`SparseGradients.hook`."""
         preset = self._queue.preset
 
-        def came(name: str) -> None:
+        def came(name: str, parameter: torch.Tensor) -> None:
             arrived(name)
             if preset is not None:
-                preset.accumulated(self.sparse.named_parameters()[name])
+                preset.accumulated(parameter)
 
         self.sparse.hook(owner, came)
 

@@ -111,14 +111,17 @@ class CommHook:
         """Whether a bucket waits for the one before: see [Note: one at a time]."""
         self.wait: Callable[[HookWork], object] = HookWork.wait
         """How to wait for a future; whoever uses the hook may put a way here that looks at the other ranks."""
-        self.wait_for: Callable[[HookWork], object] = HookWork.wait
-        """The same, with errors that say who did not come."""
         self._current: HookWork | None = None
 
-    def launch(self, bucket: Bucket) -> HookWork:
-        """Hand the bucket to the hook when the one before is through."""
+    def launch(self, bucket: Bucket, wait_for: Callable[[HookWork, Bucket], object]) -> HookWork:
+        """Hand the bucket to the hook when the one before is through.
+
+        Args:
+            bucket: a full one.
+            wait_for: waits like ``wait``, with errors that say who did not come.
+        """
         if self._current is not None and not self._current.is_completed():
-            self.wait_for(self._current)
+            wait_for(self._current, self._current.bucket)
         self._current = None  # should the hook raise, the pass has failed
         work = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
         if not self.one_at_a_time:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 
@@ -28,12 +29,12 @@ class Failing:
 
     Args:
         queue: knows the pass and the other ranks.
-        stop: ends the pass here, so that the next gradient begins one, which is refused.
+        stop: ends the pass here, so that the next gradient begins one, which is refused. A method, held weakly.
     """
 
     def __init__(self, queue: LaunchQueue, stop: Callable[[], None]) -> None:
         self._queue = queue
-        self._stop = stop
+        self._stop = weakref.WeakMethod(stop)
         self._is_told = False
 
     @property
@@ -68,7 +69,8 @@ class Failing:
         self._part()
 
     def _part(self) -> None:
-        self._stop()
+        if (stop := self._stop()) is not None:
+            stop()
         for bucket in self._queue.buckets:  # the sums of others may be under way
             bucket.drop_gradients()
 

@@ -340,11 +340,11 @@ class Synchronizer:
             self._reducer.family.leave(self._reducer)  # first: it may be refused
         for sharded in self.sharded:
             sharded.end()
+        if self.sampler is not None:
+            self.sampler.stop()
         if self._reducer is not None:
             self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
             self._reducer.detach()
             self._reducer = None
-        if self.sampler is not None:
-            self.sampler.stop()
         if self._transport is not None and self._closes:
             self._transport.close()

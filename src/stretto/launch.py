@@ -303,7 +303,7 @@ class LaunchQueue:
         else:
             if bucket.slots is not bucket.payload:
                 bucket.payload.copy_(bucket.slots)
-            bucket.work = self.comm_hook.launch(bucket)
+            bucket.work = self.comm_hook.launch(bucket, self._wait_for_work)
             if bucket.is_last and self.tells:
                 self._footers = Footers(self.buckets, self.transport)
         self.launched += 1
@@ -334,7 +334,7 @@ class LaunchQueue:
 
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
-        hook.wait, hook.wait_for = self.peers.wait, lambda work: self._wait_for_work(work, work.bucket)
+        hook.wait = self.peers.wait
         self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, leftovers_for_hooks(self.transport)
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
 

@@ -159,6 +159,7 @@ class Lookout(threading.Thread):
         while not (self._is_stopped and self.jobs.empty()):
             if not self._is_over() and self.channel.store_is_gone():
                 self.channel.alarm()  # who has died shows without it
+        self._line.lookout = None  # else the connection would stay until Python's collector finds that circle
 
     def _do(self, asked: Job | None) -> None:
         if asked is None:

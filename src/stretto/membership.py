@@ -26,6 +26,7 @@ from .options import Options, names_of_sparse
 from .plan import BucketPlan, plan_buckets
 from .preset import Preset
 from .specs import MIB, describe_parameters
+from .survivors import Survivors
 from .transport.base import Transport
 from .watch import listen, refuse_torchs, stop_listening
 from .withheld import Withheld
@@ -138,6 +139,7 @@ class Membership:
         self._module = weakref.ref(module)
         self._came: Callable[[], None] | None = None
         self._preset: Preset | None = None
+        self._survivors: Survivors | None = None
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
@@ -145,19 +147,23 @@ class Membership:
         self._waiting: set[str] = set()
         self._outsiders: set[str] = set()
 
-    def watch(self, came: Callable[[], None], preset: Preset | None = None) -> None:
+    def watch(self, came: Callable[[], None], none_left: Callable[[], None], preset: Preset | None = None) -> None:
         """From now on call ``came`` when an outsider gets a gradient. See watch.py for who else is asked.
 
-        ``preset``, if any, follows all that may get one: a frozen parameter may keep a gradient and be unfrozen.
+        ``none_left`` is called when the module and all its parameters are gone. ``preset``, if any, follows all that
+        may get a gradient: a frozen parameter may keep one and be unfrozen.
         """
-        self._came, self._preset = came, preset
+        self._came, self._preset, self._survivors = came, preset, Survivors(none_left)
         listen(self._registered)
+        self._follow_survivors()
         self._follow_gradients(self.everything().values())
 
     def stop(self) -> None:
         """Take the hooks off."""
         stop_listening(self._registered)
         self._came = None
+        if self._survivors is not None:
+            self._survivors.follow(())
         for _, handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -260,6 +266,13 @@ class Membership:
         self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
         self._listed = self._listed_now()
         self._members = self._now()
+        self._follow_survivors()
+
+    def _follow_survivors(self) -> None:
+        if self._survivors is not None:
+            planned = [reference() for reference in self._planned.values()]
+            everything = [self._module(), *planned, *self.everything().values()]
+            self._survivors.follow(one for one in everything if one is not None)
 
     def drop_withheld(self, planned: Iterable[torch.Tensor]) -> None:
         """Of those that the module has no more: nobody steps them, and shares cannot be added up."""

@@ -318,19 +318,14 @@ class Sampler:
     def __init__(self, watched: Reducer) -> None:
         self.every = EVERY
         self._records: dict[int, tuple[PassRecord, BucketPlan]] = {}
+        self.keep = functools.partial(_keep_last, self._records)
+        """Called with a record, also by others that have made one, and its plan."""
         self._recorder = Recorder(watched, self.keep)
 
     @property
     def records(self) -> list[tuple[PassRecord, BucketPlan]]:
         """The last ones, oldest first, each with its plan."""
         return [*self._records.values()]
-
-    def keep(self, record: PassRecord, plan: BucketPlan) -> None:
-        """Also what others have recorded; of two records of one pass the one that saw single gradients."""
-        if record.gradients or record.number not in self._records:
-            self._records[record.number] = record, plan
-        while len(self._records) > KEPT:
-            del self._records[next(iter(self._records))]
 
     def pass_settled(self, pass_number: int) -> None:
         """Is the next one to be looked at?"""
@@ -344,3 +339,11 @@ class Sampler:
         """Look no more. Harmless twice."""
         self._recorder.stop()
         leave()
+
+
+def _keep_last(records: dict[int, tuple[PassRecord, BucketPlan]], record: PassRecord, plan: BucketPlan) -> None:
+    """Of two records of one pass the one that saw single gradients."""
+    if record.gradients or record.number not in records:
+        records[record.number] = record, plan
+    while len(records) > KEPT:
+        del records[next(iter(records))]

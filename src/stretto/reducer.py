@@ -43,12 +43,9 @@ from .rejoin import Rejoin
 from .scaling import Scaling
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
-from .transport.base import Transport, flush
+from .transport.base import FLUSH_SECONDS, Transport, flush
 from .usage import NeverUsed, Statistics, statistics_of, used_by
 from .words import Control, ControlWords
-
-FLUSH_SECONDS = 5.0
-"""How long a rank that has given up a pass stays with it at most, where others need its part: it may not come back."""
 
 
 class Reducer:
@@ -86,8 +83,7 @@ class Reducer:
         self.synchronize, self.running, self._passes = True, False, 0
         self.queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         """The buckets of the plan in use."""
-        self._events = events
-        self.stop_watching = events.remove
+        self._events, self.stop_watching = events, events.remove
         self.members, self.delay, self.always_delays = members, delay, delay
         self.waits, self._is_idle, self.transport = False, False, transport
         self._inspection = inspection
@@ -95,8 +91,7 @@ class Reducer:
         self._beside = Beside(self.queue, places, sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
         self.failing = Failing(self.queue, self._stop)
-        hooked = list(parameters.values())
-        self._tracker = ArrivalTracker(hooked, self.queue, self, self._first_arrival, self._progressed)
+        self._tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing.in_forward)
@@ -108,7 +103,7 @@ class Reducer:
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
         members.follow({**parameters, **sparse.named_parameters()})
-        members.watch(self._outsider_arrived, self.queue.preset)
+        members.watch(self._outsider_arrived, self._let_go, self.queue.preset)
 
     @property
     def plan(self) -> BucketPlan:
@@ -149,11 +144,16 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
-        self._arrivals.remove()
-        self.sparse.remove()
         self._forward.remove()
         self.queue.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Cut what holds this in a circle: survivors.py."""
+        self._arrivals.remove()
+        self.sparse.unhook()
         self.members.stop()
+        del self._arrivals, self._tracker, self._end, self._rejoin, self._consensus
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. Whoever observes single gradients wants to see each when it arrives."""

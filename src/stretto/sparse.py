@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -92,7 +91,8 @@ class SparseGradients:
         self._scaling = scaling
         self._seen: set[str] = set()
         self._lock = threading.Lock()  # each device has its own autograd thread
-        self._hook: Callable[[torch.nn.Parameter, str], Any] | None = None
+        self._owner: object = None
+        self._tell: Callable[[str, torch.Tensor], None] | None = None
         self._members: list[_SparseParameter] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.before: Callable[[torch.Tensor], torch.Tensor | None] | None = None
@@ -147,32 +147,34 @@ class SparseGradients:
         """These have got one, as somebody else has seen."""
         self._seen.update(names)
 
-    def hook(self, owner: object, arrived: Callable[[str], None]) -> None:
-        """Put hooks on the parameters; ``arrived`` is told of every gradient by the parameter's name."""
-
-        def put(parameter: torch.nn.Parameter, name: str) -> Any:
-            return hook_for(parameter, owner, functools.partial(self._arrived, name, arrived))
-
-        self._hook = put
+    def hook(self, owner: object, arrived: Callable[[str, torch.Tensor], None]) -> None:
+        """Put hooks on the parameters; ``arrived`` is told of every gradient, by the parameter and its name."""
+        self._owner, self._tell = owner, arrived
         self._put_hooks()
 
     def _put_hooks(self) -> None:
         self.remove()
-        alive = self.named_parameters()
-        if self._hook is not None:
-            self._handles += [self._hook(parameter, name) for name, parameter in alive.items()]
+        if self._tell is not None:
+            for name, parameter in self.named_parameters().items():
+                hook = functools.partial(self._arrived, name, self._tell)
+                self._handles.append(hook_for(parameter, self._owner, hook))
 
     @left_uncompiled
-    def _arrived(self, name: str, tell: Callable[[str], None], _: torch.Tensor) -> None:
+    def _arrived(self, name: str, tell: Callable[[str, torch.Tensor], None], parameter: torch.Tensor) -> None:
         with self._lock:
             self._seen.add(name)
-        tell(name)
+        tell(name, parameter)
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def unhook(self) -> None:
+        """No more gradients are told of, whatever changes."""
+        self.remove()
+        self._owner = self._tell = None
 
     # The end of a pass
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,8 @@ class Spread:
         owned: the pieces of each rank, in rank order.
         transport: carries them.
         wait_for: waits for a collective, named by a noun.
-        failed: told why a share will never come.
-        compare: given the two numbers with which each rank has sent; raises if they cannot be.
+        failed: told why a share will never come; a method, held weakly.
+        compare: given the two numbers with which each rank has sent; raises if they cannot be. Held weakly too.
         compiler: whether it is at work; what is under way is waited for when it begins, and then on.
         overlap: False to wait for all of them at once; see also [Note: by themselves].
     """
@@ -72,8 +73,7 @@ class Spread:
     ) -> None:
         self._transport: Any = transport
         self._wait_for = wait_for
-        self._failed = failed
-        self._compare = compare
+        self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
         before_forks().change(more=self._finish_here)
         self._home = layout.home
@@ -140,12 +140,14 @@ class Spread:
         try:
             receive()
         except Exception as error:  # after Ctrl-C whoever reads next waits again
-            self._failed(error)
+            if (failed := self._failed()) is not None:
+                failed(error)
             raise
 
     def _receive_first(self, receive: Callable[[], None]) -> None:
         receive()
-        self._compare([numbers.view(torch.int64).tolist() for numbers in self._numbers])
+        if (compare := self._compare()) is not None:
+            compare([numbers.view(torch.int64).tolist() for numbers in self._numbers])
 
     def _send(self, message: int, shares: _OfBucket) -> Callable[[], None]:
         """Put one bucket's under way; what is returned waits until they are in place."""

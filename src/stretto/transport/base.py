@@ -14,6 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+FLUSH_SECONDS = 5.0
+"""How long a rank that has given up a pass stays with it at most, where others need its part: it may not come back."""
+
 
 class Work(Protocol):
     """One collective under way."""

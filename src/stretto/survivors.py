@@ -1,0 +1,36 @@
+"""Whether anything is left of what was attached: else nobody will ever call for it again.
+
+    module, its parameters ──(held weakly)──> the last one goes ──> the reducer cuts its circles ──> all memory goes
+
+The memory of gradients, descriptors and the thread go with the last reference to a reducer. Its own parts call it back;
+Python's collector finds such circles late, since it counts objects and no bytes, and a program that attaches one model
+after the other would hold several. So they are cut when a handle is detached, and when nothing is left that could
+call: a handle holds its module, and gradient hooks live with their parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+
+
+class Survivors:
+    """Some objects, held weakly.
+
+    Args:
+        none_left: called when the last of them is gone, in whichever thread let it go; held weakly.
+    """
+
+    def __init__(self, none_left: Callable[[], None]) -> None:
+        self._none_left = weakref.WeakMethod(none_left)
+        self._alive: dict[int, weakref.ref[object]] = {}
+
+    def follow(self, objects: Iterable[object]) -> None:
+        """These and no others; none, to be called no more."""
+        self._alive = {id(one): weakref.ref(one, functools.partial(self._gone, id(one))) for one in objects}
+
+    def _gone(self, key: int, _: object) -> None:
+        self._alive.pop(key, None)
+        if not self._alive and (none_left := self._none_left()) is not None:
+            none_left()

@@ -1,0 +1,168 @@
+"""What is not used any more goes at once, without Python's collector: memory, descriptors, the thread."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+import stretto
+from stretto.testing import spawn_ranks
+
+pytestmark = pytest.mark.timeout(100)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(9, 4, sparse=True)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 2))
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, dense: bool = False) -> torch.Tensor:
+        rows = torch.ones(3, 4) if dense else self.rows(torch.arange(3))
+        return self.frozen(self.layers(rows)).sum()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(6):
+        model(dense=number > 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def detached(transport: str) -> None:
+    model = Net()
+    handle = stretto.attach(model, transport=transport)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    handle.report()
+    handle.detach()
+    assert handle.statistics.passes == 6, "asked afterwards"
+
+
+def forgotten(transport: str) -> None:
+    model = Net()
+    stretto.attach(model, transport=transport)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def the_optimizer_lives_longest(transport: str) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = stretto.attach(model, transport=transport)
+    train(model, optimizer)
+    del model, handle
+    layers = optimizer.param_groups[0]["params"][1:3]
+    before = [one.detach().clone() for one in layers]
+    (layers[0].sum() * (dist.get_rank() + 1)).backward()
+    assert layers[0].grad is not None
+    assert bool((layers[0].grad == 1.5).all()), "as long as a parameter lives"
+    optimizer.step()
+    assert not torch.equal(before[0], layers[0])
+
+
+def drop_in(transport: str) -> None:
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def sharded(transport: str) -> None:
+    model = Net().requires_grad_(True)
+    model.rows.requires_grad_(False)
+    handle = stretto.attach(model, transport=transport)
+    train(model, stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), handle))
+    handle.detach()
+
+
+def sharded_and_forgotten(transport: str) -> None:
+    model = Net().requires_grad_(True)
+    model.rows.requires_grad_(False)
+    handle = stretto.attach(model, transport=transport)
+    train(model, stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), handle, overlap=False))
+
+
+def in_shares(transport: str) -> None:
+    model = Net().requires_grad_(True)
+    model.rows.requires_grad_(False)
+    handle = stretto.attach(model, transport=transport)
+    train(model, stretto.shard(torch.optim.AdamW(model.parameters()), handle, keep_grads=False, overlap=False))
+
+
+def with_a_comm_hook(transport: str) -> None:
+    model = Net()
+    handle = stretto.attach(model, transport=transport)
+    handle.register_comm_hook(None, fp16_compress_hook)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def with_a_pass_that_failed(transport: str) -> None:
+    model = Net()
+    stretto.attach(model, transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    hook = model.layers[0].weight.register_hook(lambda gradient: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        model().backward()
+    hook.remove()
+    train(model, optimizer)
+
+
+def in_a_family(transport: str) -> None:
+    first, second = Net(), Net()
+    handle = stretto.attach(first, transport=transport)
+    stretto.attach(second, beside=[handle], transport=transport)
+    for _ in range(3):
+        (first() + second()).backward()
+    del first, handle
+    second().backward()
+
+
+WAYS: tuple[Callable[[str], None], ...] = (
+    detached,
+    forgotten,
+    the_optimizer_lives_longest,
+    drop_in,
+    sharded,
+    sharded_and_forgotten,
+    in_shares,
+    with_a_comm_hook,
+    with_a_pass_that_failed,
+    in_a_family,
+)
+
+
+def there_is() -> collections.Counter[str]:
+    """Objects of stretto's, descriptors and threads of this process."""
+    made = [type(one) for one in gc.get_objects()]
+    found = collections.Counter(one.__qualname__ for one in made if str(one.__module__).startswith("stretto."))
+    found["descriptors"] = len(os.listdir("/proc/self/fd"))
+    found["threads"] = threading.active_count()
+    return found
+
+
+def what_stays(rank: int, transport: str) -> dict[str, dict[str, int]]:
+    found = {}
+    gc.disable()
+    for way in WAYS:
+        way(transport)  # what is made once in a process
+        dist.barrier()
+        gc.collect()
+        before = there_is()
+        way(transport)
+        dist.barrier()
+        found[way.__name__] = dict(there_is() - before)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_nothing_waits_for_pythons_collector(transport: str) -> None:
+    for found in spawn_ranks(what_stays, 2, transport):
+        assert found == {way.__name__: {} for way in WAYS}

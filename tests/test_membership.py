@@ -96,6 +96,19 @@ def change_there_and_back(model: Chain) -> None:
     model.float().double()
 
 
+def rewrite(layer: nn.Module) -> None:
+    """Past registration, as ``.to()`` does under ``torch.__future__.set_overwrite_module_params_on_conversion``."""
+    for name, parameter in layer._parameters.items():
+        assert parameter is not None
+        layer._parameters[name] = nn.Parameter(parameter.detach().clone())
+
+
+def change_all_rewritten(model: Chain) -> None:
+    """No hook is left to begin a pass."""
+    for layer in (model.a, model.b, model.c):
+        rewrite(layer)
+
+
 def change_head_only(model: Chain) -> None:
     """Transfer learning: no parameter of the plan gets a gradient any more."""
     model.requires_grad_(False)
@@ -405,14 +418,18 @@ def mean_of_plain(world: int, number: int) -> dict[str, torch.Tensor | None]:
     return gradients(model)
 
 
-def test_what_was_written_past_registration_is_found_by_the_net() -> None:
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_what_was_written_past_registration_is_found_by_the_net(times: int) -> None:
+    """Also where one that was there in between has left its place in memory to the last."""
+
     def worker(transport):
         model = Chain()
         sync = stretto.attach(model, transport=transport)
         for number in range(1, 40):
             model.zero_grad()
             if number == 20:
-                model.b._parameters["weight"] = nn.Parameter(model.b.weight.detach().clone())
+                for _ in range(times):
+                    rewrite(model.b)
             model(inputs_of(transport.rank, number)).backward()
         return gradients(model), sync.plan
 
@@ -420,6 +437,30 @@ def test_what_was_written_past_registration_is_found_by_the_net() -> None:
     assert plan == other
     assert_close(first, mean_of_plain(2, 39))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_changes_in_each_of_the_first_passes_is_not_taken_for_unused(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport):
+        model = linear(0)
+        stretto.attach(model, transport=transport)
+        for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16)):
+            model.to(dtype)(inputs_of(transport.rank, number).to(dtype)).sum().backward()
+
+    run_ranks(worker, 2)
+    assert "no gradient" not in caplog.text
+
+
+def test_what_was_replaced_leaves_nothing_behind() -> None:
+    def worker(transport):
+        model = Chain()
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        for number in range(1, 30):
+            model.b = linear(number)
+            model(inputs_of(transport.rank, number)).backward()
+            assert sync._reducer is not None and sync._reducer.queue.preset is not None
+            assert len(sync._reducer._arrivals._handles) == len(sync._reducer.queue.preset._hooks) == 6
+
+    run_ranks(worker, 2)
 
 
 @pytest.mark.parametrize("container", [torch.nn.ModuleList, torch.nn.Sequential])

@@ -24,6 +24,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
         "streams",
         "arrivals",
         "survivors",
+        "tables",
         "listeners",
         "record",
         "word",

@@ -60,7 +60,7 @@ class Arrivals:
         self.streams = Streams(parameter.device for parameter in parameters)
         self.append = self.streams.noting(self.order.append)
         wanted = {id(parameter): parameter for parameter in parameters}
-        for key in [key for key, (one, _) in self._handles.items() if one() is not wanted.get(key)]:
+        for key in [key for key, (one, _) in self._handles.items() if key not in wanted or one() is not wanted[key]]:
             self._handles.pop(key)[1].remove()
         for key, parameter in wanted.items():
             if key not in self._handles:

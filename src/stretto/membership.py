@@ -11,7 +11,6 @@ trained in turn, the plan changes twice and then no more.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -27,18 +26,10 @@ from .plan import BucketPlan, plan_buckets
 from .preset import Preset
 from .specs import MIB, describe_parameters
 from .survivors import Survivors
+from .tables import STANDS_FOR, Tables
 from .transport.base import Transport
 from .watch import listen, refuse_torchs, stop_listening
 from .withheld import Withheld
-
-_WITH_INSERT = (torch.nn.ModuleList, torch.nn.Sequential)
-EVERY = 16
-FIRST = 4
-"""The net for what no hook tells is cast in the first passes and then in every ``EVERY``-th."""
-
-
-STANDS_FOR = "_stretto_stands_for"
-"""On what stands in a module's table for a parameter while forward runs: the parameter (ddp_substitutes.py)."""
 
 
 def named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, Any]:
@@ -262,10 +253,7 @@ class Membership:
         self._follow_gradients(everything.values())
         modules = [] if module is None else list(module.modules())
         self._modules = weakref.WeakSet(modules)
-        self._in_order = [weakref.ref(one) for one in modules]
-        self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
-        self._listed = self._listed_now()
-        self._members = self._now()
+        self._tables = Tables(modules, self._ids())
         self._follow_survivors()
 
     def _follow_survivors(self) -> None:
@@ -285,21 +273,18 @@ class Membership:
         if self._preset is not None:
             self._preset.follow(filter(_is_differentiable, parameters))
 
-    def _now(self) -> list[int]:
-        alive = [one for reference in self._in_order if (one := reference()) is not None]
-        tables = (table for one in alive for table in (one._parameters, one._modules))
-        return [*map(id, itertools.chain.from_iterable(table.values() for table in tables))]
-
-    def _listed_now(self) -> list[list[int]]:
-        alive = [one for reference in self._lists if (one := reference()) is not None]
-        return [[*map(id, one._modules.values())] for one in alive]
-
     def look(self, number: int) -> None:
-        """The net for what no hook tells. ``insert`` of torch's lists is looked for in every pass, whatever else is
-        written into a module's tables in every ``EVERY``-th only."""
-        inserted = bool(self._lists) and self._listed_now() != self._listed
-        if inserted or ((number <= FIRST or not number % EVERY) and self._now() != self._members):
+        """For what no hook tells: tables.py."""
+        if self._tables.have_changed(number):
             self.suspect = True
+
+    def look_before(self) -> None:
+        """Before a forward: whether all parameters have been replaced, and no hook is left to begin a pass."""
+        if self._tables.lack_one():
+            here, planned = [*self.everything().values()], self._ids()
+            if all(isinstance(one, torch.nn.Parameter) and id(one) not in planned for one in here):
+                self._hook_new(here)
+                self.suspect = True
 
     # How it is told of changes
 
@@ -314,11 +299,17 @@ class Membership:
             new = list(item.parameters())
         else:
             new = [item] if isinstance(item, torch.nn.Parameter) else []
-        planned = {id(parameter()) for parameter in self._planned.values()}
+        self._hook_new(new)
+
+    def _hook_new(self, new: Iterable[torch.nn.Parameter]) -> None:
+        planned = self._ids()
         for parameter in new:
             if id(parameter) not in planned:
                 self._hook(parameter)
         self._follow_gradients([*self.everything().values(), *new])
+
+    def _ids(self) -> set[int]:
+        return {id(one) for reference in self._planned.values() if (one := reference()) is not None}
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if self.hooked(parameter) or not _is_differentiable(parameter):

@@ -47,7 +47,7 @@ class Preset:
     def follow(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hook these, which are not held, and no others."""
         wanted = {id(parameter): parameter for parameter in parameters}
-        for key in [key for key, (one, _) in self._hooks.items() if one() is not wanted.get(key)]:
+        for key in [key for key, (one, _) in self._hooks.items() if key not in wanted or one() is not wanted[key]]:
             self._hooks.pop(key)[1].remove()
         for key, parameter in wanted.items():
             if key not in self._hooks:

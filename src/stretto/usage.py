@@ -98,7 +98,7 @@ class NeverUsed:
             for bucket in queue.buckets
             for place in bucket.missing
             if not (told and bucket.footer.had[place])
-        }
+        } - queue.loose  # which has come, and fits its slot no more
         self._suspects &= {queue.names[index] for index in unused}
         self._passes += 1
         names = [queue.names[index] for index in sorted(unused - gone) if queue.names[index] in self._suspects]

@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.modules import module as torch_module
 
 import stretto
-from stretto.testing import spawn_ranks
+from stretto.testing import run_ranks, spawn_ranks
+from stretto.transport import Transport
+from stretto.watch import ENTRY
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -159,6 +162,55 @@ def what_stays(rank: int, transport: str) -> dict[str, dict[str, int]]:
         dist.barrier()
         found[way.__name__] = dict(there_is() - before)
     return found
+
+
+def test_the_last_of_a_model_may_go_at_any_moment() -> None:
+    """The collector looks while tables of the process are being changed, or gone through."""
+
+    def worker(transport: Transport) -> None:
+        model = torch.nn.Linear(2, 2)
+        stretto.attach(model, transport=transport)
+        model(torch.ones(1, 2)).sum().backward()
+        with torch_module._global_parameter_registration_hooks[ENTRY]._lock:
+            del model
+
+    run_ranks(worker, 2, timeout=20)
+
+
+def test_and_while_a_module_is_being_built() -> None:
+    def worker(transport: Transport) -> None:
+        models = [torch.nn.Linear(2, 2)]
+        stretto.attach(models[0], transport=transport)
+        models[0](torch.ones(1, 2)).sum().backward()
+        transport.all_gather_object(None)
+        hooks = [
+            torch_module.register_module_parameter_registration_hook(hook)
+            for hook in (lambda *_: models.clear(), lambda *_: None)
+        ]
+        transport.all_gather_object(None)
+        if not transport.rank:
+            torch.nn.Linear(2, 2)
+        transport.all_gather_object(None)
+        for hook in hooks:
+            hook.remove()
+
+    run_ranks(worker, 2, timeout=20)
+
+
+def test_a_layer_that_outlives_its_module_is_not_left_to_its_rank() -> None:
+    def worker(transport: Transport) -> str:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+        handle = stretto.attach(model, transport=transport)
+        model(torch.ones(1, 3)).sum().backward()
+        model.zero_grad()
+        model[0] = torch.nn.Linear(3, 2)
+        loss = model(torch.ones(1, 3)).sum()
+        del model, handle
+        with pytest.raises(stretto.SetupError) as caught:
+            loss.backward()
+        return str(caught.value)
+
+    assert all("That module was freed, so the plan cannot follow" in told for told in run_ranks(worker, 2, timeout=20))
 
 
 @pytest.mark.ranks

@@ -138,8 +138,8 @@ class Channel(People):
         atexit.unregister(self.end)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if self._line.lookout is not None:
-            self._line.lookout.stop(waits=not self._line.is_silent)
+        if (lookout := self._line.lookout) is not None:
+            lookout.stop(waits=not self._line.is_silent)
 
     def _linger(self) -> None:
         """The store ends with this process: let the others read, and write their own last note."""

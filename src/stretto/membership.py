@@ -152,12 +152,16 @@ class Membership:
     def stop(self) -> None:
         """Take the hooks off."""
         stop_listening(self._registered)
-        self._came = None
-        if self._survivors is not None:
-            self._survivors.follow(())
+        self.let_go()
         for _, handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+
+    def let_go(self) -> None:
+        """Call nobody any more. See survivors.py for what must be left alone."""
+        self._came = None
+        if self._survivors is not None:
+            self._survivors.follow(())
 
     # What the module has
 
@@ -258,8 +262,11 @@ class Membership:
 
     def _follow_survivors(self) -> None:
         if self._survivors is not None:
-            planned = [reference() for reference in self._planned.values()]
-            everything = [self._module(), *planned, *self.everything().values()]
+            hooked: list[weakref.ref[Any]] = [
+                *self._planned.values(),
+                *(reference for reference, _ in self._hooks.values()),
+            ]
+            everything = [self._module(), *self.everything().values(), *(reference() for reference in hooked)]
             self._survivors.follow(one for one in everything if one is not None)
 
     def drop_withheld(self, planned: Iterable[torch.Tensor]) -> None:
@@ -315,6 +322,8 @@ class Membership:
         if self.hooked(parameter) or not _is_differentiable(parameter):
             return
         self._hooks[id(parameter)] = weakref.ref(parameter), hook_gradient(parameter, self._outsider_came)
+        if self._survivors is not None:
+            self._survivors.also(parameter)
 
     @left_uncompiled
     def _outsider_came(self, parameter: torch.Tensor) -> None:

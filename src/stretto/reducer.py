@@ -86,8 +86,7 @@ class Reducer:
         self._events, self.stop_watching = events, events.remove
         self.members, self.delay, self.always_delays = members, delay, delay
         self.waits, self._is_idle, self.transport = False, False, transport
-        self._inspection = inspection
-        self.sparse = sparse  # the parameters that lie in no bucket
+        self._inspection, self.sparse = inspection, sparse  # the parameters that lie in no bucket
         self._beside = Beside(self.queue, places, sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
         self.failing = Failing(self.queue, self._stop)
@@ -146,13 +145,14 @@ class Reducer:
         self.family.leave(self)
         self._forward.remove()
         self.queue.close()
+        self.members.stop()
         self._let_go()
 
     def _let_go(self) -> None:
         """Cut what holds this in a circle: survivors.py."""
         self._arrivals.remove()
         self.sparse.unhook()
-        self.members.stop()
+        self.members.let_go()
         del self._arrivals, self._tracker, self._end, self._rejoin, self._consensus
 
     def start_watching(self, observer: object) -> None:

@@ -19,7 +19,8 @@ class Survivors:
     """Some objects, held weakly.
 
     Args:
-        none_left: called when the last of them is gone, in whichever thread let it go; held weakly.
+        none_left: called when the last of them is gone; held weakly. That may be at any moment, in any thread, the
+            collector's moments too: it must take no lock and change no table of the process.
     """
 
     def __init__(self, none_left: Callable[[], None]) -> None:
@@ -28,7 +29,13 @@ class Survivors:
 
     def follow(self, objects: Iterable[object]) -> None:
         """These and no others; none, to be called no more."""
-        self._alive = {id(one): weakref.ref(one, functools.partial(self._gone, id(one))) for one in objects}
+        self._alive = {}
+        for one in objects:
+            self.also(one)
+
+    def also(self, one: object) -> None:
+        """This one, too."""
+        self._alive[id(one)] = weakref.ref(one, functools.partial(self._gone, id(one)))
 
     def _gone(self, key: int, _: object) -> None:
         self._alive.pop(key, None)

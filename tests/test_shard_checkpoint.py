@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from stretto.testing import run_ranks, spawn_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
 
 TRAINED, MORE = range(3), range(3, 6)
+IN_TURN = threading.Lock()
+"""torch's planner says in a global for which version it flattens just now: ranks that are threads read in turn."""
 
 
 def sharded_net(name: str, **options: Any) -> tuple[Net, stretto.ShardedOptimizer]:
@@ -178,7 +181,8 @@ def test_a_world_of_one_writes_and_ranks_that_have_stepped_already_read(tmp_path
         optimizer = stretto.shard(OPTIMIZERS["Adam"](model.parameters()), sync)
         train(model, optimizer, transport.rank, range(7, 9))
         everything = {"model": model, "optimizer": optimizer.stateful()}
-        dcp.load(everything, checkpoint_id=f"{folder}/checkpoint", no_dist=True)
+        with IN_TURN:
+            dcp.load(everything, checkpoint_id=f"{folder}/checkpoint", no_dist=True)
         weights, whole = torch.load(f"{folder}/whole")
         state = optimizer.state_dict()
         if transport.rank == 0:
@@ -205,12 +209,9 @@ def test_parameters_without_state_are_not_written_and_begin_without_one(tmp_path
     def worker(transport: Any) -> None:
         model, sync = attached(transport)
         optimizer = stretto.shard(OPTIMIZERS["Adam"](model.parameters()), sync)
-        dcp.load(
-            {"optimizer": optimizer.stateful()},
-            checkpoint_id=folder,
-            no_dist=True,
-            planner=DefaultLoadPlanner(allow_partial_load=True),
-        )
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        with IN_TURN:
+            dcp.load({"optimizer": optimizer.stateful()}, checkpoint_id=folder, no_dist=True, planner=planner)
         train(model, optimizer, transport.rank, range(1))
         steps = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
         assert transport.rank or steps == {1, 4}
@@ -244,7 +245,8 @@ def test_options_of_groups_are_read(tmp_path: Path) -> None:
     def worker(transport: Any) -> float:
         model, sync = attached(transport)
         sharded = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
-        dcp.load({"optimizer": sharded.stateful()}, checkpoint_id=tmp_path, no_dist=True)
+        with IN_TURN:
+            dcp.load({"optimizer": sharded.stateful()}, checkpoint_id=tmp_path, no_dist=True)
         return sharded.param_groups[0]["lr"]
 
     assert shared(worker, 2) == [0.125, 0.125]

@@ -439,6 +439,57 @@ def test_what_was_written_past_registration_is_found_by_the_net(times: int) -> N
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's, at the break
+@pytest.mark.parametrize("how", ["called", "not in training", "by its parts", "compiled", "compiled in two"])
+def test_all_are_replaced_past_registration_whatever_runs_forward(how: str) -> None:
+    def worker(transport):
+        model = torch.nn.Sequential(linear(0), Broken() if how == "compiled in two" else torch.nn.Tanh(), linear(1))
+        stretto.attach(model, transport=transport)
+        forward = torch.compile(model, backend="eager") if how.startswith("compiled") else model
+        model.train(how != "not in training")
+        for number in range(9):
+            if number == 6:
+                rewrite(model[0])
+                rewrite(model[2])
+            model.zero_grad()
+            x = inputs_of(transport.rank, number)
+            out = model[2](model[1](model[0](x))) if how == "by its parts" else forward(x)
+            loss = out.sum()  # the old graph, and its parameters, live until here
+            loss.backward()
+            yield gradients(model)
+
+    for (first, second), number in zip(zip(*run_ranks(lambda t: [*worker(t)], 2), strict=True), range(9), strict=True):
+        assert first.keys() == second.keys()
+        for name, gradient in first.items():
+            assert gradient is not None
+            assert torch.equal(gradient, second[name]), (number, name)
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_what_stands_for_parameters_for_a_while_is_left_to_its_rank(kind) -> None:
+    def worker(transport):
+        model = nn.Linear(3, 1, bias=False)
+        sync = stretto.attach(model, transport=transport, reduce="sum")
+        x, found = torch.full((1, 3), transport.rank + 1.0), []
+        for _ in range(4):
+            model(x).sum().backward()
+            found.append(model.weight.grad[0, 0].item())
+            for _ in range(2):
+                fast = {"weight": kind(model.weight.detach().clone())}
+                torch.func.functional_call(model, fast, (x,)).sum().backward()
+                assert torch.equal(fast["weight"].grad, x)
+        assert sync._reducer is not None and sync.statistics.passes == 4 and not sync._reducer.members._hooks
+        return found
+
+    assert run_ranks(worker, 2) == [[3.0, 6.0, 9.0, 12.0]] * 2
+
+
 def test_what_changes_in_each_of_the_first_passes_is_not_taken_for_unused(caplog: pytest.LogCaptureFixture) -> None:
     def worker(transport):
         model = linear(0)

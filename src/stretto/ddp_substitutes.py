@@ -26,7 +26,7 @@ from torch.nn.parallel.distributed import _find_tensors, _MixedPrecision
 
 from .engine import left_uncompiled
 from .errors import UnsupportedError, name_list
-from .tables import STANDS_FOR
+from .membership import STANDS_FOR
 from .withheld import Alive
 
 Substitute = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 
 from .launch import LaunchQueue
-from .membership import Membership
 from .words import Control
 
 log = logging.getLogger("stretto")
@@ -35,8 +34,6 @@ class Passes(Protocol):
 
     running: bool
     """A pass is under way; what runs forward now is a checkpoint."""
-    members: Membership
-    """Looks whether the module still has the parameters that are hooked."""
     synchronize: bool
     """The next backward is a pass; else its gradients are kept for one."""
 
@@ -86,7 +83,6 @@ class ForwardWatch:
         learns = module.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not learns or passes is None or passes.running:
             return call(*args, **kwargs)
-        passes.members.look_before()
         counts = passes.synchronize
         self._runs += counts
         queue, events = self._queue, self._queue.events

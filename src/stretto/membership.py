@@ -26,10 +26,13 @@ from .plan import BucketPlan, plan_buckets
 from .preset import Preset
 from .specs import MIB, describe_parameters
 from .survivors import Survivors
-from .tables import STANDS_FOR, Tables
+from .tables import Tables
 from .transport.base import Transport
 from .watch import listen, refuse_torchs, stop_listening
 from .withheld import Withheld
+
+STANDS_FOR = "_stretto_stands_for"
+"""On what stands in a module's table for a parameter while forward runs: the parameter (ddp_substitutes.py)."""
 
 
 def named(module: torch.nn.Module, options: Options, kind: str) -> dict[str, Any]:
@@ -131,6 +134,7 @@ class Membership:
         self._came: Callable[[], None] | None = None
         self._preset: Preset | None = None
         self._survivors: Survivors | None = None
+        self._alive = Survivors(self._none_planned_left)  # of the plan
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
@@ -152,7 +156,6 @@ class Membership:
     def stop(self) -> None:
         """Take the hooks off."""
         stop_listening(self._registered)
-        self.let_go()
         for _, handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -160,6 +163,7 @@ class Membership:
     def let_go(self) -> None:
         """Call nobody any more. See survivors.py for what must be left alone."""
         self._came = None
+        self._alive.follow(())
         if self._survivors is not None:
             self._survivors.follow(())
 
@@ -238,6 +242,7 @@ class Membership:
         self._returned |= self.known(planned) | self._waiting
         self._waiting = set()
         self._planned = {name: weakref.ref(parameter) for name, parameter in planned.items()}
+        self._alive.follow(planned.values())
         self._arrived.clear()
         self.remember()
         everything = self.everything()
@@ -257,15 +262,12 @@ class Membership:
         self._follow_gradients(everything.values())
         modules = [] if module is None else list(module.modules())
         self._modules = weakref.WeakSet(modules)
-        self._tables = Tables(modules, self._ids())
+        self._tables = Tables(modules)
         self._follow_survivors()
 
     def _follow_survivors(self) -> None:
         if self._survivors is not None:
-            hooked: list[weakref.ref[Any]] = [
-                *self._planned.values(),
-                *(reference for reference, _ in self._hooks.values()),
-            ]
+            hooked: list[Any] = [*self._planned.values(), *(one for one, _ in self._hooks.values())]
             everything = [self._module(), *self.everything().values(), *(reference() for reference in hooked)]
             self._survivors.follow(one for one in everything if one is not None)
 
@@ -285,14 +287,6 @@ class Membership:
         if self._tables.have_changed(number):
             self.suspect = True
 
-    def look_before(self) -> None:
-        """Before a forward: whether all parameters have been replaced, and no hook is left to begin a pass."""
-        if self._tables.lack_one():
-            here, planned = [*self.everything().values()], self._ids()
-            if all(isinstance(one, torch.nn.Parameter) and id(one) not in planned for one in here):
-                self._hook_new(here)
-                self.suspect = True
-
     # How it is told of changes
 
     def _registered(self, owner: torch.nn.Module, item: object) -> None:
@@ -306,17 +300,23 @@ class Membership:
             new = list(item.parameters())
         else:
             new = [item] if isinstance(item, torch.nn.Parameter) else []
-        self._hook_new(new)
-
-    def _hook_new(self, new: Iterable[torch.nn.Parameter]) -> None:
-        planned = self._ids()
+        planned = {id(parameter()) for parameter in self._planned.values()}
         for parameter in new:
             if id(parameter) not in planned:
                 self._hook(parameter)
         self._follow_gradients([*self.everything().values(), *new])
 
-    def _ids(self) -> set[int]:
-        return {id(one) for reference in self._planned.values() if (one := reference()) is not None}
+    @left_uncompiled
+    def _none_planned_left(self) -> None:
+        """The last parameter of the plan is gone. Where that was past registration no hook is left to begin a pass.
+
+        What stands for parameters for a while (``functional_call``) does not look so: they are to come back, and live.
+        """
+        if self._came is not None and self.module() is not None:
+            everything = self.everything().values()
+            for parameter in everything:
+                self._hook(parameter)
+            self._follow_gradients(everything)
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if self.hooked(parameter) or not _is_differentiable(parameter):

@@ -1,6 +1,6 @@
 """Whether anything is left of what was attached: else nobody will ever call for it again.
 
-    module, its parameters ──(held weakly)──> the last one goes ──> the reducer cuts its circles ──> all memory goes
+    module, its parameters, all that has a hook ──(held weakly)──> the last one goes ──> the reducer cuts its circles
 
 The memory of gradients, descriptors and the thread go with the last reference to a reducer. Its own parts call it back;
 Python's collector finds such circles late, since it counts objects and no bytes, and a program that attaches one model

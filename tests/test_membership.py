@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -469,6 +470,92 @@ class Broken(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return torch.tanh(x)
+
+
+def replaced_at(change: Callable[[nn.Sequential, list[torch.Tensor]], None]) -> list[list[dict]]:
+    """Gradients of passes in which each rank has let go of all that was planned, by ``change``, before the fifth."""
+
+    def worker(transport):
+        model, kept = torch.nn.Sequential(linear(0), torch.nn.Sequential(linear(1))), []
+        model[0].requires_grad_(False)
+        stretto.attach(model, transport=transport)
+        found = []
+        for number in range(8):
+            if number == 5:
+                change(model, kept)
+            model.zero_grad()
+            model(inputs_of(transport.rank, number)).sum().backward()
+            kept.clear()
+            found.append(gradients(model[1]))
+        return found
+
+    return run_ranks(worker, 2)
+
+
+def put_in_later(model: nn.Sequential, _: list[torch.Tensor]) -> None:
+    del model[1][0]
+    model[1].insert(0, linear(7))
+
+
+def written_later(model: nn.Sequential, _: list[torch.Tensor]) -> None:
+    model[1]._modules.clear()
+    model[1]._modules["0"] = linear(7)
+
+
+def within_a_transform(model: nn.Sequential, kept: list[torch.Tensor]) -> None:
+    kept += model.parameters()
+    rewrite(model[0])
+    model[0].requires_grad_(False)  # torch allows no hook on these in there
+    rewrite(model[1][0])
+
+    def let_go(x: torch.Tensor) -> torch.Tensor:
+        kept.clear()
+        return x.sum()
+
+    torch.func.grad(let_go)(torch.ones(2))
+
+
+@pytest.mark.parametrize("change", [put_in_later, written_later, within_a_transform])
+def test_what_takes_the_place_of_all_that_was_planned_is_found(change) -> None:
+    for first, second in zip(*replaced_at(change), strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in ("0.weight", "0.bias"))
+
+
+def test_all_are_replaced_and_the_last_goes_amid_backward() -> None:
+    """What has come by then was not seen; it is averaged all the same."""
+
+    def worker(transport):
+        model, kept = torch.nn.Sequential(linear(0), linear(1)), []
+        stretto.attach(model, transport=transport)
+        for number in range(7):
+            if number == 4:
+                kept += model.parameters()
+                rewrite(model[0])
+                rewrite(model[1])
+            model.zero_grad()
+            between = model[0](inputs_of(transport.rank, number))
+            between.register_hook(lambda _, kept=kept: kept.clear())
+            model[1](between).sum().backward()
+            del between
+            found = gradients(model)
+            yield found, [one.detach().clone() for one in model.parameters()]
+
+    for (first, values), (second, others) in zip(*run_ranks(lambda t: [*worker(t)], 2), strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert all(map(torch.equal, values, others))
+
+
+def test_a_parameter_that_was_taken_out_of_a_table_is_seen() -> None:
+    def worker(transport):
+        model = linear(0)
+        sync = stretto.attach(model, transport=transport)
+        for number in range(20):
+            if number == 5:
+                model._parameters["bias"] = None
+            model(inputs_of(transport.rank, number)).sum().backward()
+        return [spec.name for spec in sync.plan.parameters]
+
+    assert run_ranks(worker, 2) == [["weight"]] * 2
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])

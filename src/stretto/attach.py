@@ -15,12 +15,12 @@ from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
-from .membership import named, plan_for, stand_in, trained, wrapping
+from .membership import named, stand_in, trained, wrapping
 from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
-from .sizing import suit_link
+from .sizing import plan_for, suit_link
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_unknown_name, warn_of_tasks
 from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from .launch import LaunchQueue
+from .membership import Membership
 from .words import Control
 
 log = logging.getLogger("stretto")
@@ -34,6 +35,8 @@ class Passes(Protocol):
 
     running: bool
     """A pass is under way; what runs forward now is a checkpoint."""
+    members: Membership
+    """Knows whether hooks are left to begin a pass."""
     synchronize: bool
     """The next backward is a pass; else its gradients are kept for one."""
 
@@ -80,6 +83,8 @@ class ForwardWatch:
         module = self._found()
         assert module is not None, "it is being called"
         call, passes = self._compiled or module._call_impl, self._passes()
+        if passes is not None and passes.members.is_bare:
+            passes.members.hook_what_is_there()
         learns = module.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not learns or passes is None or passes.running:
             return call(*args, **kwargs)

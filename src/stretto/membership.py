@@ -11,23 +11,21 @@ trained in turn, the plan changes twice and then no more.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arrivals import hook_gradient
-from .engine import left_uncompiled
+from .engine import current_task, left_uncompiled
 from .errors import name_list
 from .options import Options, names_of_sparse
-from .plan import BucketPlan, plan_buckets
 from .preset import Preset
-from .specs import MIB, describe_parameters
 from .survivors import Survivors
 from .tables import Tables
-from .transport.base import Transport
 from .watch import listen, refuse_torchs, stop_listening
 from .withheld import Withheld
 
@@ -75,42 +73,6 @@ def stand_in(device: torch.device) -> dict[str, torch.nn.Parameter]:
     return {STAND_IN: torch.nn.Parameter(torch.zeros(1, device=device))}
 
 
-def plan_for(
-    parameters: Mapping[str, torch.nn.Parameter],
-    options: Options,
-    carrier: Transport | None,
-    arrived: Collection[str] = (),
-) -> BucketPlan:
-    """A plan with the caps that were asked for, or that suit the transport.
-
-    Args:
-        parameters: by name, in order of registration.
-        options: what the user asked for.
-        carrier: the transport, if any.
-        arrived: names in the order in which gradients used to arrive. Each other one is taken to arrive just before
-            the one that was registered before it.
-    """
-    specs = describe_parameters(parameters, options.reduce_dtypes(parameters))
-    cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
-    if cap is None and options.delay:
-        cap = last = 1 + sum(spec.nbytes for spec in specs) / MIB
-    suits = (carrier.bucket_cap_bytes, carrier.last_bucket_cap_bytes) if carrier else (4 * MIB, MIB)
-    names = [spec.name for spec in specs]
-    index_of = {name: index for index, name in enumerate(names)}
-    order = [index_of[name] for name in arrived if name in index_of]
-    known = set(order)
-    for index in range(len(names)):
-        if index not in known:
-            order.insert(order.index(index - 1) if index else len(order), index)
-    return plan_buckets(
-        specs,
-        order,
-        cap_bytes=suits[0] if cap is None else int(cap * MIB),
-        last_cap_bytes=int(last * MIB) if last is not None else suits[1] if cap is None else None,
-        cut_after=[index_of[name] for name in options.launch_after if name in index_of],
-    )
-
-
 class Membership:
     """Looks at a module without keeping it alive.
 
@@ -134,7 +96,9 @@ class Membership:
         self._came: Callable[[], None] | None = None
         self._preset: Preset | None = None
         self._survivors: Survivors | None = None
-        self._alive = Survivors(self._none_planned_left)  # of the plan
+        self._planned_alive = Survivors(self._none_planned_left)
+        self.is_bare = False
+        """Whether nothing is left of what was planned, and nobody has followed: a forward looks what there is then."""
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
@@ -155,6 +119,7 @@ class Membership:
 
     def stop(self) -> None:
         """Take the hooks off."""
+        self.let_go()
         stop_listening(self._registered)
         for _, handle in self._hooks.values():
             handle.remove()
@@ -163,7 +128,8 @@ class Membership:
     def let_go(self) -> None:
         """Call nobody any more. See survivors.py for what must be left alone."""
         self._came = None
-        self._alive.follow(())
+        self._planned_alive.follow(())
+        self.is_bare = False
         if self._survivors is not None:
             self._survivors.follow(())
 
@@ -242,7 +208,8 @@ class Membership:
         self._returned |= self.known(planned) | self._waiting
         self._waiting = set()
         self._planned = {name: weakref.ref(parameter) for name, parameter in planned.items()}
-        self._alive.follow(planned.values())
+        self._planned_alive.follow(planned.values())
+        self.is_bare = False
         self._arrived.clear()
         self.remember()
         everything = self.everything()
@@ -267,7 +234,7 @@ class Membership:
 
     def _follow_survivors(self) -> None:
         if self._survivors is not None:
-            hooked: list[Any] = [*self._planned.values(), *(one for one, _ in self._hooks.values())]
+            hooked: list[Any] = [*self._planned.values(), *(one for one, _ in [*self._hooks.values()])]
             everything = [self._module(), *self.everything().values(), *(reference() for reference in hooked)]
             self._survivors.follow(one for one in everything if one is not None)
 
@@ -306,17 +273,27 @@ class Membership:
                 self._hook(parameter)
         self._follow_gradients([*self.everything().values(), *new])
 
-    @left_uncompiled
     def _none_planned_left(self) -> None:
-        """The last parameter of the plan is gone. Where that was past registration no hook is left to begin a pass.
+        """Where that was past registration, no hook on what is trained is left to begin a pass. See survivors.py.
 
-        What stands for parameters for a while (``functional_call``) does not look so: they are to come back, and live.
+        What stands for parameters for a while (``functional_call``) is no reason: they are to come back, and live.
         """
-        if self._came is not None and self.module() is not None:
-            everything = self.everything().values()
-            for parameter in everything:
+        self.is_bare = self._came is not None and self.module() is not None
+        if self.is_bare:
+            self.hook_what_is_there()
+
+    @left_uncompiled
+    def hook_what_is_there(self) -> None:
+        """While it is bare: what has come in place of the planned. Again before each forward; it may come later."""
+        there = [one for one in self.everything().values() if isinstance(one, torch.nn.Parameter) and one.is_leaf]
+        amid = current_task() != -1
+        for parameter in sorted(there, key=lambda one: not one.requires_grad):
+            known = self.hooked(parameter)
+            with contextlib.suppress(RuntimeError):  # torch.func allows no hook on a frozen one; the next forward does
                 self._hook(parameter)
-            self._follow_gradients(everything)
+            if amid and not known and parameter.grad is not None:
+                self._arrived.add(id(parameter))  # before it was hooked
+        self._follow_gradients(there)
 
     def _hook(self, parameter: torch.nn.Parameter) -> None:
         if self.hooked(parameter) or not _is_differentiable(parameter):

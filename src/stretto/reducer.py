@@ -144,8 +144,8 @@ class Reducer:
         """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
         self._forward.remove()
-        self.queue.close()
         self.members.stop()
+        self.queue.close()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -33,9 +33,10 @@ from .changes import Changes
 from .errors import SetupError, name_list
 from .launch import LaunchQueue
 from .loose import Contribution, LooseRows, reduce_dense
-from .membership import Membership, named, plan_for, unfit
+from .membership import Membership, named, unfit
 from .plan import BucketPlan
 from .preset import Preset
+from .sizing import plan_for
 from .sparse import SparseGradients
 from .specs import describe_parameters
 from .tracker import ArrivalTracker

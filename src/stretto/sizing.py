@@ -1,8 +1,9 @@
-"""How large buckets should be between hosts: from what an all-reduce costs there, measured once, when ranks attach.
+"""A plan whose buckets are as large as was asked for, or as suits the transport.
 
-A message of c bytes takes a + c / B seconds. Small ones leave early, and little is left when backward has ended; but
-the smaller they are, the more of their time is a, in which no byte moves. At c = a B that is half of it (n 1/2 in
-Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
+Between hosts that follows from what an all-reduce costs there, measured once, when ranks attach. A message of c bytes
+takes a + c / B seconds. Small ones leave early, and little is left when backward has ended; but the smaller they are,
+the more of their time is a, in which no byte moves. At c = a B that is half of it (n 1/2 in Hockney, "The communication
+challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
 
     c = 2 a B
 
@@ -17,15 +18,15 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .options import Options
-from .plan import BucketPlan
-from .specs import KIB, MIB, format_bytes
+from .plan import BucketPlan, plan_buckets
+from .specs import KIB, MIB, describe_parameters, format_bytes
 from .transport.base import Transport, Work
 
 PROBE_BYTES = MIB
@@ -64,6 +65,42 @@ class AllReduceCost:
         """
         best = 2 * (self.latency + BUSY_SECONDS) * self.bandwidth
         return 17 << round(math.log2(min(max(best, LEAST), MOST) / 16))
+
+
+def plan_for(
+    parameters: Mapping[str, torch.nn.Parameter],
+    options: Options,
+    carrier: Transport | None,
+    arrived: Collection[str] = (),
+) -> BucketPlan:
+    """A plan with the caps that were asked for, or that suit the transport.
+
+    Args:
+        parameters: by name, in order of registration.
+        options: what the user asked for.
+        carrier: the transport, if any.
+        arrived: names in the order in which gradients used to arrive. Each other one is taken to arrive just before
+            the one that was registered before it.
+    """
+    specs = describe_parameters(parameters, options.reduce_dtypes(parameters))
+    cap, last = options.bucket_cap_mb, options.last_bucket_cap_mb
+    if cap is None and options.delay:
+        cap = last = 1 + sum(spec.nbytes for spec in specs) / MIB
+    suits = (carrier.bucket_cap_bytes, carrier.last_bucket_cap_bytes) if carrier else (4 * MIB, MIB)
+    names = [spec.name for spec in specs]
+    index_of = {name: index for index, name in enumerate(names)}
+    order = [index_of[name] for name in arrived if name in index_of]
+    known = set(order)
+    for index in range(len(names)):
+        if index not in known:
+            order.insert(order.index(index - 1) if index else len(order), index)
+    return plan_buckets(
+        specs,
+        order,
+        cap_bytes=suits[0] if cap is None else int(cap * MIB),
+        last_cap_bytes=int(last * MIB) if last is not None else suits[1] if cap is None else None,
+        cut_after=[index_of[name] for name in options.launch_after if name in index_of],
+    )
 
 
 def suit_link(options: Options, plan: BucketPlan, transport: Transport, wait_for: WaitFor, gather: Gather) -> Options:

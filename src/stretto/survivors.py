@@ -1,4 +1,4 @@
-"""Whether anything is left of what was attached: else nobody will ever call for it again.
+"""Whether anything is left of some objects: of what was attached, or of the parameters of a plan (membership.py).
 
     module, its parameters, all that has a hook ──(held weakly)──> the last one goes ──> the reducer cuts its circles
 
@@ -20,7 +20,7 @@ class Survivors:
 
     Args:
         none_left: called when the last of them is gone; held weakly. That may be at any moment, in any thread, the
-            collector's moments too: it must take no lock and change no table of the process.
+            collector's moments too: it must take no lock and change no table of the process, nor raise.
     """
 
     def __init__(self, none_left: Callable[[], None]) -> None:

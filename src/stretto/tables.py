@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,8 +39,7 @@ class Tables:
     def _hold_others(self) -> bool:
         """By reference: one that is gone leaves its ``id`` to the next."""
         now, held = self._now(), self._held
-        known = [None if was is None else was() for was in held]
-        return len(now) != len(held) or any(was is not one for was, one in zip(known, now, strict=True))
+        return len(now) != len(held) or not all(map(_is_still, held, now))
 
     def _now(self) -> list[torch.nn.Parameter | torch.nn.Module | None]:
         alive = [one for reference in self._modules if (one := reference()) is not None]
@@ -49,3 +49,7 @@ class Tables:
     def _listed_now(self) -> list[list[int]]:
         alive = [one for reference in self._lists if (one := reference()) is not None]
         return [[*map(id, one._modules.values())] for one in alive]
+
+
+def _is_still(was: weakref.ref[Any] | None, one: object) -> bool:
+    return one is None if was is None else one is not None and was() is one

@@ -440,6 +440,38 @@ def test_what_was_written_past_registration_is_found_by_the_net(times: int) -> N
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize(("written", "seen", "passes"), [(2, 0, 0), (20, 25, 8), (26, 29, 3), (30, 32, 2)])
+def test_what_was_trained_unseen_is_named_with_its_passes(
+    written: int, seen: int, passes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def worker(transport):
+        model = Chain()
+        model.layers = nn.ModuleList([linear(1)])
+        stretto.attach(model, transport=transport)
+        for number in range(1, 34):
+            if number == written + (transport.rank == 0):
+                rewrite(model.b)
+            if number == 25:
+                model.c = linear(2)  # seen at once, and so are all others
+            if number == 29:
+                model.layers.insert(0, linear(3))
+            x = inputs_of(transport.rank, number)
+            (model(x) + sum(layer(x).sum() for layer in model.layers)).backward()
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(worker, 2)
+    told = [record.message for record in caplog.records if "seen only now" in record.message]
+    if not seen:
+        assert told == []
+        return
+    assert told == [
+        f"rank 0, pass {seen}: seen only now: b.weight, b.bias, written into _parameters or _modules, where torch "
+        f"tells nobody. Gradients were not averaged in up to {passes} passes before this one. Values are rank 0's from "
+        "here on; what an optimizer keeps may differ between ranks.\n"
+        "Assign it, module.name = layer, which is seen at once, or attach anew after such a change."
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's, at the break
 @pytest.mark.parametrize("how", ["called", "not in training", "by its parts", "compiled", "compiled in two"])
 def test_all_are_replaced_past_registration_whatever_runs_forward(how: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -11,6 +12,8 @@ from .launch import LaunchQueue
 from .membership import STAND_IN, Membership
 from .sparse import SparseGradients
 from .specs import dtype_name
+
+log = logging.getLogger("stretto")
 
 
 class Changes:
@@ -87,3 +90,27 @@ def _difference(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     if parameter.dtype != dtype:
         return f"now {dtype_name(parameter.dtype)}"
     return "with another shape" if tuple(parameter.shape) != tuple(shape) else ""
+
+
+def warn_of_unseen(where: str, told: Iterable[Mapping[str, int]]) -> None:
+    """Of what was trained by each rank alone before it was seen.
+
+    Args:
+        where: rank and pass.
+        told: as :meth:`Membership.unseen`, of each rank.
+    """
+    passes: dict[str, int] = {}
+    for unseen in told:
+        passes |= {name: max(number, passes.get(name, 0)) for name, number in unseen.items()}
+    if passes:
+        number = max(passes.values())
+        log.warning(
+            "%s: seen only now: %s, written into _parameters or _modules, where torch tells nobody. Gradients were not "
+            "averaged in up to %d pass%s before this one. Values are rank 0's from here on; what an optimizer keeps "
+            "may differ between ranks.\n"
+            "Assign it, module.name = layer, which is seen at once, or attach anew after such a change.",
+            where,
+            name_list([*passes]),
+            number,
+            "es" * (number > 1),
+        )

@@ -254,6 +254,14 @@ class Membership:
         if self._tables.have_changed(number):
             self.suspect = True
 
+    def unseen(self) -> dict[str, int]:
+        """Names of trained ones that no hook has seen, and how many passes before this one that may have been so."""
+        passes = self._tables.passes_before
+        seen = {id(parameter()) for parameter in self._planned.values()}
+        seen |= {id(one) for module in self._tables.inserted() for one in module.parameters()}
+        there = [(name, one) for name, one in self._to_reduce().items() if passes and id(one) not in seen]
+        return {name: passes for name, one in there if not self.hooked(one)}
+
     # How it is told of changes
 
     def _registered(self, owner: torch.nn.Module, item: object) -> None:

@@ -29,7 +29,7 @@ from .arrivals import owner_of
 from .broadcast import broadcast_coalesced
 from .bucket import Bucket
 from .buffers import BufferPlaces
-from .changes import Changes
+from .changes import Changes, warn_of_unseen
 from .errors import SetupError, name_list
 from .launch import LaunchQueue
 from .loose import Contribution, LooseRows, reduce_dense
@@ -57,6 +57,8 @@ class _Told:
     """Names of those whose gradients can stay in shares."""
     renamed: dict[str, str]
     """Names of those that the old buckets or rows have carried by another name, and that one."""
+    unseen: dict[str, int]
+    """As :meth:`Membership.unseen`."""
 
 
 class Rejoin:
@@ -200,20 +202,22 @@ class Rejoin:
         queue, members = self._queue, self._members
         members.keep({name for waiting in queue.peers.gather(self._waiting) for name in waiting})
         wanted, rows = members.wanted(), members.rows()
+        now = {**wanted, **rows}
         order = [queue.names[index] for index in queue.plan.order]
         plan = plan_for(wanted, members.options, queue.transport, order)
         module = self._agree(wanted, rows, plan)
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
         give_back_whole(queue.buckets, but=wanted.values())  # who leaves the plan, frozen, may be stepped all the same
         in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
-        renamed = self._renamed({**wanted, **rows})
-        told: list[_Told] = queue.peers.gather(_Told(self._loose(wanted, rows, release=release), in_shares, renamed))
+        renamed = self._renamed(now)
+        mine = _Told(self._loose(wanted, rows, release=release), in_shares, renamed, members.unseen())
+        told = queue.peers.gather(mine)
         settled = {name for name, old in renamed.items() if all(one.renamed.get(name) == old for one in told)}
         everyone = [{name: has for name, has in one.loose.items() if name not in settled} for one in told]
         in_shares.intersection_update(*(one.in_shares for one in told))
         loose = {name for one in everyone for name in one}
-        mine, words, factor = everyone[queue.transport.rank], self._changes.in_words(), self._factor()
-        contributions = self._contributions(mine, renamed, {**wanted, **rows}, release=release)
+        words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
+        contributions = self._contributions(everyone[queue.transport.rank], renamed, now, release=release)
         carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
         used = self._rows.used_by
         self._send_values(module, loose)
@@ -222,7 +226,7 @@ class Rejoin:
         self._tracker.rebuild(list(wanted.values()))
         dtypes = members.options.reduce_dtypes(rows)
         self._rows.rebuild(rows, dtypes)
-        members.follow({**wanted, **rows})
+        members.follow(now)
         self._places.follow(module)
         had = {name for name in loose if name in carried or any(one.get(name) for one in everyone)}
         reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=release)
@@ -230,7 +234,7 @@ class Rejoin:
             among = {name: one for name, one in rows.items() if name in loose}
             LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, used, release=release)
         self._arrived, self._before, self._waiting = set(), {}, set()
-        self._tell(words, plan)
+        self._tell(words, plan, [one.unseen for one in told])
 
     def _agree(
         self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], plan: BucketPlan
@@ -320,9 +324,6 @@ class Rejoin:
         found |= {name: rows[key] for key, name in name_of.items() if key in rows}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _factor(self) -> torch.Tensor | float | None:
-        return self._queue.scaling.after(self._queue.buckets[-1].footer.weight)
-
     def _carried(self, names: set[str]) -> dict[str, torch.Tensor]:
         """Copies of what the old buckets hold for these, where any rank had something for them."""
         found = {}
@@ -339,9 +340,10 @@ class Rejoin:
             values += named(module, self._members.options, "buffers").values()
         broadcast_coalesced(values, self._queue.transport, self._queue.wait_for)
 
-    def _tell(self, words: str, plan: BucketPlan) -> None:
+    def _tell(self, words: str, plan: BucketPlan, unseen: Iterable[Mapping[str, int]]) -> None:
         queue = self._queue
         if queue.transport.rank == 0:
             log.info("%s: the plan follows the module: %s", queue.where, words)
+            warn_of_unseen(queue.where, unseen)
         if self._events.plan_changed:
             self._events.emit(self._events.plan_changed, queue.pass_number, plan)

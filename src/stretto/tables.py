@@ -30,11 +30,30 @@ class Tables:
         self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
         self._listed = self._listed_now()
         self._held = [None if one is None else weakref.ref(one) for one in self._now()]
+        self._asked = 0
+
+    @property
+    def passes_before(self) -> int:
+        """How many passes there were, before that in which it was last asked, since all was looked at."""
+        return max(self._asked - 1, 0)
 
     def have_changed(self, number: int) -> bool:
         """Asked in pass ``number``."""
-        inserted = bool(self._lists) and self._listed_now() != self._listed
-        return inserted or ((number <= FIRST or not number % EVERY) and self._hold_others())
+        self._asked += 1
+        if self._lists and self._listed_now() != self._listed:
+            return True
+        if number > FIRST and number % EVERY:
+            return False
+        if not self._hold_others():
+            self._asked = 0
+            return False
+        return True
+
+    def inserted(self) -> list[torch.nn.Module]:
+        """What lists have now and had not before: that is seen in the pass in which it comes."""
+        before = {key for keys in self._listed for key in keys}
+        alive = [one for reference in self._lists if (one := reference()) is not None]
+        return [child for one in alive for child in one._modules.values() if child and id(child) not in before]
 
     def _hold_others(self) -> bool:
         """By reference: one that is gone leaves its ``id`` to the next."""

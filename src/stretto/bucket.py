@@ -20,6 +20,7 @@ C++ object that holds the hook. So reducer and buckets hold parameters weakly; e
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -33,6 +34,7 @@ from .slots import Slots, hand_out, lies_in, which_lie_in
 from .transport.base import Transport, Work
 from .withheld import Withheld
 
+_grad = operator.attrgetter("grad")
 _FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
 
@@ -281,8 +283,12 @@ class Bucket:
 
     def withhold(self) -> None:
         """What is in ``.grad`` is not the mean, but for this rank's share: nobody shall take it for that."""
-        for parameter, view, instead in zip(self.parameters, self.views, self.withheld, strict=False):
-            if is_slot(parameter, view) and parameter.numel():
+        if not self.withheld:
+            return
+        parameters = self.parameters
+        all_are_slots = all(which_lie_in([*map(_grad, parameters)], self.views))  # mostly; a look at each costs more
+        for parameter, view, instead in zip(parameters, self.views, self.withheld, strict=True):
+            if (all_are_slots or is_slot(parameter, view)) and parameter.numel():
                 parameter.grad = instead
 
     # A pass that is given up

@@ -166,7 +166,7 @@ class Plans:
 
 
 def train(change: str, transport, cap: float | None, uneven: bool, how: str, **options):
-    model, seen, plans = Chain(), [], Plans()
+    model, seen, used, plans = Chain(), [], [], Plans()
     if change == "unfrozen":
         frozen_at_the_start(model)
     sync = stretto.attach(model, transport=transport, bucket_cap_mb=cap, **options)
@@ -183,9 +183,27 @@ def train(change: str, transport, cap: float | None, uneven: bool, how: str, **o
             model.zero_grad()
         model(inputs_of(transport.rank, number), uses_of(transport.rank, number, uneven)).backward()
         seen.append(gradients(model))
+        used.append(sync.used_by)
     result = {"seen": seen, "plans": plans.changed, "count": sync.statistics.plans, "names": sync.plan.parameters}
+    result["used"] = used
     sync.detach()
     return result
+
+
+def ranks_that_use(change: str, world: int, uneven: bool) -> list[dict[str, int]]:
+    model, counts = Chain(), []
+    if change == "unfrozen":
+        frozen_at_the_start(model)
+    for number in range(1, PASSES + 1):
+        if number == AT:
+            CHANGES[change](model)
+        counts.append({name: 0 for name, _ in model.named_parameters()})
+        for rank in range(world):
+            model.zero_grad()
+            model(inputs_of(rank, number), uses_of(rank, number, uneven)).backward()
+            for name, parameter in model.named_parameters():
+                counts[-1][name] += parameter.grad is not None
+    return counts
 
 
 def assert_close(found, wanted, nothing_is_zeros: bool = False) -> None:
@@ -218,6 +236,11 @@ def test_the_plan_follows_and_that_very_pass_is_right(change: str, cap: str, une
                 assert_close(found["seen"][number - 1], wanted)
             except AssertionError as error:
                 raise AssertionError(f"pass {number}: {error}") from error
+    for number, wanted in enumerate(ranks_that_use(change, world, uneven), 1):
+        for found in ranks:
+            used = found["used"][number - 1]
+            assert used == {name: wanted.get(name, 0) for name in used}, number
+            assert used.keys() >= {name for name, count in wanted.items() if count}, number
     for other in ranks[1:]:
         assert_equal_bits(ranks[0], other)
     if change not in ("removed", "there_and_back"):

@@ -145,6 +145,46 @@ def test_a_change_is_followed_in_the_pass_that_meets_it(
     compare(ranks, drive(net_for(what, with_dense), range(world), world, CHANGES[what], USES[use], clear))
 
 
+@pytest.mark.parametrize("with_dense", [True, False], ids=["beside a dense layer", "alone"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_who_used_what_is_known_after_the_pass_of_a_change(what: str, with_dense: bool) -> None:
+    uses = USES["others elsewhere"]
+
+    def passes(model: Net, after: Callable[[int], None]) -> None:
+        for number in range(AT + 2):
+            if number == AT:
+                CHANGES[what](model)
+            after(number)
+
+    def worker(transport):
+        model, found = net_for(what, with_dense), []
+        sync = stretto.attach(model, transport=transport)
+
+        def one_pass(number: int) -> None:
+            model.zero_grad()
+            model(indices_of(transport.rank, number), uses(transport.rank, number)).backward()
+            found.append(sync.used_by)
+
+        passes(model, one_pass)
+        return found
+
+    model, wanted = net_for(what, with_dense), []
+
+    def count(number: int) -> None:
+        wanted.append({name: 0 for name, _ in model.named_parameters()})
+        for rank in range(3):
+            model.zero_grad()
+            model(indices_of(rank, number), uses(rank, number)).backward()
+            for name, parameter in model.named_parameters():
+                wanted[-1][name] += parameter.grad is not None
+
+    passes(model, count)
+    for found in run_ranks(worker, 3):
+        for used, counts in zip(found, wanted, strict=True):
+            assert used == {name: counts.get(name, 0) for name in used}
+            assert used.keys() >= {name for name, ranks in counts.items() if ranks}
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_with_sums(what: str) -> None:
     ranks = run_ranks(lambda transport: train(transport, what, "some", True, False, reduce="sum"), 3)

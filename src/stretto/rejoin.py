@@ -40,6 +40,7 @@ from .sizing import plan_for
 from .sparse import SparseGradients
 from .specs import describe_parameters
 from .tracker import ArrivalTracker
+from .usage import follow_a_change, used_by
 from .withheld import Alive, Withheld, complete, give_back_whole
 
 log = logging.getLogger("stretto")
@@ -167,8 +168,7 @@ class Rejoin:
 
     def _some_are_frozen(self, buckets: Iterable[Bucket]) -> bool:
         alive = self._tracker.alive(index for bucket in buckets for index in bucket.indices)
-        frozen = [index for index, parameter in alive if not parameter.requires_grad]
-        return any(self._members.may_leave(self._queue.names[index]) for index in frozen)
+        return any(not one.requires_grad and self._members.may_leave(self._queue.names[i]) for i, one in alive)
 
     def _differs(self) -> bool:
         """Compare the module with the plan; if nothing has changed, know it for the next time."""
@@ -203,8 +203,7 @@ class Rejoin:
         members.keep({name for waiting in queue.peers.gather(self._waiting) for name in waiting})
         wanted, rows = members.wanted(), members.rows()
         now = {**wanted, **rows}
-        order = [queue.names[index] for index in queue.plan.order]
-        plan = plan_for(wanted, members.options, queue.transport, order)
+        plan = plan_for(wanted, members.options, queue.transport, [queue.names[i] for i in queue.plan.order])
         module = self._agree(wanted, rows, plan)
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
         give_back_whole(queue.buckets, but=wanted.values())  # who leaves the plan, frozen, may be stepped all the same
@@ -212,27 +211,29 @@ class Rejoin:
         renamed = self._renamed(now)
         mine = _Told(self._loose(wanted, rows, release=release), in_shares, renamed, members.unseen())
         told = queue.peers.gather(mine)
-        settled = {name for name, old in renamed.items() if all(one.renamed.get(name) == old for one in told)}
+        settled = {n: old for n, old in renamed.items() if all(one.renamed.get(n) == old for one in told)}
         everyone = [{name: has for name, has in one.loose.items() if name not in settled} for one in told]
         in_shares.intersection_update(*(one.in_shares for one in told))
         loose = {name for one in everyone for name in one}
         words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
         contributions = self._contributions(everyone[queue.transport.rank], renamed, now, release=release)
         carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
-        used = self._rows.used_by
+        rows_used = self._rows.used_by
+        used = used_by(queue) | rows_used
         self._send_values(module, loose)
         queue.in_shares = Alive(wanted[name] for name in in_shares)
         queue.rebuild(wanted, plan)
         self._tracker.rebuild(list(wanted.values()))
         dtypes = members.options.reduce_dtypes(rows)
         self._rows.rebuild(rows, dtypes)
+        follow_a_change(queue, self._rows, used, settled, everyone)
         members.follow(now)
         self._places.follow(module)
         had = {name for name in loose if name in carried or any(one.get(name) for one in everyone)}
         reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=release)
         if loose & rows.keys():
             among = {name: one for name, one in rows.items() if name in loose}
-            LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, used, release=release)
+            LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, rows_used, release=release)
         self._arrived, self._before, self._waiting = set(), {}, set()
         self._tell(words, plan, [one.unseen for one in told])
 

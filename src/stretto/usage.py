@@ -6,7 +6,7 @@ Parameters that nobody ever uses are named once, since most often a head was for
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
 from .membership import STAND_IN
+from .sparse import SparseGradients
 
 PASSES = 3
 """So many passes are looked at: enough that what is used every other time is not named."""
@@ -68,6 +69,30 @@ def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
     """Let new buckets say the same of the last pass, which they did not take part in."""
     for bucket in buckets:
         bucket.footer.had.copy_(torch.tensor([float(counts[index]) for index in bucket.indices]))
+
+
+def follow_a_change(
+    queue: LaunchQueue,
+    rows: SparseGradients,
+    used: Mapping[str, int],
+    renamed: Mapping[str, str],
+    loose: Sequence[Mapping[str, bool]],
+) -> None:
+    """Say of the last pass what was carried, and what was reduced behind it, now that the plan follows the module.
+
+    Args:
+        queue: has the new buckets.
+        rows: the parameters in no bucket.
+        used: how many ranks had something for what the old plan had, by the names there.
+        renamed: for those that were carried by another name on all ranks, that one.
+        loose: of each rank, names of what the old plan did not carry there, and whether it had something.
+    """
+
+    def count(name: str) -> int:
+        return used.get(renamed.get(name, name), 0) + sum(one.get(name, False) for one in loose)
+
+    carry_over({index: count(name) for index, name in enumerate(queue.names)}, queue.buckets)
+    rows.used_by = {name: count(name) for name in rows.names}
 
 
 class NeverUsed:

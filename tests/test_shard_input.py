@@ -115,7 +115,17 @@ def fails_to_build(model: Two, sync: Any, rank: int) -> None:
     stretto.shard(Lean(model.parameters()), sync, keep_grads=False)
 
 
+def converted(model: Two, sync: Any, rank: int) -> None:
+    kept = model.second.bias.data
+    model.second.bias.data = kept.double() if rank else kept
+    try:
+        stretto.shard(adam(model), sync)
+    finally:
+        model.second.bias.data = kept
+
+
 ONE = "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
+CONVERTED = "Convert the model before stretto.attach(); or run a backward before stretto.shard(): the plan follows."
 DIFFERS = "Build the same on all ranks."
 REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     stepped: (
@@ -148,6 +158,13 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         f"this handle.\n{ONE}",
         "SetupError: rank 1, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
         f"this handle.\n{ONE}",
+    ),
+    converted: (
+        "SetupError: rank 0, shard: the optimizer cannot be sharded on rank 1.\n"
+        "  rank 1, shard: second.bias was float32 (20,) on cpu when the ranks last agreed, and is float64 (20,) on cpu "
+        f"now.\n{CONVERTED}",
+        "SetupError: rank 1, shard: second.bias was float32 (20,) on cpu when the ranks last agreed, and is float64 "
+        f"(20,) on cpu now.\n{CONVERTED}",
     ),
     other_classes: (
         "ModelMismatchError: rank {0}, shard: rank 1 has SGD, rank 0 AdamW.\nBuild the same on all ranks.",
@@ -202,6 +219,28 @@ def test_what_is_refused_leaves_all_as_it_was(ask: Callable[..., None], run: Cal
 
     texts = REFUSED[ask]
     assert run(worker, 2) == [texts[min(rank, len(texts) - 1)].format(rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+def test_a_model_that_was_converted_is_sharded_as_it_is_after_a_backward(run: Callable[..., Any]) -> None:
+    def worker(transport: Any) -> list[torch.Tensor]:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        model.double()
+        with pytest.raises(stretto.SetupError, match="was float32"):
+            stretto.shard(adam(model), sync)
+        x = torch.ones(1, 30, dtype=torch.float64)
+        model(x).sum().backward()
+        sharded = stretto.shard(adam(model), sync)
+        sharded.step()
+        return [*model.parameters()]
+
+    plain = copy.deepcopy(START).double()
+    plain(torch.ones(1, 30, dtype=torch.float64)).sum().backward()
+    adam(plain).step()
+    for found in run(worker, 2):
+        assert all(one.dtype is torch.float64 for one in found)
+        torch.testing.assert_close(found, [*plain.parameters()])
 
 
 def test_what_fails_on_one_rank_for_a_reason_of_its_own_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

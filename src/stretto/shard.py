@@ -49,8 +49,8 @@ def shard(
 
     Raises:
         UnsupportedError: parameters depend on each other in its step (LBFGS), or it cannot be built for a part of them.
-        SetupError: it has stepped already; it has parameters that ``sync`` does not reduce, or that another sharded
-            optimizer has. On all ranks, if it is so on one.
+        SetupError: it has stepped already; it has parameters that ``sync`` does not reduce, that another sharded
+            optimizer has, or that were converted since the last backward. On all ranks, if it is so on one.
         ModelMismatchError: ranks have different optimizers or groups.
         CommunicationError: a rank does not come; there is no memory to share.
 

@@ -17,7 +17,7 @@ from ..reducer import Reducer
 from .groups import difference, facts
 from .kinds import Kind, kind_of
 from .layout import warn_of_other_processes
-from .members import all_reduced, refuse_others, refuse_taken, refuse_twins
+from .members import all_reduced, refuse_converted, refuse_others, refuse_taken, refuse_twins
 from .optimizer import ShardedOptimizer
 from .shares import Shares
 
@@ -69,6 +69,7 @@ def begin(
         kind = kind_of(_refused(optimizer, module, others, where), where)
         refuse_others(optimizer, module, all_reduced(reducer), where)
         refuse_twins(optimizer, module, where)
+        refuse_converted(optimizer, reducer, where)
         stated = [asked, *_facts(optimizer, module)]
     except Exception as error:  # whatever it is: the other ranks are to hear of it
         problem = error

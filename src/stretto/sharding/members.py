@@ -12,6 +12,7 @@ from ..errors import SetupError, StrettoError, name_list
 from ..membership import Membership
 from ..peers import Peers
 from ..reducer import Reducer
+from ..specs import dtype_name
 
 
 def all_reduced(reducer: Reducer) -> list[torch.nn.Parameter]:
@@ -55,6 +56,23 @@ def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, wher
             raise SetupError(
                 f"{where}: {name_list([twin_name, name])} are two tensors in one memory (b.data = a.data), which would "
                 "part.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
+            )
+
+
+def refuse_converted(optimizer: torch.optim.Optimizer, reducer: Reducer, where: str) -> None:
+    """Raise if a parameter that it steps is not what the plan says: in the plan's memory it would be that again."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    queue = reducer.queue
+    for spec, reference, device in zip(queue.plan.parameters, queue.parameters, queue.devices, strict=True):
+        one = reference()
+        if one is None or id(one) not in stepped:
+            continue
+        planned, now = (spec.shape, spec.dtype, device), (tuple(one.shape), one.dtype, one.device)
+        if now != planned:
+            was, is_now = (f"{dtype_name(dtype)} {shape} on {place}" for shape, dtype, place in (planned, now))
+            raise SetupError(
+                f"{where}: {spec.name} was {was} when the ranks last agreed, and is {is_now} now.\n"
+                "Convert the model before stretto.attach(); or run a backward before stretto.shard(): the plan follows."
             )
 
 

@@ -205,6 +205,57 @@ def test_a_change_in_a_pass_that_failed_is_followed_in_the_next(fails: str) -> N
     assert ranks(worker) == [(1, 7.0), (1, 7.0)]
 
 
+@pytest.mark.parametrize("policy", ["mean", "rank0"])
+def test_a_rank_that_failed_does_not_get_the_buffers_of_that_pass_behind_the_next_forward(policy: str) -> None:
+    """It looks for them as its next pass begins: what that forward, or the program, has written would be lost."""
+
+    def worker(transport: Any) -> float:
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm1d(4)
+        model = torch.nn.Sequential(norm, torch.nn.Linear(4, 1))
+        stretto.attach(model, transport=transport, buffers=policy)
+        good = {name: value.clone() for name, value in norm.state_dict().items()}
+
+        def fail(*_: Any) -> None:
+            raise ValueError("no")
+
+        x = torch.arange(4.0)[:, None].expand(4, 4)
+        loss = model(x * float("nan")).sum()
+        if transport.rank == 1:
+            model[1].weight.register_hook(fail)
+        with pytest.raises((ValueError, stretto.PeerError)):
+            loss.backward()
+        if transport.rank == 1:
+            model[1].weight._backward_hooks.clear()
+        model.zero_grad()
+        norm.load_state_dict(good)
+        model(x + 10 * transport.rank).sum().backward()
+        return float(norm.running_mean[0])
+
+    wanted = {"mean": 0.1 * (1.5 + 5), "rank0": 0.1 * 1.5}[policy]
+    assert run_ranks(worker, 2) == [pytest.approx(wanted)] * 2
+
+
+def test_means_that_were_at_rest_move_in_the_pass_in_which_the_plan_changes() -> None:
+    """As where a BatchNorm is unfrozen, and put into training mode."""
+
+    def worker(transport: Any) -> float:
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm1d(4).eval().requires_grad_(False)
+        model = torch.nn.Sequential(norm, torch.nn.Linear(4, 1))
+        sync = stretto.attach(model, transport=transport, buffers="mean")
+        x = torch.arange(4.0)[:, None].expand(4, 4) + 10 * transport.rank
+        for _ in range(6):
+            model(x).sum().backward()
+        plans = sync.statistics.plans
+        norm.train().requires_grad_(True)
+        model(x).sum().backward()
+        assert sync.statistics.plans == plans + 1
+        return float(norm.running_mean[0])
+
+    assert run_ranks(worker, 2) == [pytest.approx(0.1 * (1.5 + 5))] * 2
+
+
 def test_other_buffers_are_sent_again() -> None:
     def worker(one: Ranked) -> float:
         one.rest()

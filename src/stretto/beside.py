@@ -52,11 +52,14 @@ class Beside:
         return self._send_buffers()
 
     def send_given_up(self) -> CoalescedMessages:
-        """The same for a rank that gives up the pass; waits for nobody."""
+        """The same for a rank that gives up the pass; waits for nobody.
+
+        Its own buffers stay: what comes is looked for in the next pass, when another forward has written them.
+        """
         if self.sparse.any:
             self.sparse.forget()
             self.sparse.exchange_given_up()
-        return self._send_buffers()
+        return self._send_buffers().for_others()
 
     def _send_buffers(self) -> CoalescedMessages:
         if not self._queue.tells:

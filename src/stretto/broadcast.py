@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -42,6 +42,11 @@ class CoalescedMessages:
     def add(self, others: CoalescedMessages) -> None:
         """Finish those together with these."""
         self.messages += others.messages
+
+    def for_others(self) -> CoalescedMessages:
+        """These, with what comes left aside here."""
+        self.messages = [replace(message, replaces=False) for message in self.messages]
+        return self
 
     def finish(self, wait: Callable[[Work, str], object], what: str, *, keep: bool = True) -> None:
         """Wait, and copy what came into the tensors, if it is to be kept. Their version counters do not move.

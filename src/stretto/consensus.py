@@ -175,7 +175,7 @@ class Consensus:
         said = words.read()
         if words.are_mixed:
             self._refuse_mixed()
-        if self._ends_with(said, words.own_failure, release):
+        if self._ends_with(said, words, release):
             return
         if words.on_host:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
@@ -196,10 +196,10 @@ class Consensus:
             peers.tell_failed("backward", error, leaves=True)
             raise error from None
 
-    def _ends_with(self, said: Sequence[float], own_failure: bool, release: bool) -> bool:
+    def _ends_with(self, said: Sequence[float], words: ControlWords, release: bool) -> bool:
         """Whether nothing more follows: a pass was given up, or the module has changed."""
         if said[Control.GAVE_UP]:
-            if own_failure:
+            if words.own_failure:
                 return True
             raise self.failure(round(said[Control.GAVE_UP]))
         if self._on_some(said[Control.FORWARD_FAILED]):
@@ -210,6 +210,8 @@ class Consensus:
             return False
         if self._queue.comm_hook is not None:
             self._rejoin.refuse()
+        if words.on_host and self._beside.places.policy == "mean":  # before all take rank 0's: were they at rest?
+            self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         self._rejoin.all_together(release=release)
         self._replan_policy = ReplanPolicy()
         self.plans += 1

@@ -155,6 +155,25 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.ranks
+def test_a_rank_that_is_stopped_keeps_no_run_from_its_end(tmp_path: Path) -> None:
+    """The signal by which torch ends ranks waits until the rank goes on, and torch for the rank, 30 s."""
+    path = script(
+        tmp_path,
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)
+        raise ValueError("bad label")
+        """,
+    )
+    began = time.monotonic()
+    done = command("run", "--ranks", 2, "--json", path)
+    assert json.loads(done.stdout)["first_failure"]["rank"] == 0
+    assert time.monotonic() - began < 25
+
+
 def test_run_takes_modules(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])")
     done = command("run", "-n", 1, "-m", "script", "--ranks", cwd=tmp_path)

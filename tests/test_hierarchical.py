@@ -627,7 +627,7 @@ def stop_amid_an_exchange() -> list[str]:
                 assert not work.is_completed()  # it looks whether rank 1 has come
             host._sleep = interrupt
         try:
-            Peers(transport, at_once=False).wait(work)
+            Peers(transport).wait(work)
         except (KeyboardInterrupt, stretto.CommunicationError) as error:
             if transport.rank == 0:
                 transport.close()

@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -738,6 +740,13 @@ def test_a_rank_that_left_amid_a_pass_has_had_as_many_batches() -> None:
     assert "rank 0 finished after 6 passes" in str(left_early("rank 1, pass 7", "pass", [gone], 7))
 
 
+def opened(transport: Any) -> Peers:
+    """Of a rank that the others know."""
+    peers = Peers(transport)
+    peers.open()
+    return peers
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -> None:
     """The other failed for want of this rank, which alone knows the cause; its process may have ended by that."""
@@ -762,16 +771,16 @@ def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -
     quoting = "rank 1: rank 0 cannot go on: the exchange with rank 2 of another host has failed: no route."
     Channel(Broken.store, 1, 2).post(Note(1, "backward", error=f"PeerError: {quoting}", leaves=True))
     with pytest.raises(stretto.CommunicationError) as caught:
-        Peers(Broken()).wait(Broken())  # type: ignore[arg-type]
+        opened(Broken()).wait(Broken())
     assert str(caught.value) == text
     with pytest.raises(stretto.CommunicationError) as caught:
-        Peers(Broken()).wait_for(Broken(), "bucket 0 (weight)")  # type: ignore[arg-type]
+        opened(Broken()).wait_for(Broken(), "bucket 0 (weight)")
     assert str(caught.value) == text.replace("0:", "0, attach: bucket 0 (weight) could not be reduced over broken:", 1)
     Broken.store = dist.HashStore()
     missed = "PeerError: rank 1, pass 4: rank 0 finished after 3 passes (it was detached), so nobody can complete this."
     Channel(Broken.store, 1, 2).post(Note(1, "backward", error=missed, leaves=True))
     with pytest.raises(stretto.PeerError, match=re.escape(missed)):  # this rank waits for another model now
-        Peers(Broken()).wait_for(Broken(), "bucket 0 (weight)")  # type: ignore[arg-type]
+        opened(Broken()).wait_for(Broken(), "bucket 0 (weight)")
 
 
 def test_what_the_transport_knows_is_more_than_that_a_rank_has_left_in_peace_since() -> None:
@@ -792,11 +801,11 @@ def test_what_the_transport_knows_is_more_than_that_a_rank_has_left_in_peace_sin
 
     Channel(Told.store, 1, 2).post(Note(1, "ended", leaves=True))
     with pytest.raises(stretto.PeerError) as caught:
-        Peers(Told()).wait(Told())  # type: ignore[arg-type]
+        opened(Told()).wait(Told())
     assert str(caught.value) == Told.text
     Told.text = "rank 0: rank 1 (pid 77) has closed its end."
     with pytest.raises(stretto.PeerError, match="rank 1 has left \\(its process has ended\\), so nobody can complete"):
-        Peers(Told()).wait(Told())  # type: ignore[arg-type]
+        opened(Told()).wait(Told())
 
 
 def test_a_rank_that_is_another_process_by_now_is_heard() -> None:

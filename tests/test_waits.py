@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -19,7 +20,8 @@ from test_peers import DIED, LEFT, ranks, within
 
 import stretto
 from stretto import DistributedDataParallel as DDP
-from stretto.blame import SAME_CALLS
+from stretto.blame import SAME_CALLS, is_told
+from stretto.notes import Note
 from stretto.testing import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.timeout(100)
@@ -575,17 +577,45 @@ def test_a_rank_that_has_failed_in_attaching_another_model_is_quoted_in_the_pass
 
 
 @pytest.mark.ranks
-def test_a_rank_that_cannot_start_its_thread_is_quoted(tmp_path: Path) -> None:
-    body = """
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_a_rank_that_cannot_start_its_thread_is_quoted(tmp_path: Path, lives_on: bool) -> None:
+    body = f"""
+        import contextlib
         def refuse(self):
             raise RuntimeError("can't start new thread")
         if rank == 1:
             stretto.line.Lookout.start = refuse
-        told(lambda: stretto.attach(Model())) if rank == 0 else stretto.attach(Model())
+            with contextlib.suppress(RuntimeError if {lives_on} else KeyError):
+                stretto.attach(Model())
+            time.sleep(8)
+        else:
+            told(lambda: stretto.attach(Model()))
     """
     found = ranks_without_a_model(tmp_path, body, 2, end=False)
-    told = within(found[0][1], "PeerError", 6)
-    assert "rank 1, outside backward: RuntimeError: can't start new thread (train.py:" in told, told
+    assert within(found[0][1], "PeerError", 6) == (
+        "rank 0, attach: rank 1 failed and left, so nobody can complete this attach.\n"
+        "  rank 1, attach: RuntimeError: can't start new thread (train.py:LINE in refuse)\n"
+        "Remove the cause and start again, on all ranks."
+    )
+
+
+@pytest.mark.ranks
+def test_the_rank_that_has_the_store_fails_alone_in_attach_and_ends(tmp_path: Path) -> None:
+    """It stays until the others have read why, or the store would go with it first."""
+    body = """
+        class Broken(Model):
+            def named_buffers(self, *_, **__):
+                raise ValueError("no vocabulary")
+        if rank == 0:
+            stretto.attach(Broken())
+        told(lambda: stretto.attach(Model()))
+    """
+    _, (_, told, _) = ranks_without_a_model(tmp_path, body, 2, meeting="tcp")
+    assert within(told, "PeerError", 6) == (
+        "rank 1, attach: rank 0 failed and left, so nobody can complete this attach.\n"
+        "  rank 0, attach: ValueError: no vocabulary (train.py:LINE in named_buffers)\n"
+        "Remove the cause and start again, on all ranks."
+    )
 
 
 @pytest.mark.ranks
@@ -604,6 +634,25 @@ def test_a_rank_that_is_killed_while_others_attach_is_named(tmp_path: Path, worl
 
 
 # A pass
+
+
+def test_what_the_system_has_refused_this_rank_needs_no_other_to_blame() -> None:
+    def error(cause: BaseException | None, text: str = "no") -> stretto.CommunicationError:
+        made = stretto.CommunicationError(text)
+        made.__cause__ = cause
+        return made
+
+    assert is_told(error(OSError(errno.EMFILE, "Too many open files")))
+    assert not is_told(error(OSError(errno.ESTALE, "its memory has gone with it")))
+    assert not is_told(error(RuntimeError("Connection closed by peer")))
+    assert is_told(error(None, "rank 1 cannot go on: no memory"))
+
+
+def test_who_failed_for_want_of_another_is_not_blamed_by_that_one() -> None:
+    """They would quote each other, and neither its own error."""
+    text = "PeerError: rank 1, pass 5: rank 0 failed and left, so nobody can complete this call."
+    note = Note(1, "outside backward", error=text, leaves=True)
+    assert note.is_for_want_of(0) and not note.is_for_want_of(2)
 
 
 @pytest.mark.ranks

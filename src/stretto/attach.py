@@ -153,13 +153,14 @@ def attach(
         return _attach_alone(module, base, options(), others, chosen=isinstance(transport, str))
     peers = Peers(base)
     try:
+        peers.open()
         settled = (process_groups and transport == "auto") or (transport == "process_group" and not init_sync)
         if isinstance(transport, str) and not settled:
             base = _choose(module, base, transport, peers)
         return _attach(module, base, peers, options, others, init_sync=init_sync, chosen=isinstance(transport, str))
     except BaseException as error:
         peers.tell_failed("attach", error, error.__traceback__, leaves=True)
-        peers.close()
+        peers.close(failed=True)
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
@@ -50,6 +51,16 @@ def who_is_to_blame(
         missing = [note for note in left if note.passes is not None and note.passes < passes]
         return left_early(where, occasion, missing or left, passes), bool(missing)
     return (killed(where, occasion, silent), True) if silent else (None, False)
+
+
+def is_told(error: CommunicationError) -> bool:
+    """Whether it says why a rank cannot go on: this one too, which the system has refused something.
+
+    Who has ended since may have done so for want of it. Not where another rank's memory is not there any more.
+    """
+    cause = error.__cause__
+    refused = isinstance(cause, OSError) and cause.errno not in (errno.ESTALE, errno.ENOENT)
+    return refused or "cannot go on" in str(error)
 
 
 def without_excused(

@@ -27,14 +27,11 @@ from torch.distributed import DistNetworkError
 
 from .line import POLL_SECONDS, Lookout
 from .notes import Note, last_words
-from .people import People
+from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
 from .transport.base import Leftover
 from .whereabouts import count, myself, standing
 from .word import Silent, Word
-
-LINGER_SECONDS = 2.0
-"""How long the rank that has the store stays for the others to read its last note."""
 
 
 class Channel(People):
@@ -108,8 +105,11 @@ class Channel(People):
             self.attempts = attempts
             self._set(f"attempts/{self._rank}", str(attempts))
 
-    def close(self, seat: Seat, how: str) -> None:
-        """A handle leaves. With the last, the rank is silent. Harmless twice."""
+    def close(self, seat: Seat, how: str, *, stays: bool = False) -> None:
+        """A handle leaves. With the last, the rank is silent. Harmless twice.
+
+        ``stays``: until the others have read why, where the store may go with this process.
+        """
         if seat not in self._seats or not self._is_mine():
             return
         self._seats.remove(seat)
@@ -117,6 +117,8 @@ class Channel(People):
             passes = seat.passes
             self.post(Note(self._rank, how, seat.handle, passes, passes, leaves=True, attempt=seat.attempt))
         if not self._seats and not self.in_one_process:
+            if stays and self._rank == 0 and self.rank_0_has_store():
+                self._stay_until_all_have_gone()
             self._set(f"who/{self._rank}", "")
             self._stop()
 
@@ -129,7 +131,7 @@ class Channel(People):
         try:
             self.post(last_words(self._rank, begun, told))
             if self._rank == 0 and self.rank_0_has_store():
-                self._linger()
+                self._stay_until(self._all_have_left)
         finally:
             self._stop()
 
@@ -141,17 +143,13 @@ class Channel(People):
         if (lookout := self._line.lookout) is not None:
             lookout.stop(waits=not self._line.is_silent)
 
-    def _linger(self) -> None:
-        """The store ends with this process: let the others read, and write their own last note."""
-        until = time.monotonic() + LINGER_SECONDS
-        while time.monotonic() < until:
-            self.read()
-            gone = [note for note in self.notes if note.leaves and note.of_process]
-            left = {note.rank for note in gone if self.is_still(note.rank, note.process)}
-            left |= {rank for rank in self.others() if self.person(rank, fresh=True) is None}
-            if left.union(rank for rank, _ in self.dead()).issuperset(self.others()):
-                break
-            time.sleep(0.02)
+    def _all_have_left(self) -> bool:
+        """Have read, that is, and written their own last note."""
+        self.read()
+        gone = [note for note in self.notes if note.leaves and note.of_process]
+        left = {note.rank for note in gone if self.is_still(note.rank, note.process)}
+        left |= {rank for rank in self.others() if self.person(rank, fresh=True) is None}
+        return left.union(rank for rank, _ in self.dead()).issuperset(self.others())
 
     # Notes
 

@@ -74,7 +74,8 @@ class Note:
 
     def is_for_want_of(self, rank: int) -> bool:
         """Whether it failed since that rank could not go on, which knows more of it."""
-        return not self.first_hand and f"rank {rank} cannot go on" in self.error
+        ways = (f"rank {rank} cannot go on", f": rank {rank} failed and left")
+        return not self.first_hand and any(how in self.error for how in ways)
 
     def is_for_absence_of(self, rank: int) -> bool:
         """Whether it failed since that rank had left in peace, which is all that there is to tell."""

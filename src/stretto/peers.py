@@ -43,10 +43,9 @@ class Peers:
     Args:
         transport: has the ``store``, and in ``patience`` how long a collective may take; see :class:`Transport`.
         occasion: what messages call the time before the first pass: ``"attach"`` or ``"reduce"``.
-        at_once: tell the others who this is; False to do so only when something lasts long.
     """
 
-    def __init__(self, transport: Transport, occasion: str = "attach", *, at_once: bool = True) -> None:
+    def __init__(self, transport: Transport, occasion: str = "attach") -> None:
         self.seat = Seat(group=of_group(transport))
         self.left = ""
         """What this rank has told when it said that it cannot take part in passes any more."""
@@ -54,16 +53,15 @@ class Peers:
         self._offer, self._pid = secrets.token_hex(8), os.getpid()
         self._channel: Channel | None = None
         self.use(transport)
-        if at_once:
-            self._open()
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Tell the others who this is; a wait that lasts long does so. Harmless twice."""
         store = getattr(self._transport, "store", None)
         if self._channel is None and store is not None and self._transport.world_size > 1:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
-            self._channel.open(self.seat, self.leftovers[:1])
             self._parting = weakref.finalize(self, self._channel.close, self.seat, "dropped")
             self._parting.atexit = False  # the channel knows when the process ends
+            self._channel.open(self.seat, self.leftovers[:1])
 
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
@@ -120,10 +118,10 @@ class Peers:
             one.is_of(self._transport.rank, self.seat.handle, text_of(error), is_sent=sent)
         self.tell_failed(phase, error, trace, leaves=True)
 
-    def close(self) -> None:
-        """Tell that this rank has done its passes. Harmless twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """Tell that this rank has done its passes, or has failed before the first. Harmless twice."""
         if self._channel is not None and self._parting.detach():
-            self._channel.close(self.seat, "detached")
+            self._channel.close(self.seat, "detached", stays=failed)
 
     # Meeting
 
@@ -270,7 +268,7 @@ class Peers:
 
     def _comes(self, work: Any, patience: float) -> bool:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
-        self._open()
+        self.open()
         inquiry, suspected = Inquiry(self.seat, self._transport.rank), False
         while True:
             error, sure = self._blame(by_itself=getattr(work, "goes_on_by_itself", False))
@@ -288,7 +286,7 @@ class Peers:
         try:
             return done_within(work, seconds)
         except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
-            self._look_for_blame(own=not isinstance(error, PeerError), by_itself="cannot go on" in str(error))
+            self._look_for_blame(own=not isinstance(error, PeerError), by_itself=blame.is_told(error))
             if isinstance(error, CallsDifferError):
                 raise CommunicationError(f"{self.where}: {error}.\n{blame.SAME_CALLS}") from None
             raise
@@ -312,7 +310,7 @@ class Peers:
             told = blame.told_of(error, f"{self.where}: {what} over {self._transport.name}")
             raise told from error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         try:
-            self._open()
+            self.open()
             self._look_for_blame(own=True)
         except PeerError as found:
             raise found from None  # what the transport says of it is less, and may be something else

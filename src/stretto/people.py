@@ -7,12 +7,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from .line import Line
 from .whereabouts import Person
+
+LINGER_SECONDS = 2.0
+"""How long the rank that has the store stays for the others to read its last note."""
 
 
 class People:
@@ -78,6 +81,23 @@ class People:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def _stay_until(self, done: Callable[[], bool]) -> None:
+        """The store ends with this process, which stays a little."""
+        until = time.monotonic() + LINGER_SECONDS
+        while not done() and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def _stay_until_all_have_gone(self) -> None:
+        """Who waits for this rank comes, if it has not, reads why that has failed, and leaves."""
+        came = set[int]()
+
+        def all_have_gone() -> bool:
+            here = {rank for rank in self.others() if self.person(rank, fresh=True) is not None}
+            came.update(here)
+            return came.issuperset(self.others()) and here <= {rank for rank, _ in self.dead()}
+
+        self._stay_until(all_have_gone)
 
     @property
     def is_silent(self) -> bool:

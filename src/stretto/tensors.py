@@ -65,7 +65,7 @@ def reduce(
         if problem is not None:
             raise problem
         return
-    peers = Peers(carrier, "reduce", at_once=False)
+    peers = Peers(carrier, "reduce")
     try:
         _agree(given, (op, bucket_cap_mb), problem, carrier.rank, peers)
         divisor = carrier.world_size if op == "mean" else 1

@@ -7,10 +7,12 @@ its exit code.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from ..transport.life import is_stopped
 from .streams import Traceback
 
 PATIENCE = 10.0
@@ -124,8 +127,22 @@ class Agent(LocalElasticAgent):
             self.ends.look(pids)
             if not self.ends.cause_may_come:
                 break
+        if self.ends.failed:
+            self._wake_stopped(pids.values())
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._wake_stopped(worker.id for worker in self._worker_group.workers)
+        super()._shutdown(death_sig, timeout)
+
+    @staticmethod
+    def _wake_stopped(pids: Iterable[int]) -> None:
+        """Torch ends ranks by a signal that one which is stopped does not take, and waits for it, 30 s."""
+        for pid in pids:
+            if pid and is_stopped(pid):  # a child that nobody has reaped keeps its pid
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
 
 def _until(deadline: float) -> Iterator[None]:

@@ -252,7 +252,7 @@ def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch
 # Processes, which end as programs do, with messages under way
 
 PROGRAM = """
-import gc, os, signal, sys, threading, time
+import gc, os, signal, sys, threading, time, warnings
 import torch
 import torch.distributed as dist
 import stretto
@@ -320,6 +320,8 @@ if mode == "ctrl-c" and rank == 0:
         print("read", total(model))
     except KeyboardInterrupt:
         os.write(1, b"stopped\\n")
+if mode == "forks":
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python's own from 3.12 on, of a fork beside threads
 if mode == "forks" and not (child := os.fork()):
     tell()
     os._exit(0)

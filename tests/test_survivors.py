@@ -153,6 +153,7 @@ def there_is() -> collections.Counter[str]:
 def what_stays(rank: int, transport: str) -> dict[str, dict[str, int]]:
     found = {}
     gc.disable()
+    gc.freeze()  # all of torch, which each look would go through
     for way in WAYS:
         way(transport)  # what is made once in a process
         dist.barrier()

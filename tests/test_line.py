@@ -101,6 +101,30 @@ def test_a_slow_connection_delays_nothing_but_the_end(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.ranks
+def test_an_end_that_waits_for_the_connection_says_so(tmp_path: Path) -> None:
+    """30 s at most, without file descriptors say, in which nothing was heard."""
+    body = """
+        from torch._C._distributed_c10d import PrefixStore
+        connect = PrefixStore.clone
+        def slow(store):
+            time.sleep(3)
+            return connect(store)
+        PrefixStore.clone = slow
+        stretto.line.TELL_SECONDS = 0.2
+        sync = stretto.attach(model, transport=transport)
+        step()
+        sync.detach()
+    """
+    found = ranks_without_a_model(tmp_path, body, 2, meeting="tcp")
+    for rank, (code, _, complaint) in enumerate(found):
+        assert code == 0 and complaint == (
+            f"rank {rank}: training has ended, and a connection to the process group's store is still being made, "
+            "which is waited for, 30 s at most: DNS does not answer, or there are no file descriptors left here or where the "
+            "store is (ulimit -n).\n"
+        )
+
+
 def test_a_store_that_has_gone_is_called_once() -> None:
     class Broken:
         calls = 0

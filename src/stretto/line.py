@@ -12,6 +12,7 @@ is also how the channel of a store is found again: nothing else keeps a list of 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 T = TypeVar("T")
+log = logging.getLogger("stretto")
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 30.0
 """How long it may take to connect: torch looks up the name of the other end, 5 s where DNS is silent."""
+TELL_SECONDS = 7.0
+"""After so long a line says that it is waited for."""
 ANSWER_SECONDS = 3.0
 """How long the store may take to answer."""
 _GONE = "the process group's store has gone"
@@ -186,5 +190,17 @@ class Lookout(threading.Thread):
         """End, soon. Harmless twice. ``waits``: for the connection, where the store is not known to be silent."""
         self.jobs.put(None)
         if threading.current_thread() not in (self, self._connects):  # a handle may be collected there
-            self._tried.wait(CONNECT_SECONDS if waits else 0.0)
+            self._await_connection(CONNECT_SECONDS if waits else 0.0)
             self.join(2.0)
+
+    def _await_connection(self, seconds: float) -> None:
+        if self._tried.wait(min(seconds, TELL_SECONDS)) or not seconds:
+            return
+        log.warning(
+            "rank %s: training has ended, and a connection to the process group's store is still being made, which is "
+            "waited for, %.0f s at most: DNS does not answer, or there are no file descriptors left here or where the "
+            "store is (ulimit -n).",
+            self.channel.rank,
+            seconds,
+        )
+        self._tried.wait(seconds - TELL_SECONDS)

@@ -37,6 +37,11 @@ class People:
         self._goes_at = math.inf
         """When the store goes, by ``time.monotonic()``, if rank 0 has it and has told its last words."""
 
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._rank
+
     def others(self) -> list[int]:
         """All ranks but this one."""
         return [rank for rank in range(self._world_size) if rank != self._rank]

@@ -120,8 +120,8 @@ def test_an_end_that_waits_for_the_connection_says_so(tmp_path: Path) -> None:
     for rank, (code, _, complaint) in enumerate(found):
         assert code == 0 and complaint == (
             f"rank {rank}: training has ended, and a connection to the process group's store is still being made, "
-            "which is waited for, 30 s at most: DNS does not answer, or there are no file descriptors left here or where the "
-            "store is (ulimit -n).\n"
+            "which is waited for, 30 s at most: DNS does not answer, or there are no file descriptors left here or "
+            "where the store is (ulimit -n).\n"
         )
 
 

@@ -1038,6 +1038,27 @@ def through_the_drop_in(rank: int):
     return seen, model.h.scale
 
 
+def rewritten_below_the_drop_in(rank: int) -> list[dict[str, torch.Tensor | None]]:
+    model, seen = Chain(), []
+    ddp = stretto.DistributedDataParallel(model)
+    for number in range(1, 5):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        ddp(inputs_of(rank, number)).backward()
+        seen.append(gradients(model))
+        optimizer.step()
+        if number == 2:
+            del optimizer
+            change_all_rewritten(model)
+    return seen
+
+
+@pytest.mark.ranks
+def test_all_are_replaced_past_registration_below_the_drop_in() -> None:
+    first, second = spawn_ranks(rewritten_below_the_drop_in, 2)
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
+
+
 @pytest.mark.ranks
 def test_through_the_drop_in() -> None:
     (first, scale), (second, other) = spawn_ranks(through_the_drop_in, 2)

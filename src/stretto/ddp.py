@@ -150,7 +150,11 @@ class DistributedDataParallel(TorchSurface):
         self.parameters_to_ignore = by_pattern.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.mixed_precision = _config(mixed_precision)
         self._substitute()
-        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+
+    @property
+    def _module_parameters(self) -> list[torch.nn.Parameter]:  # type: ignore[override]  # a list of torch's class
+        """Those that the module has now: a list would keep parameters that have been replaced, which tell by going."""
+        return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
     def _travels_as(self) -> torch.dtype | None:
         """By torch's rule gradients travel in the dtype in which they were computed, where no other is asked for."""

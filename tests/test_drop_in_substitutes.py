@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -175,6 +176,24 @@ class TwoLayers(torch.nn.Module):
 
     def forward(self, x):
         return self.plain(self.narrow(torch.relu(self.wide(x))))
+
+
+def fully_sharded_inside(rank):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "shard"))
+    model = TwoLayers()
+    fully_shard(model.narrow, mesh=mesh["shard"])
+    with pytest.raises(stretto.UnsupportedError) as caught:
+        DistributedDataParallel(model, device_mesh=mesh["data"])
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_layers_of_fsdp_are_refused_as_they_would_stand_still():
+    told = (
+        "DistributedDataParallel: narrow went through fully_shard, whose parameters would stand still here.\n"
+        "Give fully_shard both dimensions of the mesh, and leave the wrapper out."
+    )
+    assert spawn_ranks(fully_sharded_inside, 2) == [told, told]
 
 
 def two_dimensions(rank):

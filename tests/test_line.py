@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 import weakref
@@ -123,6 +124,30 @@ def test_an_end_that_waits_for_the_connection_says_so(tmp_path: Path) -> None:
             "which is waited for, 30 s at most: DNS does not answer, or there are no file descriptors left here or "
             "where the store is (ulimit -n).\n"
         )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("late", [0.3, 3.2], ids=["the other soon", "the other late"])
+def test_a_model_that_goes_behind_its_process_group_prints_nothing(tmp_path: Path, late: float) -> None:
+    """The store goes with it, as at the end of a function that trains, and the other rank may look there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    body = f"""
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        def train():
+            model = Model()
+            sync = stretto.attach(model)
+            model(torch.ones(1, 3)).backward()
+            dist.barrier()
+            dist.destroy_process_group()
+            time.sleep({late} * rank)
+        train()
+        time.sleep(1.5)
+    """
+    found = ranks_without_a_model(tmp_path, body, 2, end=False)
+    assert found == [(0, "", "")] * 2
 
 
 def test_a_store_that_has_gone_is_called_once() -> None:

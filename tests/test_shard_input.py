@@ -125,7 +125,6 @@ def converted(model: Two, sync: Any, rank: int) -> None:
 
 
 ONE = "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
-CONVERTED = "Convert the model before stretto.attach(); or run a backward before stretto.shard(): the plan follows."
 DIFFERS = "Build the same on all ranks."
 REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     stepped: (
@@ -162,9 +161,10 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     converted: (
         "SetupError: rank 0, shard: the optimizer cannot be sharded on rank 1.\n"
         "  rank 1, shard: second.bias was float32 (20,) on cpu when the ranks last agreed, and is float64 (20,) on cpu "
-        f"now.\n{CONVERTED}",
+        "now.\nConvert the model before stretto.attach(); or run a backward before stretto.shard(): the plan follows.",
         "SetupError: rank 1, shard: second.bias was float32 (20,) on cpu when the ranks last agreed, and is float64 "
-        f"(20,) on cpu now.\n{CONVERTED}",
+        "(20,) on cpu now.\n"
+        "Convert the model before stretto.attach(); or run a backward before stretto.shard(): the plan follows.",
     ),
     other_classes: (
         "ModelMismatchError: rank {0}, shard: rank 1 has SGD, rank 0 AdamW.\nBuild the same on all ranks.",

@@ -106,7 +106,7 @@ def warn_of_unseen(where: str, told: Iterable[Mapping[str, int]]) -> None:
         number = max(passes.values())
         log.warning(
             "%s: seen only now: %s, written into _parameters or _modules, where torch tells nobody. Gradients were not "
-            "averaged in up to %d pass%s before this one. Values are rank 0's from here on; what an optimizer keeps "
+            "averaged in up to %s pass%s before this one. Values are rank 0's from here on; what an optimizer keeps "
             "may differ between ranks.\n"
             "Assign it, module.name = layer, which is seen at once, or attach anew after such a change.",
             where,

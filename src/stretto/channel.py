@@ -23,7 +23,7 @@ from multiprocessing.util import Finalize
 from types import FrameType
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, is_initialized
 
 from .line import POLL_SECONDS, Lookout
 from .notes import Note, last_words
@@ -117,8 +117,7 @@ class Channel(People):
             passes = seat.passes
             self.post(Note(self._rank, how, seat.handle, passes, passes, leaves=True, attempt=seat.attempt))
         if not self._seats and not self.in_one_process:
-            if stays and self._rank == 0 and self.rank_0_has_store():
-                self._stay_until_all_have_gone()
+            self._stay_with_store(failed=stays)
             self._set(f"who/{self._rank}", "")
             self._stop()
 
@@ -142,6 +141,11 @@ class Channel(People):
             self._finalizer.cancel()
         if (lookout := self._line.lookout) is not None:
             lookout.stop(waits=not self._line.is_silent)
+
+    def _stay_with_store(self, *, failed: bool) -> None:
+        """It goes with this channel where the groups are destroyed, or a rank that has failed ends; see ``close``."""
+        if self._rank == 0 and self.rank_0_has_store() and (failed or not is_initialized()):
+            self._stay_until(self._comers() if failed else self._all_have_left)
 
     def _all_have_left(self) -> bool:
         """Have read, that is, and written their own last note."""

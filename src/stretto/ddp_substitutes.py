@@ -14,6 +14,7 @@ engine drops it. What is computed there for no output that can be found finds th
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -245,11 +246,22 @@ SPEC = "_st_info"
 """torch's name for what a local part knows of the whole."""
 
 
+def _refuse_fully_sharded(module: torch.nn.Module) -> None:
+    """FSDP goes on with its own DTensors: what forward finds in their place would never be trained."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())  # who has not imported it has none
+    if found := [name or "the module" for name, one in module.named_modules() if isinstance(one, kind)]:
+        raise UnsupportedError(
+            f"DistributedDataParallel: {name_list(found)} went through fully_shard, whose parameters would stand still "
+            "here.\nGive fully_shard both dimensions of the mesh, and leave the wrapper out."
+        )
+
+
 def whole(module: torch.nn.Module) -> Substitute:
     """Put the local part of each DTensor in its place, as a parameter; returns what makes DTensors of them again."""
     from torch.distributed.tensor import DTensor  # with it comes much of torch's compiler
     from torch.distributed.tensor.parallel._data_parallel_utils import sync_grad_hook
 
+    _refuse_fully_sharded(module)
     parts: dict[int, torch.nn.Parameter] = {}
     tables: list[dict[str, Any]] = [layer._parameters for layer in module.modules()]
     for table in tables:

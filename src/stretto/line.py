@@ -198,9 +198,9 @@ class Lookout(threading.Thread):
             return
         log.warning(
             "rank %s: training has ended, and a connection to the process group's store is still being made, which is "
-            "waited for, %.0f s at most: DNS does not answer, or there are no file descriptors left here or where the "
+            "waited for, %s s at most: DNS does not answer, or there are no file descriptors left here or where the "
             "store is (ulimit -n).",
             self.channel.rank,
-            seconds,
+            round(seconds),
         )
         self._tried.wait(seconds - TELL_SECONDS)

@@ -6,8 +6,10 @@ import contextlib
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -77,15 +79,22 @@ class People:
     def store_is_gone(self) -> bool:
         """Whether the store's server is known to have ended, as with rank 0; calls would print warnings from C++."""
         host = self._people.get(0)
-        with_rank_0 = self._rank != 0 and self.rank_0_has_store() and host is not None and host.is_dead()
-        return self._line.has_gone or with_rank_0 or time.monotonic() > self._goes_at
+        if self._line.has_gone or time.monotonic() > self._goes_at:
+            return True
+        if self._rank == 0 or host is None or not self.rank_0_has_store():
+            return False
+        self._line.has_gone = host.is_here() and _nobody_listens(self._server())
+        return self._line.has_gone or host.is_dead()
 
     def rank_0_has_store(self) -> bool:
         """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
+        return isinstance(self._server(), TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def _server(self) -> Any:
         store = self._given
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return store
 
     def _stay_until(self, done: Callable[[], bool]) -> None:
         """The store ends with this process, which stays a little."""
@@ -93,8 +102,8 @@ class People:
         while not done() and time.monotonic() < until:
             time.sleep(0.02)
 
-    def _stay_until_all_have_gone(self) -> None:
-        """Who waits for this rank comes, if it has not, reads why that has failed, and leaves."""
+    def _comers(self) -> Callable[[], bool]:
+        """Whether all have come, read why this rank has failed, and left."""
         came = set[int]()
 
         def all_have_gone() -> bool:
@@ -102,7 +111,7 @@ class People:
             came.update(here)
             return came.issuperset(self.others()) and here <= {rank for rank, _ in self.dead()}
 
-        self._stay_until(all_have_gone)
+        return all_have_gone
 
     @property
     def is_silent(self) -> bool:
@@ -115,3 +124,19 @@ class People:
             return "does not answer" if self.is_silent else "has not come here so far"
         stopped = person.is_stopped()
         return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"
+
+
+def _nobody_listens(server: Any) -> bool:
+    """Rank 0 may have destroyed its groups, and let go of the store, while its process goes on, or ends.
+
+    Not asked where a name would have to be looked up, which takes 5 s where DNS is silent.
+    """
+    if server.host != "localhost" and not server.host.replace(".", "").isdecimal():
+        return False
+    try:
+        socket.create_connection((server.host, server.port), timeout=0.5).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -35,13 +35,14 @@ class Person:
 
     def is_dead(self) -> bool:
         """Whether it is known not to run any more; of another host, or where there is no /proc, nothing is known."""
-        return self._is_here() and is_over(self.pid, self.started)
+        return self.is_here() and is_over(self.pid, self.started)
 
     def is_stopped(self) -> bool:
         """Whether it is known to go on only when somebody continues it."""
-        return self._is_here() and is_stopped(self.pid)
+        return self.is_here() and is_stopped(self.pid)
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
+        """Whether it is known to be of this host."""
         return bool(self.host) and self.host == _host()
 
 

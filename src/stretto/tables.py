@@ -53,7 +53,9 @@ class Tables:
         """What lists have now and had not before: that is seen in the pass in which it comes."""
         before = {key for keys in self._listed for key in keys}
         alive = [one for reference in self._lists if (one := reference()) is not None]
-        return [child for one in alive for child in one._modules.values() if child and id(child) not in before]
+        return [
+            child for one in alive for child in one._modules.values() if child is not None and id(child) not in before
+        ]
 
     def _hold_others(self) -> bool:
         """By reference: one that is gone leaves its ``id`` to the next."""

@@ -316,3 +316,9 @@ class Bucket:
         self.pending = len(self.indices)
         self.arrived = 0
         self.filled = self.skipped = self.in_place = False
+
+
+def drop_gradients(buckets: Iterable[Bucket]) -> None:
+    """Of a pass that did not come to its end."""
+    for bucket in buckets:
+        bucket.drop_gradients()

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from .blame import refuse_if_lost
+from .bucket import drop_gradients
 from .engine import when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
@@ -71,8 +72,7 @@ class Failing:
     def _part(self) -> None:
         if (stop := self._stop()) is not None:
             stop()
-        for bucket in self._queue.buckets:  # the sums of others may be under way
-            bucket.drop_gradients()
+        drop_gradients(self._queue.buckets)
 
     def in_forward(self, error: Exception) -> None:
         """It came out of the module, before a pass."""

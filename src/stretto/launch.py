@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .bucket import Bucket
+from .bucket import Bucket, drop_gradients
 from .comm_hooks import CommHook, Footers
 from .errors import name_list
 from .events import Events
@@ -71,8 +71,7 @@ class LaunchQueue:
         self.comm_hook: CommHook | None = None
         self.tells = True
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
-        self.pass_number = 0
-        self.launched = self.total_launched = self.total_bytes = 0
+        self.pass_number = self.launched = self.total_launched = self.total_bytes = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.in_shares = Alive()  # parameters of whose gradients each rank needs its share alone
@@ -177,8 +176,7 @@ class LaunchQueue:
         """At the first gradient of a pass: what of this rank will come, by index. Collective; see presence.py."""
         self.presence.announce([not coming.isdisjoint(bucket.indices) for bucket in self.buckets], later=later)
         for bucket in self.buckets:
-            absent = [place for place, index in enumerate(bucket.indices) if index not in coming]
-            if absent:
+            if absent := [place for place, index in enumerate(bucket.indices) if index not in coming]:
                 bucket.expect_absent(absent)
 
     def launch_rest(self, contributed: set[int], says: Collection[Control]) -> None:
@@ -215,8 +213,7 @@ class LaunchQueue:
     def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
         self.weight_now, self._says = 0.0, says
         self.presence.announce_nothing(len(self.buckets))
-        for bucket in self.buckets:
-            bucket.drop_gradients()
+        drop_gradients(self.buckets)
         for bucket in self.buckets[self.launched :]:
             if not bucket.taken:  # the pass may have failed before it was looked who keeps gradients
                 bucket.leave()
@@ -251,21 +248,24 @@ class LaunchQueue:
         for bucket in mine:
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)
-            if bucket.withheld:
-                bucket.withhold()
+            bucket.withhold()
         if self.presence.active:
             self.presence.record(self.buckets)
         return words
 
     def _await_all(self) -> None:
-        for bucket in self.buckets:
-            if bucket.work is not None:
-                self._wait_for_work(bucket.work, bucket)
-                if self.events.bucket_reduced:
-                    self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
-        if self._footers is not None:
-            self._footers.finish(self.wait_for)
-            self._footers = None
+        try:
+            for bucket in self.buckets:
+                if bucket.work is not None:
+                    self._wait_for_work(bucket.work, bucket)
+                    if self.events.bucket_reduced:
+                        self.events.emit(self.events.bucket_reduced, self.pass_number, bucket.index)
+            if self._footers is not None:
+                self._footers.finish(self.wait_for)
+                self._footers = None
+        except BaseException:  # none of them shall be taken for a mean
+            drop_gradients(self.buckets)
+            raise
 
     def _unpack(self, buckets: Iterable[Bucket]) -> None:
         """Sums into slots, scaled as the ranks' weights ask for, which have come behind the last of them."""

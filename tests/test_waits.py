@@ -282,6 +282,35 @@ HOOK = """
 
 
 @pytest.mark.ranks
+def test_what_nobody_waits_for_any_more_is_not_left_to_threads_of_gloo(tmp_path: Path) -> None:
+    """They would let go of it when the other rank ends, maybe amid the end of this one, which aborts the process."""
+    body = """
+        import gc, weakref
+        sent, send = [], dist.ProcessGroup.allreduce
+
+        def noted(*arguments):
+            work = send(*arguments)
+            sent.append(weakref.ref(work))
+            return work
+
+        step()
+        dist.ProcessGroup.allreduce = noted
+        step()
+        if rank == 1:
+            told(sync.detach)
+        else:
+            done = len(sent)
+            told()
+            gc.collect()
+            print([one() is not None for one in sent[:done]], [one() is not None for one in sent[done:]])
+        hang()
+    """
+    (_, printed, _), _ = ranks(tmp_path, body, transport="process_group")
+    done, left = printed.splitlines()[-1].split("] [")
+    assert done.count("False") == left.count("True") > 0 and "True" not in done and "False" not in left, printed
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["detached", "a hook beside shared memory", "attached anew", "another group"])
 def test_nothing_is_sent_over_a_group_in_which_another_rank_has_left_something(tmp_path: Path, how: str) -> None:
     """Rank 0 waits in the first model; rank 1 leaves that and goes on with another."""

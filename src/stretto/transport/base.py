@@ -6,7 +6,6 @@ tensors return at once with a :class:`Work`, calls that move objects return when
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -148,8 +147,3 @@ def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as they read, one behind the other: a view where they lie so already, else a copy."""
     row = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return row.as_strided(row.shape, (1,))  # torch leaves any stride to a single element, and refuses other dtypes then
-
-
-def never_free(held: object) -> None:
-    """Keep it to the end of the process: what Python alone holds it lets go at the end of the interpreter."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))

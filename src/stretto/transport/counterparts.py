@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import CommunicationError
-from .base import Transport, Work, never_free
+from .base import Transport, Work
 from .courier import Courier
 from .exchange import Exchange, all_to_all, exchange_shares
+from .letting_go import InFlight, never_free
 from .prompt import let_gloo_go_first
 
 
@@ -40,6 +41,7 @@ class Counterparts:
         self._seconds = seconds
         self._groups: list[Any] = []  # one or none
         self._sum = dist.AllreduceOptions()  # its default is a sum
+        self._in_flight = InFlight()
         self.courier = Courier(self._groups, seconds)
         self._close = weakref.finalize(self, _end, self._groups, self.courier, os.getpid())
         if (group := getattr(base, "process_group", None)) is not None:
@@ -60,15 +62,19 @@ class Counterparts:
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum over hosts, in place."""
         work: Work = self._group.allreduce([tensor], self._sum)
-        return work
+        return self._in_flight.add(work)
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, numels: Sequence[int]) -> Work:
         """One part of ``sent`` to each of them, given their lengths, and equally long ones from all."""
-        return all_to_all(self._group, received, sent, [len(received) // len(numels)] * len(numels), numels)
+        parts = [len(received) // len(numels)] * len(numels)
+        return self._in_flight.add(all_to_all(self._group, received, sent, parts, numels))
 
     def spread(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Exchange:
         """``share`` to each of them, and theirs, one behind the other, into ``received``."""
-        return exchange_shares(self._group, received, share, numels)
+        exchange = exchange_shares(self._group, received, share, numels)
+        for work in exchange.works:
+            self._in_flight.add(work)
+        return exchange
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """From host number ``root``."""
@@ -76,7 +82,7 @@ class Counterparts:
         options.rootRank = root
         options.rootTensor = 0
         work: Work = self._group.broadcast([tensor], options)
-        return work
+        return self._in_flight.add(work)
 
     @property
     def _group(self) -> Any:
@@ -90,7 +96,7 @@ class Counterparts:
     def abandon(self) -> None:
         """Never let go: their threads wait for what will not come."""
         for group in self._groups:
-            never_free(group)
+            self._in_flight.never_free(group)
 
     def close(self) -> None:
         """Let go of the others. Harmless twice."""

@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from .base import done_within, never_free
+from .base import done_within
 from .exchange import Exchange
+from .letting_go import never_free
 
 DOUBT_SECONDS = 5.0
 END_SECONDS = 60.0
@@ -124,8 +125,8 @@ class Courier:
         while not done_within(work, _LOOK):
             if self._has_given_up or self._takes_too_long(began, time.monotonic()):
                 self._has_given_up = True
-                for group in self._groups:
-                    never_free(group)  # that would wait for it
+                for held in (*self._groups, *[message.exchange for message in self._messages]):
+                    never_free(held)
                 raise RuntimeError(f"nothing came within {time.monotonic() - began:.0f} s")
 
     def _takes_too_long(self, began: float, now: float) -> bool:

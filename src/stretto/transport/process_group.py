@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
-from .base import Leftover, Work, never_free
+from .base import Leftover, Work
 from .exchange import ShareSum, exchange_shares
+from .letting_go import InFlight
 from .native import GatheredShares, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
 from .under_way import UnderWay
@@ -62,6 +63,7 @@ class ProcessGroupTransport:
         self.patience = _timeout_of(group) if _waits_on_host(group) else None
         self.leftovers = (_leftovers.setdefault(group, Leftover(_named(self.global_ranks))),)
         self._sum = dist.AllreduceOptions()  # its default is a sum
+        self._in_flight = InFlight()
         self.under_way: UnderWay | None = None
         """Shares that a step has sent; none where ``Work.wait`` does not stop the host."""
         if self.patience is not None:
@@ -97,7 +99,7 @@ class ProcessGroupTransport:
         """Sum in place. Complex tensors travel as pairs of reals, which sum alike."""
         flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work: Work = self.process_group.allreduce([flat], self._sum)
-        return work
+        return self._in_flight.add(work)
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """Mean of this rank's share of the first ``numel`` elements, sum of what follows, in place.
@@ -105,7 +107,7 @@ class ProcessGroupTransport:
         What the rest holds then is undefined.
         """
         sum_of = ScatteredSum if can_sum(tensor) else ShareSum
-        return sum_of(self.process_group, tensor, numel)
+        return self._in_flight.add(sum_of(self.process_group, tensor, numel))
 
     def spread_share(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Work:
         """This rank's share to all others, and theirs, one behind the other, into ``received``.
@@ -117,7 +119,7 @@ class ProcessGroupTransport:
         """
         gather = GatheredShares if can_gather(share) else exchange_shares
         work = gather(self.process_group, received, share, numels)
-        return work if self.under_way is None else self.under_way.add(work)
+        return work if self.under_way is None else self._in_flight.add(self.under_way.add(work))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""
@@ -125,7 +127,7 @@ class ProcessGroupTransport:
         options.rootRank = root
         options.rootTensor = 0
         work: Work = self.process_group.broadcast([tensor.view(torch.uint8)], options)
-        return work
+        return self._in_flight.add(work)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Pickled; over NCCL through the current CUDA device."""
@@ -134,15 +136,15 @@ class ProcessGroupTransport:
         return values
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
-        """Unless it is over, the group is never freed.
+        """Unless it is over, the group is never freed, nor what is under way in it.
 
-        Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends.
+        Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends; letting_go.py.
         """
         if self.under_way is not None:
             self.under_way.remove(work)
         if not work.is_completed() and (group := self._group()) is not None:
             self.leftovers[0].is_of(self.rank, handle, told)
-            never_free(group)
+            self._in_flight.never_free(group)
 
     def close(self) -> None:
         """The group belongs to whoever made it."""

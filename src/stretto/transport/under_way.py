@@ -3,8 +3,7 @@
     spread_share ──> SentShares, in the list ──> waited for by whoever reads a parameter, and out of it
                                         └──> else by the end of the transport or of the program
 
-[Note: letting go]  The last to let go of a tensor that Python has seen takes the interpreter's lock. A thread of Gloo
-that asks for it after the interpreter's end aborts the process. So nothing is under way then.
+When the interpreter ends nothing is under way: letting_go.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .base import Work, done_within, never_free
+from .base import Work, done_within
+from .letting_go import never_free
 
 log = logging.getLogger("stretto")
 
@@ -66,7 +66,7 @@ class UnderWay:
         self._spreads[:] = [one for one in self._spreads if one is not spread]
 
     def let_arrive(self) -> None:
-        """Wait for all of them; see [Note: letting go]."""
+        """Wait for all of them; see letting_go.py, [Note: letting go]."""
         if self._pid != os.getpid() or all(spread.is_completed() for spread in self._spreads):
             return
         try:

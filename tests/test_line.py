@@ -120,9 +120,9 @@ def test_an_end_that_waits_for_the_connection_says_so(tmp_path: Path) -> None:
     found = ranks_without_a_model(tmp_path, body, 2, meeting="tcp")
     for rank, (code, _, complaint) in enumerate(found):
         assert code == 0 and complaint.removesuffix("\n") == (
-            f"rank {rank}: training has ended, and a connection to the process group's store is still being made, "
-            "which is waited for, 30 s at most: DNS does not answer, or there are no file descriptors left here or "
-            "where the store is (ulimit -n)."
+            f"rank {rank}: nothing is attached any more, and a connection to the process group's store is still being "
+            "made, which is waited for, 30 s at most: DNS does not answer, or there are no file descriptors left here "
+            "or where the store is (ulimit -n)."
         )
 
 
@@ -148,6 +148,24 @@ def test_a_model_that_goes_behind_its_process_group_prints_nothing(tmp_path: Pat
     """
     found = ranks_without_a_model(tmp_path, body, 2, end=False)
     assert found == [(0, "", "")] * 2
+
+
+@pytest.mark.timeout(20)
+def test_a_handle_may_be_collected_while_notes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of rank 0 stays until the others have left, and reads what they tell, on the same thread."""
+    store = dist.HashStore()
+    Channel(store, 1, 2).post(Note(1, "ended", leaves=True))
+    channel, collected = Channel(store, 0, 2), []
+
+    def collecting(**told: Any) -> Note:
+        if not collected:
+            collected.append(told)
+            channel.read()
+        return Note(**told)
+
+    monkeypatch.setattr("stretto.channel.Note", collecting)
+    channel.read()
+    assert [note.phase for note in channel.notes] == ["ended"] and collected
 
 
 def test_a_store_that_has_gone_is_called_once() -> None:

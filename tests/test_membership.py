@@ -495,6 +495,85 @@ def test_what_was_trained_unseen_is_named_with_its_passes(
     ]
 
 
+def test_a_layer_that_has_the_id_of_one_that_was_popped_is_seen_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport):
+        model = Chain()
+        model.layers = nn.ModuleList([linear(1), linear(2)])
+        sync = stretto.attach(model, transport=transport)
+        for number in range(1, 10):
+            if number == 8:
+                plans, was = sync.statistics.plans, id(model.layers[0])
+                for _ in range(50):  # mostly at once; ranks are threads here
+                    model.layers.pop(0)
+                    model.layers.insert(0, linear(3))
+                    if id(model.layers[0]) == was:
+                        break
+            x = inputs_of(transport.rank, number)
+            (model(x) + sum(layer(x).sum() for layer in model.layers)).backward()
+        assert sync.statistics.plans == plans + 1
+        return gradients(model)
+
+    with caplog.at_level(logging.WARNING):
+        first, second = run_ranks(worker, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first) and not caplog.records
+
+
+@pytest.mark.parametrize("kind", ["lazy", "put into a list that is new"])
+def test_what_is_registered_is_not_taken_for_unseen(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport):
+        model = Chain()
+        stretto.attach(model, transport=transport)
+        for number in range(12):
+            if number == 10:
+                model.more = nn.ModuleList([nn.LazyLinear(2, dtype=torch.float64)] if kind == "lazy" else [])
+                if kind != "lazy":
+                    model.more.insert(0, linear(2))
+            x = inputs_of(transport.rank, number)
+            (model(x) + sum(layer(x).sum() for layer in getattr(model, "more", ()))).backward()
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(worker, 2)
+    assert not caplog.records
+
+
+def test_a_layer_that_is_replaced_behind_forward_was_used_by_none() -> None:
+    def worker(transport):
+        model = torch.nn.Sequential(linear(0), linear(1))
+        sync = stretto.attach(model, transport=transport)
+        for number in range(4):
+            loss = model(inputs_of(transport.rank, number)).sum()
+            if number == 3:
+                model[1] = linear(2)
+            loss.backward()
+        assert model[1].weight.grad is None
+        return sync.used_by
+
+    wanted = {"0.weight": 2, "0.bias": 2, "1.weight": 0, "1.bias": 0}
+    assert run_ranks(worker, 2) == [wanted] * 2
+
+
+@pytest.mark.parametrize("who", ["a graph", "a graph of rank 0", "a sharded optimizer"])
+def test_all_are_replaced_past_registration_and_somebody_holds_the_old_ones(who: str) -> None:
+    def worker(transport):
+        model, kept = torch.nn.Sequential(linear(0), linear(1)), []
+        sync = stretto.attach(model, transport=transport)
+        if who == "a sharded optimizer":
+            stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        for number in range(7):
+            if number == 4:
+                rewrite(model[0])
+                rewrite(model[1])
+            model.zero_grad()
+            loss = model(inputs_of(transport.rank, number)).sum()
+            loss.backward()
+            if who == "a graph" or (who == "a graph of rank 0" and transport.rank == 0):
+                kept.append(loss)
+            yield gradients(model) if number >= 4 else {}
+
+    for first, second in zip(*run_ranks(lambda t: [*worker(t)], 2), strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's, at the break
 @pytest.mark.parametrize("how", ["called", "not in training", "by its parts", "compiled", "compiled in two"])
 def test_all_are_replaced_past_registration_whatever_runs_forward(how: str) -> None:

@@ -923,7 +923,7 @@ def test_attempts_are_counted_alike_by_a_rank_that_was_without_a_handle(tmp_path
     assert Channel(store, 0, 2).count_attempt(Seat()) == 7
 
 
-@pytest.mark.parametrize("step", ["store_is_gone", "_counted_before", "_set"])
+@pytest.mark.parametrize("step", ["store_is_gone", "attempts_of", "_set"])
 def test_an_attempt_that_is_interrupted_while_it_is_counted_is_counted_once(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -629,6 +629,22 @@ def test_a_rank_that_cannot_start_its_thread_is_quoted(tmp_path: Path, lives_on:
 
 
 @pytest.mark.ranks
+def test_the_rank_that_has_the_store_stays_for_nobody_who_has_failed_too(tmp_path: Path) -> None:
+    """They have come and left between two looks, mostly."""
+    body = """
+        model = Model().requires_grad_(False)
+        for _ in range(3):
+            dist.barrier()
+            began = time.monotonic()
+            try:
+                stretto.attach(model)
+            except stretto.SetupError:
+                assert time.monotonic() - began < 1.5
+    """
+    assert ranks_without_a_model(tmp_path, body, 2, meeting="tcp") == [(0, "", "")] * 2
+
+
+@pytest.mark.ranks
 def test_the_rank_that_has_the_store_fails_alone_in_attach_and_ends(tmp_path: Path) -> None:
     """It stays until the others have read why, or the store would go with it first."""
     body = """

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing.util import Finalize
 from types import FrameType
 
@@ -51,7 +52,7 @@ class Channel(People):
         self.attempts = 0
         """To attach, also those that came to nothing before another rank heard of it."""
         self._leftovers: set[Leftover] = set()
-        self._lock = threading.Lock()  # the thread reads notes too
+        self._lock = threading.RLock()  # the thread reads notes too, and a handle that it collects meanwhile may
         self.me = myself()
         """This process, and the thread that made this."""
         self._ended = False
@@ -85,18 +86,10 @@ class Channel(People):
     def count_attempt(self, seat: Seat) -> int:
         """The number of one to attach, when this rank comes together with the others, or fails before; counted once."""
         if not seat.attempt:
-            seat.attempt = max(self.attempts, self._counted_before()) + 1
+            seat.attempt = max(self.attempts, self.attempts_of(self._rank)) + 1  # it may have been without a handle
         self.attempts = max(self.attempts, seat.attempt)
         self._set(f"attempts/{self._rank}", str(self.attempts))
         return seat.attempt
-
-    def _counted_before(self) -> int:
-        """Attempts of this rank so far, which may have been without a handle since; 0 where the store is silent."""
-        key = f"attempts/{self._rank}"
-        if not self.store_is_gone():
-            with contextlib.suppress(RuntimeError):
-                return self._line.run(lambda store: int(store.get(key)) if store.check([key]) else 0)
-        return 0
 
     def catch_up(self, begun: int, attempts: int) -> None:
         """Another rank counts so many: one without a handle for a while may count anew, and one may fail alone."""
@@ -145,7 +138,7 @@ class Channel(People):
     def _stay_with_store(self, *, failed: bool) -> None:
         """It goes with this channel where the groups are destroyed, or a rank that has failed ends; see ``close``."""
         if self._rank == 0 and self.rank_0_has_store() and (failed or not is_initialized()):
-            self._stay_until(self._comers() if failed else self._all_have_left)
+            self._stay_until(partial(self._all_have_tried, self.attempts) if failed else self._all_have_left)
 
     def _all_have_left(self) -> bool:
         """Have read, that is, and written their own last note."""
@@ -178,10 +171,11 @@ class Channel(People):
                 self._missing.update(range(self._numbers + 1, last + 1))
                 self._numbers = last
             for number in sorted(self._missing):  # a rank that was killed may have taken one, and written nothing
-                if store.check([key := f"note/{number}"]):
-                    self.notes.append(Note(**json.loads(store.get(key))))
+                note = Note(**json.loads(store.get(key))) if store.check([key := f"note/{number}"]) else None
+                if note is not None and number in self._missing:
                     self._missing.discard(number)
-                    self._heed(self.notes[-1], store)
+                    self.notes.append(note)
+                    self._heed(note, store)
 
     def _heed(self, note: Note, store: Store) -> None:
         """It may be the last word of the process that has the store, or of what is left in the process group."""

@@ -83,9 +83,11 @@ class ForwardWatch:
         module = self._found()
         assert module is not None, "it is being called"
         call, passes = self._compiled or module._call_impl, self._passes()
+        learns = module.training and torch.is_grad_enabled()
         if passes is not None and passes.members.is_bare:
             passes.members.hook_what_is_there()
-        learns = module.training and torch.is_grad_enabled()
+        elif learns and passes is not None and not torch.compiler.is_compiling():
+            passes.members.look_before()
         if torch.compiler.is_compiling() or not learns or passes is None or passes.running:
             return call(*args, **kwargs)
         counts = passes.synchronize

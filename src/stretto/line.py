@@ -197,9 +197,9 @@ class Lookout(threading.Thread):
         if self._tried.wait(min(seconds, TELL_SECONDS)) or not seconds:
             return
         log.warning(
-            "rank %s: training has ended, and a connection to the process group's store is still being made, which is "
-            "waited for, %s s at most: DNS does not answer, or there are no file descriptors left here or where the "
-            "store is (ulimit -n).",
+            "rank %s: nothing is attached any more, and a connection to the process group's store is still being made, "
+            "which is waited for, %s s at most: DNS does not answer, or there are no file descriptors left here or "
+            "where the store is (ulimit -n).",
             self.channel.rank,
             round(seconds),
         )

@@ -25,7 +25,7 @@ from .errors import name_list
 from .options import Options, names_of_sparse
 from .preset import Preset
 from .survivors import Survivors
-from .tables import Tables
+from .tables import Tables, lent
 from .watch import listen, refuse_torchs, stop_listening
 from .withheld import Withheld
 
@@ -229,7 +229,7 @@ class Membership:
         self._follow_gradients(everything.values())
         modules = [] if module is None else list(module.modules())
         self._modules = weakref.WeakSet(modules)
-        self._tables = Tables(modules)
+        self._tables = Tables(modules, self._ids())
         self._follow_survivors()
 
     def _follow_survivors(self) -> None:
@@ -257,8 +257,8 @@ class Membership:
     def unseen(self) -> dict[str, int]:
         """Names of trained ones that no hook has seen, and how many passes before this one that may have been so."""
         passes = self._tables.passes_before
-        seen = {id(parameter()) for parameter in self._planned.values()}
-        seen |= {id(one) for module in self._tables.inserted() for one in module.parameters()}
+        seen = self._ids()
+        seen |= {id(one) for module in self._tables.came(self._modules) for one in module.parameters()}
         there = [(name, one) for name, one in self._to_reduce().items() if passes and id(one) not in seen]
         return {name: passes for name, one in there if not self.hooked(one)}
 
@@ -275,11 +275,22 @@ class Membership:
             new = list(item.parameters())
         else:
             new = [item] if isinstance(item, torch.nn.Parameter) else []
-        planned = {id(parameter()) for parameter in self._planned.values()}
+        planned = self._ids()
         for parameter in new:
             if id(parameter) not in planned:
                 self._hook(parameter)
         self._follow_gradients([*self.everything().values(), *new])
+
+    def _ids(self) -> set[int]:
+        return {id(one) for reference in self._planned.values() if (one := reference()) is not None}
+
+    @left_uncompiled
+    def look_before(self) -> None:
+        """Before a forward that learns: an optimizer, or a graph, may hold what was planned, on one rank alone."""
+        if not self._tables.lack_one(STANDS_FOR) or lent():
+            return
+        if self._ids().isdisjoint(map(id, self.everything().values())):
+            self.hook_what_is_there()
 
     def _none_planned_left(self) -> None:
         """Where that was past registration, no hook on what is trained is left to begin a pass. See survivors.py.

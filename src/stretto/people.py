@@ -83,7 +83,8 @@ class People:
             return True
         if self._rank == 0 or host is None or not self.rank_0_has_store():
             return False
-        self._line.has_gone = host.is_here() and _nobody_listens(self._server())
+        if host.is_here() and _nobody_listens(self._server(), host):
+            self._line.has_gone = True  # never back to False: the thread may have found it broken meanwhile
         return self._line.has_gone or host.is_dead()
 
     def rank_0_has_store(self) -> bool:
@@ -102,16 +103,22 @@ class People:
         while not done() and time.monotonic() < until:
             time.sleep(0.02)
 
-    def _comers(self) -> Callable[[], bool]:
-        """Whether all have come, read why this rank has failed, and left."""
-        came = set[int]()
+    def attempts_of(self, rank: int) -> int:
+        """How often that rank has tried to attach so far; 0 where the store is silent."""
+        key = f"attempts/{rank}"
+        if not self.store_is_gone():
+            with contextlib.suppress(RuntimeError):
+                return self._line.run(lambda store: int(store.get(key)) if store.check([key]) else 0)
+        return 0
 
-        def all_have_gone() -> bool:
-            here = {rank for rank in self.others() if self.person(rank, fresh=True) is not None}
-            came.update(here)
-            return came.issuperset(self.others()) and here <= {rank for rank, _ in self.dead()}
+    def _all_have_tried(self, attempt: int) -> bool:
+        """Whether all others have made that attempt to attach, read why this rank has failed in it, and left."""
+        dead = {rank for rank, _ in self.dead()}
+        return all(rank in dead or self._has_tried(rank, attempt) for rank in self.others())
 
-        return all_have_gone
+    def _has_tried(self, rank: int, attempt: int) -> bool:
+        made = self.attempts_of(rank)  # it may have come and left between two looks, or be here for the next
+        return made > attempt or (made == attempt and self.person(rank, fresh=True) is None)
 
     @property
     def is_silent(self) -> bool:
@@ -126,15 +133,18 @@ class People:
         return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"
 
 
-def _nobody_listens(server: Any) -> bool:
+def _nobody_listens(server: Any, owner: Person) -> bool:
     """Rank 0 may have destroyed its groups, and let go of the store, while its process goes on, or ends.
 
-    Not asked where a name would have to be looked up, which takes 5 s where DNS is silent.
+    A name is not looked up, which takes 5 s where DNS is silent: a store listens on all addresses of its host.
     """
-    if server.host != "localhost" and not server.host.replace(".", "").isdecimal():
-        return False
+    address = server.host
+    if not address.replace(".", "").isdecimal():
+        if not owner.shares_network():
+            return False
+        address = "127.0.0.1"
     try:
-        socket.create_connection((server.host, server.port), timeout=0.5).close()
+        socket.create_connection((address, server.port), timeout=0.5).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -10,10 +10,10 @@ like it) has part of its sum in the old bucket: that part is added.
 [Note: order of messages]  Each step of ``all_together`` sends what follows from the steps before it alone, so that all
 ranks send the same: 1. they tell which frozen ones have a gradient all the same; 2. they compare what they have, and
 raise here or not at all; 3. what is in shares is put together, so that nothing is half moved should one fail; 4. they
-tell what is loose, what can stay in shares, which is what no rank has replaced, and what was carried by another name:
-if by the same on all ranks, nothing is to be done for it; 5. rank 0's values of what is loose or a stranger on any
-rank, and its buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket that has some; 8.
-what is loose and sparse, if any is.
+tell what is loose, what was trained unseen, what can stay in shares, which is what no rank has replaced, and what was
+carried by another name: if by the same on all ranks, nothing is to be done for it; 5. rank 0's values of what is loose
+or a stranger on any rank, and its buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket
+that has some; 8. what is loose and sparse, if any is.
 """
 
 from __future__ import annotations

@@ -1,18 +1,23 @@
 """What lies in a module's tables of parameters and modules: the net for what is written there past registration.
 
-``insert`` of torch's lists is looked for in every pass, whatever else in every ``EVERY``-th.
+``insert`` of torch's lists is looked for in every pass, whatever else in every ``EVERY``-th. Where all parameters of
+the plan are replaced so, no hook is left to begin a pass; so one of them is looked at before each forward.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.utils import stateless
 
 _WITH_INSERT = (torch.nn.ModuleList, torch.nn.Sequential)
+_LENDS = stateless._functional_call.__code__
 EVERY = 16
 FIRST = 4
 """The net is cast in the first passes and then in every ``EVERY``-th."""
@@ -23,14 +28,20 @@ class Tables:
 
     Args:
         modules: in order.
+        planned: ``id()`` of the parameters that are reduced.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = [weakref.ref(one) for one in modules]
+    def __init__(self, modules: Sequence[torch.nn.Module], planned: Collection[int]) -> None:
+        self._gone: list[Any] = []
+        """Those that have been freed: each leaves its ``id`` to the next, as where layers are popped and inserted."""
+        self._modules = [weakref.ref(one, self._gone.append) for one in modules]
         self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
         self._listed = self._listed_now()
         self._held = [None if one is None else weakref.ref(one) for one in self._now()]
         self._asked = 0
+        places = ((one, name, here) for one in modules for name, here in one._parameters.items())
+        found = ((weakref.ref(one), name, weakref.ref(here)) for one, name, here in places if id(here) in planned)
+        self._probe = next(found, None)
 
     @property
     def passes_before(self) -> int:
@@ -40,7 +51,7 @@ class Tables:
     def have_changed(self, number: int) -> bool:
         """Asked in pass ``number``."""
         self._asked += 1
-        if self._lists and self._listed_now() != self._listed:
+        if self._lists and (self._gone or self._listed_now() != self._listed):
             return True
         if number > FIRST and number % EVERY:
             return False
@@ -49,13 +60,20 @@ class Tables:
             return False
         return True
 
-    def inserted(self) -> list[torch.nn.Module]:
-        """What lists have now and had not before: that is seen in the pass in which it comes."""
-        before = {key for keys in self._listed for key in keys}
+    def came(self, registered: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+        """What was registered since, or lists have now and had not before: seen in the pass in which it comes."""
+        before = {id(one) for reference in self._modules if (one := reference()) is not None}
         alive = [one for reference in self._lists if (one := reference()) is not None]
-        return [
-            child for one in alive for child in one._modules.values() if child is not None and id(child) not in before
-        ]
+        now = itertools.chain(registered, *(one._modules.values() for one in alive))
+        return [one for one in now if one is not None and id(one) not in before]
+
+    def lack_one(self, stands_for: str) -> bool:
+        """Whether one parameter of the plan does not lie where it lay; what has it as ``stands_for`` lies there too."""
+        if self._probe is None:
+            return False
+        module, name, known = self._probe
+        here = None if (alive := module()) is None else alive._parameters.get(name)
+        return alive is not None and (here is None or vars(here).get(stands_for, here) is not known())
 
     def _hold_others(self) -> bool:
         """By reference: one that is gone leaves its ``id`` to the next."""
@@ -70,6 +88,14 @@ class Tables:
     def _listed_now(self) -> list[list[int]]:
         alive = [one for reference in self._lists if (one := reference()) is not None]
         return [[*map(id, one._modules.values())] for one in alive]
+
+
+def lent() -> bool:
+    """Whether ``functional_call`` is under way, which puts others into tables for so long."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _LENDS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_still(was: weakref.ref[Any] | None, one: object) -> bool:

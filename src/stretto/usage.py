@@ -89,7 +89,8 @@ def follow_a_change(
     """
 
     def count(name: str) -> int:
-        return used.get(renamed.get(name, name), 0) + sum(one.get(name, False) for one in loose)
+        replaced = all(name in one for one in loose)  # on all ranks: what the old one got is in nobody's mean
+        return (0 if replaced else used.get(renamed.get(name, name), 0)) + sum(one.get(name, False) for one in loose)
 
     carry_over({index: count(name) for index, name in enumerate(queue.names)}, queue.buckets)
     rows.used_by = {name: count(name) for name in rows.names}

@@ -45,6 +45,13 @@ class Person:
         """Whether it is known to be of this host."""
         return bool(self.host) and self.host == _host()
 
+    def shares_network(self) -> bool:
+        """Whether it is known to have this process's addresses, ``127.0.0.1`` too: a container may have its own."""
+        try:
+            return os.readlink(f"/proc/{self.pid}/ns/net") == os.readlink("/proc/self/ns/net")
+        except OSError:
+            return False
+
 
 def myself() -> Person:
     """This process, and the thread that calls."""

@@ -139,9 +139,9 @@ class Agent(LocalElasticAgent):
     @staticmethod
     def _wake_stopped(pids: Iterable[int]) -> None:
         """Torch ends ranks by a signal that one which is stopped does not take, and waits for it, 30 s."""
-        for pid in pids:
-            if pid and is_stopped(pid):  # a child that nobody has reaped keeps its pid
-                with contextlib.suppress(ProcessLookupError):
+        for pid in filter(None, pids):
+            with contextlib.suppress(ChildProcessError):  # reaped: its pid may be another's by now
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and is_stopped(pid):
                     os.kill(pid, signal.SIGCONT)
 
 

@@ -238,8 +238,8 @@ def test_what_a_step_would_refuse_is_refused_where_state_is_asked_for(carrier: A
     first, second, *_ = carrier(worker, 2)
     assert second == (
         "rank 1, pass 1: first.bias was (40,) torch.float32 when its optimizer was sharded, and is (3,) torch.float32 "
-        "now.\nRun a backward before the step where the dtype has changed; where the size has, build another "
-        "parameter, and another optimizer for it."
+        "now.\nRun a backward that reaches it before the step where the dtype has changed; where the size has, "
+        "build another parameter, and another optimizer for it."
     )
     assert first == f"rank 0, pass 1: rank 1 cannot follow what its optimizer has now.\n  {second}"
 

@@ -319,8 +319,8 @@ def test_alone_the_same_is_refused() -> None:
 
 RESIZED = (
     "rank {0}, pass {1}: second.bias was (20,) torch.float32 when its optimizer was sharded, and is (1,) {2} now.\n"
-    "Run a backward before the step where the dtype has changed; where the size has, build another parameter, and "
-    "another optimizer for it."
+    "Run a backward that reaches it before the step where the dtype has changed; where the size has, "
+    "build another parameter, and another optimizer for it."
 )
 
 

@@ -291,7 +291,7 @@ def test_what_is_available_is_read_from_the_system() -> None:
 
 NO_MEMORY = (
     "rank {0}: no shared memory for gradients: {1}.\n"
-    "Free memory, raise the limits of this process (ulimit -n, ulimit -v) or of the container, or attach with "
+    "Free memory, raise the limits of this process (ulimit -n, -v, -f) or of the container, or attach with "
     'transport="process_group".'
 )
 TOLD = (

@@ -170,8 +170,8 @@ class Layout:
                 raise SetupError(
                     f"{where}: {spec.name} was {tuple(spec.shape)} {spec.dtype} when its optimizer was "
                     f"sharded, and is {tuple(parameter.shape)} {parameter.dtype} now.\n"
-                    "Run a backward before the step where the dtype has changed; where the size has, build another "
-                    "parameter, and another optimizer for it."
+                    "Run a backward that reaches it before the step where the dtype has changed; where the size has, "
+                    "build another parameter, and another optimizer for it."
                 )
         if self._moved and not self._has_told:
             warn_of_other_processes(where, [self.plan.parameters[index].name for index in self._moved])

@@ -268,7 +268,7 @@ class Arena:
         except OSError as error:
             raise CommunicationError(
                 f"rank {self._rank}: no shared memory for gradients: {error.strerror or error}.\n"
-                "Free memory, raise the limits of this process (ulimit -n, ulimit -v) or of the container, or attach "
+                "Free memory, raise the limits of this process (ulimit -n, -v, -f) or of the container, or attach "
                 'with transport="process_group".'
             ) from error
         self._made += 1

@@ -10,7 +10,7 @@ from .broadcast import CoalescedMessages
 from .buffers import BufferPlaces
 from .launch import LaunchQueue
 from .sparse import GivenRows, SparseGradients
-from .words import Control
+from .words import Control, ControlWords
 
 
 class Beside:
@@ -69,19 +69,24 @@ class Beside:
             self._events.emit(self._events.buffers_sent, self._queue.pass_number, len(sent.messages), sent.nbytes)
         return sent
 
-    def finish(self, buffers: CoalescedMessages, *, release: bool, mixed: bool) -> None:
+    def finish(self, buffers: CoalescedMessages, words: ControlWords, *, release: bool) -> None:
         """Wait for it.
+
+        Buffers stay what they are where the pass has met that of another handle, and where the module has changed,
+        since stand-ins may be among them: rejoin.py sends what there is now.
 
         Args:
             buffers: what is under way of them.
+            words: what ranks said.
             release: put sparse gradients into ``.grad``.
-            mixed: the pass has met that of another handle, so buffers stay what they are.
         """
+        mixed = words.on_host and words.are_mixed
         if self.sparse.any:
             factor = self._queue.scaling.after(self._queue.buckets[-1].footer.weight)
             self.sparse.finish(factor, self._queue.wait_for, release=release and not mixed)
         if buffers.messages:
-            buffers.finish(self._queue.wait_for, "the buffers", keep=not mixed)
+            keep = not (mixed or (words.on_host and words.decide_nothing))
+            buffers.finish(self._queue.wait_for, "the buffers", keep=keep)
 
     def says(self) -> list[Control]:
         """What this rank has to say of its buffers."""

@@ -13,7 +13,7 @@ BatchNorm's kernels write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .options import Buffers, Options
 from .specs import MIB
-from .transport.base import Transport, in_one_row
+from .transport.base import Transport, Work, in_one_row
 
 
 class BufferPlaces:
@@ -104,6 +104,11 @@ class BufferPlaces:
         if average:
             sent.add(start_reduce(average, transport, transport.world_size))
         return sent
+
+    def begin_anew(self, module: torch.nn.Module, transport: Transport, wait: Callable[[Work, str], object]) -> None:
+        """Follow the module, in whose pass none were written, since stand-ins may have been among them. Collective."""
+        self.follow(module)
+        self.send(transport).finish(wait, "the buffers")
 
     def _to_send_now(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Those that are to follow rank 0's now, and those that are to become the mean over ranks."""

@@ -210,8 +210,6 @@ class Consensus:
             return False
         if self._queue.comm_hook is not None:
             self._rejoin.refuse()
-        if words.on_host and self._beside.places.policy == "mean":  # before all take rank 0's: were they at rest?
-            self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         self._rejoin.all_together(release=release)
         self._replan_policy = ReplanPolicy()
         self.plans += 1

@@ -280,7 +280,7 @@ class Reducer:
     def _wait(self, sent: CoalescedMessages | None, handed_out: bool = False, *, release: bool) -> ControlWords:
         words = self.queue.wait(release=release, handed_out=handed_out)
         if sent is not None:
-            self._beside.finish(sent, release=release, mixed=words.on_host and words.are_mixed)
+            self._beside.finish(sent, words, release=release)
         return words
 
     def _reset(self) -> None:

@@ -12,7 +12,7 @@ ranks send the same: 1. they tell which frozen ones have a gradient all the same
 raise here or not at all; 3. what is in shares is put together, so that nothing is half moved should one fail; 4. they
 tell what is loose, what was trained unseen, what can stay in shares, which is what no rank has replaced, and what was
 carried by another name: if by the same on all ranks, nothing is to be done for it; 5. rank 0's values of what is loose
-or a stranger on any rank, and its buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket
+or a stranger on any rank, and the buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket
 that has some; 8. what is loose and sparse, if any is.
 """
 
@@ -220,7 +220,8 @@ class Rejoin:
         carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
         rows_used = self._rows.used_by
         used = used_by(queue) | rows_used
-        self._send_values(module, loose)
+        self._send_values(loose)
+        self._places.begin_anew(module, queue.transport, queue.wait_for)
         queue.in_shares = Alive(wanted[name] for name in in_shares)
         queue.rebuild(wanted, plan)
         self._tracker.rebuild(list(wanted.values()))
@@ -228,7 +229,6 @@ class Rejoin:
         self._rows.rebuild(rows, dtypes)
         follow_a_change(queue, self._rows, used, settled, everyone)
         members.follow(now)
-        self._places.follow(module)
         had = {name for name in loose if name in carried or any(one.get(name) for one in everyone)}
         reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=release)
         if loose & rows.keys():
@@ -334,11 +334,8 @@ class Rejoin:
                     found[self._queue.names[index]] = bucket.views[place].clone()
         return found
 
-    def _send_values(self, module: torch.nn.Module, loose: set[str]) -> None:
-        everything = self._members.everything()
-        values = [parameter for name, parameter in everything.items() if name in loose]
-        if self._places.policy != "none":
-            values += named(module, self._members.options, "buffers").values()
+    def _send_values(self, loose: set[str]) -> None:
+        values = [parameter for name, parameter in self._members.everything().items() if name in loose]
         broadcast_coalesced(values, self._queue.transport, self._queue.wait_for)
 
     def _tell(self, words: str, plan: BucketPlan, unseen: Iterable[Mapping[str, int]]) -> None:

@@ -86,6 +86,11 @@ class ControlWords:
         said = self.read()[len(Control) :]
         return [min(one, COUNTS) for one in said] != [min(one, COUNTS) for one in self.marks]
 
+    @property
+    def decide_nothing(self) -> bool:
+        """Whether what came with them is void, since the module has changed. Reads them."""
+        return bool(self.read()[Control.CHANGED])
+
     def ask_for_second_round(self, *, is_first: bool) -> bool:
         """Whether some rank does; words on their way from an accelerator are waited for in the first pass alone."""
         if self.words is None or not (self.on_host or is_first):

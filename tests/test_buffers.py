@@ -1,4 +1,4 @@
-"""What buffers are after a pass: where the module has changed in it, and by policy."""
+"""What buffers are after a pass: where the module has changed in it, where it was given up, and by policy."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def normed() -> torch.nn.Sequential:
 def rows(rank: int) -> torch.Tensor:
     """Whose mean is 1.5, and 10 more on each rank."""
     return torch.arange(4.0)[:, None].expand(4, 4) + 10 * rank
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("no")
 
 
 @pytest.mark.parametrize(
@@ -71,3 +75,42 @@ def test_stand_ins_are_part_of_no_mean() -> None:
         return model.odd.tolist()
 
     assert run_ranks(worker, 2) == [[4.0, 4.0], [4.0, 4.0, 4.0]]
+
+
+@pytest.mark.parametrize("who", [(1,), (0,), (0, 1)])
+@pytest.mark.parametrize("policy", ["mean", "rank0"])
+def test_a_pass_that_was_given_up_leaves_buffers_alone_on_all_ranks(policy: str, who: tuple[int, ...]) -> None:
+    """Who gave up keeps its own; were the others' averaged all the same, they would count for less in the next mean."""
+
+    def worker(transport: Any) -> tuple[float, float]:
+        model = normed()
+        stretto.attach(model, transport=transport, buffers=policy)
+        loss = model(rows(transport.rank)).sum()
+        own = float(model[0].running_mean[0])
+        hook = model[1].weight.register_hook(fail) if transport.rank in who else None
+        with pytest.raises((ValueError, stretto.PeerError)):
+            loss.backward()
+        if hook is not None:
+            hook.remove()
+        assert model[0].running_mean[0] == own
+        model(rows(transport.rank)).sum().backward()
+        return float(model[0].running_mean[0]), own
+
+    found, own = zip(*run_ranks(worker, 3), strict=True)
+    assert [*own] == [pytest.approx(0.15 + rank) for rank in range(3)]
+    after = 0.19 * (1.5 if policy == "rank0" else 11.5)
+    assert [*found] == [pytest.approx(after)] * 3
+
+
+def test_numbers_that_are_none_stay_on_the_rank_that_failed() -> None:
+    def worker(transport: Any) -> bool:
+        model = normed()
+        stretto.attach(model, transport=transport, buffers="mean")
+        loss = model(rows(0) * (float("nan") if transport.rank == 1 else 1)).sum()
+        if transport.rank == 1:
+            model[1].weight.register_hook(fail)
+        with pytest.raises((ValueError, stretto.PeerError)):
+            loss.backward()
+        return bool(model[0].running_mean.isnan().any())
+
+    assert run_ranks(worker, 3) == [False, True, False]

@@ -72,8 +72,9 @@ class Beside:
     def finish(self, buffers: CoalescedMessages, words: ControlWords, *, release: bool) -> None:
         """Wait for it.
 
-        Buffers stay what they are where the pass has met that of another handle, and where the module has changed,
-        since stand-ins may be among them: rejoin.py sends what there is now.
+        Buffers stay what they are where the pass has met that of another handle, and where it is known that it was
+        given up: the rank that did so keeps its own, which would count twice in the next mean. So they do where the
+        module has changed, since stand-ins may be among them; rejoin.py sends what there is now.
 
         Args:
             buffers: what is under way of them.
@@ -85,7 +86,7 @@ class Beside:
             factor = self._queue.scaling.after(self._queue.buckets[-1].footer.weight)
             self.sparse.finish(factor, self._queue.wait_for, release=release and not mixed)
         if buffers.messages:
-            keep = not (mixed or (words.on_host and words.decide_nothing))
+            keep = not (mixed or self.sparse.given_up or (words.on_host and words.decide_nothing))
             buffers.finish(self._queue.wait_for, "the buffers", keep=keep)
 
     def says(self) -> list[Control]:

@@ -88,8 +88,9 @@ class ControlWords:
 
     @property
     def decide_nothing(self) -> bool:
-        """Whether what came with them is void, since the module has changed. Reads them."""
-        return bool(self.read()[Control.CHANGED])
+        """Whether what came with them is void: the pass was given up, or the module has changed. Reads them."""
+        said = self.read()
+        return bool(said[Control.GAVE_UP] or said[Control.CHANGED])
 
     def ask_for_second_round(self, *, is_first: bool) -> bool:
         """Whether some rank does; words on their way from an accelerator are waited for in the first pass alone."""

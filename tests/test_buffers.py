@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import stretto
-from stretto.testing import run_ranks
+from stretto.testing import run_ranks, spawn_ranks
+from stretto.watch import listen, stop_listening
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,6 +78,105 @@ def test_stand_ins_are_part_of_no_mean() -> None:
         return model.odd.tolist()
 
     assert run_ranks(worker, 2) == [[4.0, 4.0], [4.0, 4.0, 4.0]]
+
+
+def test_a_buffer_that_is_registered_in_mid_run_is_followed_at_once() -> None:
+    """And nothing else has changed; the module of one had none before."""
+
+    def worker(transport: Any) -> list[float]:
+        model = normed()
+        sync = stretto.attach(model, transport=transport, buffers="mean")
+        for _ in range(6):
+            model(rows(transport.rank)).sum().backward()
+        model.register_buffer("more", torch.full((), 2.0 + transport.rank))
+        model[1].register_buffer("count", torch.tensor(5 + transport.rank), persistent=False)
+        model(rows(transport.rank)).sum().backward()
+        sync.check()
+        return [float(model.more), float(model[1].count)]
+
+    assert run_ranks(worker, 3) == [[3.0, 5.0]] * 3
+
+
+def test_a_buffer_that_is_written_past_registration_is_found_by_the_net() -> None:
+    def worker(transport: Any) -> list[int]:
+        model = torch.nn.Linear(4, 1)
+        stretto.attach(model, transport=transport)
+        for _ in range(6):
+            model(rows(0)).sum().backward()
+        model._buffers["count"] = torch.tensor(5 + transport.rank)
+        found = []
+        for _ in range(10):
+            model(rows(0)).sum().backward()
+            found.append(int(model.count))
+        return found
+
+    assert run_ranks(worker, 2) == [[5] * 10, [6] * 9 + [5]]
+
+
+@pytest.mark.parametrize("policy", ["rank0", "none"])
+def test_a_buffer_that_one_rank_alone_registers(policy: str) -> None:
+    def worker(transport: Any) -> str:
+        model = normed()
+        stretto.attach(model, transport=transport, buffers=policy)
+        if transport.rank == 1:
+            model.register_buffer("more", torch.tensor([2.0]))
+        try:
+            model(rows(0)).sum().backward()
+        except stretto.ModelMismatchError as error:
+            return str(error).splitlines()[1]
+        return "followed"
+
+    wanted = {"rank0": "  buffer more: missing on rank 0; 1 float32 cpu on rank 1", "none": "followed"}[policy]
+    assert run_ranks(worker, 2) == [wanted] * 2
+
+
+def beside_a_hook(rank: int) -> str:
+    model = normed()
+    sync = stretto.attach(model)
+    sync.register_comm_hook(None, allreduce_hook)
+    model.register_buffer("more", torch.tensor([2.0 + rank]))
+    with pytest.raises(stretto.SetupError, match="its buffers have changed on ranks 0, 1") as raised:
+        model(rows(rank)).sum().backward()
+    return str(raised.value)
+
+
+def test_a_new_buffer_beside_a_comm_hook_is_refused_as_one_that_goes() -> None:
+    first, second = spawn_ranks(beside_a_hook, 2)
+    assert first.replace("rank 0,", "") == second.replace("rank 1,", "")
+
+
+class Counts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return self.layer(x) * self.count
+
+
+class Told:
+    def __init__(self) -> None:
+        self.owners: list[torch.nn.Module] = []
+
+    def hear(self, owner: torch.nn.Module, _: object) -> None:
+        self.owners.append(owner)
+
+
+def test_a_reassigned_buffer_is_no_news_and_torchs_compiler_goes_along() -> None:
+    model, told, frames = Counts(), Told(), CompileCounter()
+    compiled = torch.compile(model, backend=frames, fullgraph=True)
+    for _ in range(12):  # torch gives up what it has compiled eight times
+        listen(told.hear)
+        compiled(rows(0))
+        stop_listening(told.hear)
+    assert model.count == 12 and told.owners == [] and frames.frame_count == 1
+    listen(told.hear)
+    model.register_buffer("more", None)
+    stop_listening(told.hear)
+    model.register_buffer("last", None)
+    assert told.owners == [model]
 
 
 @pytest.mark.parametrize("who", [(1,), (0,), (0, 1)])

@@ -142,7 +142,9 @@ class Rejoin:
         return {name for name in outside if members.got_gradient(frozen[name])} | (loose & self._arrived)
 
     def _loses(self) -> bool:
-        return self._places.changed or self._changes.loses()
+        module = self._members.module()
+        moved = self._places.changed or (module is not None and self._places.moved(module))
+        return moved or self._changes.loses()
 
     def refuse(self) -> None:
         """Beside a comm hook, which knows buckets by their index, nothing but harmless changes can be followed.
@@ -180,7 +182,6 @@ class Rejoin:
         if (
             self._waiting
             or self._loses()
-            or self._places.moved(module)
             or describe_parameters(wanted, self._members.options.reduce_dtypes(wanted)) != self._queue.plan.parameters
             or self._members.strangers()
         ):

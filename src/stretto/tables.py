@@ -1,4 +1,4 @@
-"""What lies in a module's tables of parameters and modules: the net for what is written there past registration.
+"""What lies in a module's tables: the net for what is written there past registration.
 
 ``insert`` of torch's lists is looked for in every pass, whatever else in every ``EVERY``-th. Where all parameters of
 the plan are replaced so, no hook is left to begin a pass; so one of them is looked at before each forward.
@@ -38,6 +38,7 @@ class Tables:
         self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
         self._listed = self._listed_now()
         self._held = [None if one is None else weakref.ref(one) for one in self._now()]
+        self._buffers = self._buffers_now()
         self._asked = 0
         places = ((one, name, here) for one in modules for name, here in one._parameters.items())
         found = ((weakref.ref(one), name, weakref.ref(here)) for one, name, here in places if id(here) in planned)
@@ -78,12 +79,16 @@ class Tables:
     def _hold_others(self) -> bool:
         """By reference: one that is gone leaves its ``id`` to the next."""
         now, held = self._now(), self._held
-        return len(now) != len(held) or not all(map(_is_still, held, now))
+        return len(now) != len(held) or not all(map(_is_still, held, now)) or self._buffers_now() != self._buffers
 
     def _now(self) -> list[torch.nn.Parameter | torch.nn.Module | None]:
         alive = [one for reference in self._modules if (one := reference()) is not None]
         tables = (table for one in alive for table in (one._parameters, one._modules))
         return [*itertools.chain.from_iterable(table.values() for table in tables)]
+
+    def _buffers_now(self) -> list[int]:
+        """How many: what lies in a place that is known is looked at in every pass."""
+        return [len(one._buffers) for reference in self._modules if (one := reference()) is not None]
 
     def _listed_now(self) -> list[list[int]]:
         alive = [one for reference in self._lists if (one := reference()) is not None]

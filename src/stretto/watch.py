@@ -1,8 +1,12 @@
-"""Word of parameters and modules that are registered anywhere in the process, for those who ask for it.
+"""Word of parameters, modules and new buffers that are registered anywhere in the process, for those who ask for it.
 
 [Note: one entry]  torch keeps registration hooks in a table of the process and iterates over it while modules are being
 built, maybe on another thread; a table that changes meanwhile raises in the user's constructor. So there is one entry
 for all attached models, which stays while there is one. A finalizer of a model would change the table at any moment.
+
+[Note: buffers]  torch tells also of each that is reassigned, as in every forward of some layers, and its compiler goes
+along into what is called: hence a function that does nothing then. It is the same one for as long as the process lives,
+since a compiled forward looks whether it still is.
 """
 
 from __future__ import annotations
@@ -39,11 +43,20 @@ def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
     return torch_module._global_parameter_registration_hooks, torch_module._global_module_registration_hooks
 
 
+def _buffer_registered(owner: torch.nn.Module, name: str, item: object) -> None:
+    """See [Note: buffers]. Of what is new in a compiled forward the net tells: tables.py."""
+    if name not in owner._buffers and not torch.compiler.is_compiling():
+        watch = torch_module._global_parameter_registration_hooks.get(ENTRY)
+        if watch is not None:
+            watch(owner, name, item)
+
+
 def listen(listener: Listener) -> None:
     """Call a bound method, held weakly, with the owner and what is about to be registered in it."""
     parameters, modules = _tables()
     watch = parameters.setdefault(ENTRY, RegistrationWatch())
     modules.setdefault(ENTRY, watch)
+    torch_module._global_buffer_registration_hooks.setdefault(ENTRY, _buffer_registered)
     watch.change(more=listener)
 
 
@@ -57,6 +70,7 @@ def stop_listening(listener: Listener) -> None:
     if not len(watch):
         parameters.pop(ENTRY, None)
         modules.pop(ENTRY, None)
+        torch_module._global_buffer_registration_hooks.pop(ENTRY, None)
 
 
 def torch_reduces(module: torch.nn.Module) -> bool:

@@ -179,6 +179,69 @@ def test_a_reassigned_buffer_is_no_news_and_torchs_compiler_goes_along() -> None
     assert told.owners == [model]
 
 
+def test_buffers_that_each_rank_keeps_may_differ_in_shape_when_the_plan_changes() -> None:
+    def worker(transport: Any) -> tuple[int, int]:
+        model = normed()
+        model.register_buffer("memory", torch.zeros(1))
+        sync = stretto.attach(model, transport=transport, buffers="none")
+        model(rows(0)).sum().backward()
+        model.memory = torch.zeros(2 + transport.rank)
+        plans = sync.statistics.plans
+        model[1].bias.requires_grad_(False)
+        model(rows(0)).sum().backward()
+        return len(model.memory), sync.statistics.plans - plans
+
+    assert run_ranks(worker, 2) == [(2, 1), (3, 1)]
+
+
+def test_a_policy_set_later_says_what_is_compared() -> None:
+    def worker(transport: Any) -> None:
+        model = normed()
+        sync = stretto.attach(model, transport=transport, check_every=2)
+        sync.buffers = "none"
+        for _ in range(2):
+            model(rows(transport.rank)).sum().backward()
+        sync.check()
+        sync.buffers = "mean"
+        with pytest.raises(stretto.ReplicaError, match=r"0\.running_mean: rank 0 differs from rank 1 by up to 1.9"):
+            sync.check()
+        for _ in range(2):
+            model(rows(transport.rank)).sum().backward()
+        sync.check()
+
+    run_ranks(worker, 2)
+
+
+def test_a_buffer_registered_while_each_rank_kept_its_own_follows_when_none_does_any_more() -> None:
+    def worker(transport: Any) -> float:
+        model = normed()
+        sync = stretto.attach(model, transport=transport, buffers="none")
+        model.register_buffer("more", torch.full((), 2.0 + transport.rank))
+        model(rows(0)).sum().backward()
+        assert model.more == 2 + transport.rank
+        sync.buffers = "mean"
+        model(rows(0)).sum().backward()
+        return float(model.more)
+
+    assert run_ranks(worker, 3) == [3.0] * 3
+
+
+def test_a_buffer_of_another_shape_is_no_matter_once_each_rank_keeps_its_own() -> None:
+    def worker(transport: Any) -> int:
+        model = normed()
+        model.register_buffer("memory", torch.zeros(1))
+        sync = stretto.attach(model, transport=transport)
+        model.memory = torch.zeros(2 + transport.rank)
+        with pytest.raises(stretto.ModelMismatchError, match="buffer memory: 2 float32 cpu on rank 0; 3 float32 cpu"):
+            model(rows(0)).sum().backward()
+        sync.buffers = "none"
+        plans = sync.statistics.plans
+        model(rows(0)).sum().backward()
+        return sync.statistics.plans - plans
+
+    assert run_ranks(worker, 2) == [0, 0]
+
+
 @pytest.mark.parametrize("who", [(1,), (0,), (0, 1)])
 @pytest.mark.parametrize("policy", ["mean", "rank0"])
 def test_a_pass_that_was_given_up_leaves_buffers_alone_on_all_ranks(policy: str, who: tuple[int, ...]) -> None:

@@ -78,7 +78,7 @@ class BufferPlaces:
     def look(self) -> None:
         """Compare buffers with what was agreed, where any is another tensor than at the last look."""
         if self.policy == "none" or not self._places:
-            self._to_send = []
+            self._to_send, self._seen, self.changed = [], None, False
             return
         found = [table.get(key) for table, key in self._places]
         seen = [*map(id, found)]

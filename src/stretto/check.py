@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .agreement import describe_ranks
+from .buffers import BufferPlaces
 from .errors import ReplicaError, name_list
 from .options import Options
 from .transport.base import in_one_row
@@ -102,10 +103,10 @@ def _by_how_much(found: Sequence[torch.Tensor | None]) -> str:
     return f" by up to {most:.2g}, in {number:,} of {of}"
 
 
-def replicated(module: torch.nn.Module, options: Options) -> dict[str, torch.Tensor]:
+def replicated(module: torch.nn.Module, options: Options, places: BufferPlaces) -> dict[str, torch.Tensor]:
     """What is to be equal on all ranks, by name."""
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
-    if options.buffers != "none":
+    if places.policy != "none":
         tensors.update(module.named_buffers())
     return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
 
@@ -116,12 +117,15 @@ class Inspection:
     Args:
         module: what is looked at; it is not kept alive.
         options: say how often, and what is left alone.
+        places: know whether each rank keeps its own buffers, which may change.
         gather: as for ``check_replicas``.
     """
 
-    def __init__(self, module: torch.nn.Module, options: Options, gather: Callable[[Any], list[Any]]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, options: Options, places: BufferPlaces, gather: Callable[[Any], list[Any]]
+    ) -> None:
         self._module = weakref.ref(module)
-        self._options = options
+        self._options, self._places = options, places
         self.every = options.check_every
         """Passes from one to the next; None for never."""
         self._gather = gather
@@ -133,5 +137,5 @@ class Inspection:
     def run(self, number: int, *, idle: bool = False) -> None:
         """Collective. ``idle``: this rank does not step any more, so its values are not those of the others."""
         module = None if idle else self._module()
-        tensors = None if module is None else replicated(module, self._options)
+        tensors = None if module is None else replicated(module, self._options, self._places)
         check_replicas(tensors, self._gather, f"pass {number}")

@@ -12,7 +12,7 @@ import torch
 
 from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
-from .check import Inspection, check_replicas, replicated
+from .check import Inspection
 from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
 from .describe import describe, describe_shortly
 from .engine import left_uncompiled
@@ -53,10 +53,9 @@ class Synchronizer:
         self.module = module
         self.rank = transport.rank if transport else 0
         self.world_size = transport.world_size if transport else 1
-        self._options = options
+        self._options, self._peers = options, peers
         self._idle_plan, self._last_statistics = plan, Statistics()
         self._transport, self._closes = transport, chosen  # one that the user made may carry other handles too
-        self._peers = peers
         self._events = Events(self.rank)
         self._buffer_places = BufferPlaces(module, options)
         self._reducer: Reducer | None = None
@@ -76,7 +75,7 @@ class Synchronizer:
                 scaling,
                 peers,
                 delay=options.delay,
-                inspection=Inspection(module, options, peers.gather),
+                inspection=Inspection(module, options, self._buffer_places, peers.gather),
                 sparse=rows,
             )
             self.sampler = Sampler(self._reducer)
@@ -94,6 +93,8 @@ class Synchronizer:
     @buffers.setter
     def buffers(self, policy: Buffers) -> None:
         refuse_unknown(policy)
+        if self._reducer is not None:  # while each kept its own, nobody asked whether they are alike
+            self._reducer.members.suspect |= self.buffers == "none" != policy
         self._buffer_places.use(policy)
 
     @property
@@ -240,8 +241,7 @@ class Synchronizer:
         if self._reducer is None and self._peers is not None:
             raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
         if self._reducer is not None and self._peers is not None:
-            where = f"pass {self.statistics.passes}"
-            check_replicas(replicated(self.module, self._options), self._peers.gather, where)
+            Inspection(self.module, self._options, self._buffer_places, self._peers.gather).run(self.statistics.passes)
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective.

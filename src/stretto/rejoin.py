@@ -255,12 +255,12 @@ class Rejoin:
         foreign = [name for name, one in wanted.items() if owner_of(one) not in (None, mine)]
         if module is None or not wanted:
             return Statement((), "the module was freed, or has no parameter any more that requires a gradient")
-        buffers = named(module, self._members.options, "buffers") if self._members.options.buffers != "none" else {}
+        buffers = named(module, self._members.options, "buffers") if self._places.policy != "none" else {}
         if reason := unfit(everything | buffers):
             return Statement((), reason)
         if foreign:
             return Statement((), f"{name_list(foreign)} are attached already, as part of another module")
-        return state_model(everything, named(module, self._members.options, "buffers"), facts)
+        return state_model(everything, buffers, facts)
 
     def _loose(
         self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], *, release: bool

@@ -83,6 +83,46 @@ def test_tensors_that_wrap_others_are_named() -> None:
     )
 
 
+UNLIKE: dict[str, Callable[[], torch.Tensor]] = {
+    "torch.sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "torch.quint8": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "TwoTensor": lambda: two_in_one(0).detach(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state", "ignore:.*quantized tensor creation")
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_buffers_that_are_no_plain_memory_are_named_too(kind: str) -> None:
+    """As the graph of a graph network. They are sent when attaching, whatever is done with buffers later.
+
+    Of tensors that wrap others half of the values was sent then, and came out on other ranks as something else.
+    """
+    wanted = f"attach: graph ({kind}) have their values in other tensors, which cannot be averaged or sent."
+
+    def worker(transport):
+        model = linear()
+        model.register_buffer("graph", UNLIKE[kind]())
+        for buffers in ("rank0", "mean", "none"):
+            with pytest.raises(stretto.SetupError) as caught:
+                stretto.attach(model, transport=transport, buffers=buffers)
+            assert wanted in str(caught.value)
+        sync = stretto.attach(model, transport=transport, ignore=["graph"])
+        model(torch.ones(1, 3)).sum().backward()
+        sync.detach()
+        model.graph = torch.ones(UNLIKE[kind]().shape)
+        stretto.attach(model, transport=transport)
+        model(torch.ones(1, 3)).sum().backward()
+        model.graph = UNLIKE[kind]()
+        with pytest.raises(
+            stretto.SetupError, match=r"pass 2, rank .: graph \(.*\) have their values in other tensors"
+        ):
+            model(torch.ones(1, 3)).sum().backward()
+        return True
+
+    assert run_ranks(worker, 2) == [True, True]
+
+
 def test_tensors_that_wrap_others_can_be_left_out_and_not_put_in_later() -> None:
     def worker(transport):
         model = linear()

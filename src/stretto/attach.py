@@ -150,7 +150,7 @@ def attach(
     if base is None or base.world_size == 1:
         if isinstance(transport, str):
             refuse_unknown_name(transport, "attach")
-        return _attach_alone(module, base, options(), others, chosen=isinstance(transport, str))
+        return _attach_alone(module, base, options(), others, init_sync=init_sync, chosen=isinstance(transport, str))
     peers = Peers(base)
     try:
         peers.open()
@@ -178,13 +178,14 @@ def _attach_alone(
     options: Options,
     beside: Sequence[Synchronizer],
     *,
+    init_sync: bool,
     chosen: bool,
 ) -> Synchronizer:
     """One rank, or none of a group: only what would fail with several fails here."""
     if base is None:
         warn_of_tasks()
     Scaling(1, options.reduce, options.predivide_factor, options.weighted)
-    _refuse(module, options)
+    _refuse(module, options, sends=init_sync)
     dense, rows = _split(module, options)
     inside = _inside(module, options)
     _warn_of_dtypes_for_none(module, options)
@@ -206,7 +207,7 @@ def _attach(
     try:
         options = ask()
         Scaling(carrier.world_size, options.reduce, options.predivide_factor, options.weighted)
-        _refuse(module, options)
+        _refuse(module, options, sends=init_sync)
         dense, rows = _split(module, options)
         plan = plan_for(dense, options, carrier)
     except StrettoError as problem:
@@ -248,8 +249,8 @@ def _refuse_others(beside: Iterable[object]) -> None:
         raise SetupError(f"attach: beside= takes handles, as returned by attach(), not {strange[0]}")
 
 
-def _refuse(module: torch.nn.Module, options: Options) -> None:
-    """Raise what keeps this module from being attached on this rank, if anything."""
+def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
+    """Raise what keeps this module from being attached on this rank, if anything. ``sends``: rank 0's values to all."""
     scripted = [name or "the module" for name, one in module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
     if scripted:  # its tables are views that torch makes anew at each look: changes of a module could not be followed
         raise SetupError(
@@ -270,7 +271,7 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
             f"attach: {name_list(lazy)} are not initialised yet (lazy modules).\n"
             "Run one forward with an example batch before stretto.attach(model)."
         )
-    _refuse_valueless(module, options)
+    _refuse_valueless(module, options, sends=sends)
     if vain := _in_vain(options.ignore, everything):
         raise SetupError(
             f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
@@ -290,17 +291,17 @@ def _refuse(module: torch.nn.Module, options: Options) -> None:
         )
 
 
-def _refuse_valueless(module: torch.nn.Module, options: Options) -> None:
+def _refuse_valueless(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
     """Raise where tensors that are to be sent have no values of their own."""
-    looked_at = named(module, options, "parameters")
-    looked_at |= named(module, options, "buffers") if options.buffers != "none" else {}
+    parameters, tensors = named(module, options, "parameters"), named(module, options, "buffers")
+    looked_at = parameters | (tensors if options.buffers != "none" else {})
     if empty := [name for name, tensor in looked_at.items() if tensor.is_meta]:
         raise SetupError(
             f"attach: {name_list(empty)} are on the meta device, which keeps no values.\n"
             "Give them some before stretto.attach(model), as by model.to_empty(device=...) and an initialisation, or "
             "leave them out by ignore=."
         )
-    if wrapped := wrapping(looked_at):
+    if wrapped := wrapping(looked_at | (tensors if sends else {})):
         raise SetupError(
             f"attach: {wrapped} have their values in other tensors, which cannot be averaged or sent.\n"
             "Leave them out by ignore=, and see to it that all ranks hold the same."

@@ -173,5 +173,5 @@ def _same(known: torch.Tensor, buffer: torch.Tensor) -> bool:
     return bits.dtype is known.dtype and torch.equal(bits, known)
 
 
-def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
-    return buffer.shape, buffer.dtype, buffer.device, is_traceable_wrapper_subclass(buffer)
+def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, torch.layout, bool]:
+    return buffer.shape, buffer.dtype, buffer.device, buffer.layout, is_traceable_wrapper_subclass(buffer)

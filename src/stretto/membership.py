@@ -47,10 +47,16 @@ def trained(module: torch.nn.Module, options: Options) -> dict[str, torch.nn.Par
 
 
 def wrapping(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Names and classes of those whose values lie in other tensors: a message would not hold all of them."""
-    several: list[tuple[str, Any]] = [*tensors.items()]
-    found = [f"{name} ({type(one).__name__})" for name, one in several if is_traceable_wrapper_subclass(one)]
+    """Names and kinds of those whose values lie in other tensors: a message would not hold all of them."""
+    found = [f"{name} ({kind})" for name, one in tensors.items() if (kind := _wraps(one))]
     return name_list(found) if found else ""
+
+
+def _wraps(one: Any) -> str:
+    """Sparse ones have them in rows and values, quantised ones a scale beside. Empty for what is plain."""
+    if is_traceable_wrapper_subclass(one):
+        return type(one).__name__
+    return str(one.dtype) if one.is_quantized else "" if one.layout is torch.strided else str(one.layout)
 
 
 def unfit(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -179,6 +179,21 @@ def test_a_reassigned_buffer_is_no_news_and_torchs_compiler_goes_along() -> None
     assert told.owners == [model]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.bool])
+def test_means_are_of_what_can_be_added(dtype: torch.dtype) -> None:
+    def worker(transport: Any) -> float:
+        model = normed()
+        model.register_buffer("odd", torch.full((3,), 1.0, dtype=dtype))
+        sync = stretto.attach(model, transport=transport, buffers="mean")
+        model.odd = torch.full((3,), 2.0 + 2 * transport.rank).to(dtype)
+        model(rows(0)).sum().backward()
+        sync.check()
+        return float(model.odd[0])
+
+    wanted = {torch.bfloat16: 3.0, torch.float16: 3.0, torch.bool: 1.0}.get(dtype, 2.0)
+    assert run_ranks(worker, 2) == [wanted] * 2
+
+
 def test_buffers_that_each_rank_keeps_may_differ_in_shape_when_the_plan_changes() -> None:
     def worker(transport: Any) -> tuple[int, int]:
         model = normed()

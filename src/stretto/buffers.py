@@ -117,8 +117,8 @@ class BufferPlaces:
         self.look()
         if self.policy != "mean":
             return self._to_send, []
-        exact = [buffer for buffer in self._to_send if not buffer.is_floating_point()]
-        return exact, [buffer for buffer in self._to_send if buffer.is_floating_point()]
+        exact = [buffer for buffer in self._to_send if not _has_mean(buffer)]
+        return exact, [buffer for buffer in self._to_send if _has_mean(buffer)]
 
     # See [Note: at rest]
 
@@ -149,6 +149,11 @@ class BufferPlaces:
     def wake(self) -> None:
         """They are sent in every pass, until it is known again that they do not change. On all ranks alike."""
         self.known, self.at_rest = None, False
+
+
+def _has_mean(buffer: torch.Tensor) -> bool:
+    """Those of one byte are floating, and torch adds none of them."""
+    return buffer.is_floating_point() and buffer.itemsize > 1
 
 
 _FIRST_LOOK = 4

@@ -194,6 +194,22 @@ def test_means_are_of_what_can_be_added(dtype: torch.dtype) -> None:
     assert run_ranks(worker, 2) == [wanted] * 2
 
 
+def test_a_buffer_with_two_names_is_left_alone_by_the_first() -> None:
+    """As torch does, whose ``named_buffers`` has no other name of it."""
+
+    def worker(transport: Any) -> list[float]:
+        model = normed()
+        for name in ("one", "two"):
+            model.register_buffer(name, torch.full((), 1.0 + transport.rank))
+            model[1].register_buffer(name, getattr(model, name))
+        stretto.attach(model, transport=transport, ignore=["one"])
+        for _ in range(3):
+            model(rows(0)).sum().backward()
+        return [float(model.one), float(model.two)]
+
+    assert run_ranks(worker, 2) == [[1.0, 1.0], [2.0, 1.0]]
+
+
 def test_buffers_that_each_rank_keeps_may_differ_in_shape_when_the_plan_changes() -> None:
     def worker(transport: Any) -> tuple[int, int]:
         model = normed()

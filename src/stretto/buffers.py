@@ -68,11 +68,13 @@ class BufferPlaces:
         return now != [(id(table), key) for table, key in self._places]
 
     def _places_in(self, module: torch.nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str]]:
+        ignores = self._options.ignores
+        alone = {id(one) for name, one in module.named_buffers() if ignores(name)}  # by whichever name it has besides
         return [
             (owner._buffers, key)
             for prefix, owner in module.named_modules()
-            for key in owner._buffers
-            if not self._options.ignores(f"{prefix}.{key}" if prefix else key)
+            for key, one in owner._buffers.items()
+            if not (id(one) in alone or ignores(f"{prefix}.{key}" if prefix else key))
         ]
 
     def look(self) -> None:

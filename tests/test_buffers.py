@@ -194,6 +194,36 @@ def test_means_are_of_what_can_be_added(dtype: torch.dtype) -> None:
     assert run_ranks(worker, 2) == [wanted] * 2
 
 
+UNPICKLED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("dtype", UNPICKLED, ids=str)
+def test_what_torch_cannot_pickle_is_told_of_where_it_differs(dtype: torch.dtype) -> None:
+    def worker(transport: Any) -> str:
+        model = normed()
+        model.register_buffer("odd", torch.tensor([1.0, 1.0]).to(dtype))
+        sync = stretto.attach(model, transport=transport)
+        model.odd = torch.tensor([1.0, 1.0 + transport.rank]).to(dtype)
+        with pytest.raises(stretto.ReplicaError) as caught:
+            sync.check()
+        return str(caught.value).splitlines()[1]
+
+    assert run_ranks(worker, 2) == ["  odd: rank 0 differs from rank 1 by up to 1, in 1 of 2 elements"] * 2
+
+
+def test_two_numbers_in_a_byte_are_told_of_by_their_bits() -> None:
+    def worker(transport: Any) -> str:
+        model = normed()
+        bits = torch.tensor([1, 1 + transport.rank], dtype=torch.uint8)
+        model.register_buffer("odd", bits.view(torch.float4_e2m1fn_x2))
+        sync = stretto.attach(model, transport=transport, init_sync=False)
+        with pytest.raises(stretto.ReplicaError) as caught:
+            sync.check()
+        return str(caught.value).splitlines()[1]
+
+    assert run_ranks(worker, 2) == ["  odd: rank 0 differs from rank 1 by up to 1, in 1 of 2 elements"] * 2
+
+
 def test_a_buffer_with_two_names_is_left_alone_by_the_first() -> None:
     """As torch does, whose ``named_buffers`` has no other name of it."""
 

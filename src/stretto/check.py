@@ -82,9 +82,15 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
 
 
 def _beginning(tensor: torch.Tensor) -> torch.Tensor:
+    """In a dtype that torch can pickle, and subtract."""
     flat = in_one_row(tensor.detach())
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat[:_LOOKED_AT].cpu().clone()
+    flat = flat[:_LOOKED_AT].cpu().clone()
+    if flat.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return flat.to(torch.int64)
+    if flat.is_floating_point() and flat.itemsize == 1:
+        return flat.view(torch.uint8) if flat.dtype is torch.float4_e2m1fn_x2 else flat.float()
+    return flat
 
 
 def _by_how_much(found: Sequence[torch.Tensor | None]) -> str:

@@ -198,6 +198,17 @@ def test_all_that_ranks_print_has_been_read_when_a_run_ends(tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+def test_run_needs_no_proc(tmp_path: Path) -> None:
+    """It may be missing in a container or a chroot, and an open descriptor has no path then."""
+    script(tmp_path, "import sys\nprint('fine')\nprint('here', file=sys.stderr)")
+    hidden = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"']
+    if subprocess.run([*hidden, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("namespaces cannot be made here")
+    line = [sys.executable, "-m", "stretto", "run", "-n", "1", "script.py"]
+    done = subprocess.run([*hidden, "sh", *line], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[rank 0] fine\n", "[rank 0] here\n")
+
+
 def read_until(fd: int, end: bytes) -> bytes:
     found = b""
     while not found.endswith(end):
@@ -210,7 +221,7 @@ def test_progress_bars_are_forwarded_state_by_state() -> None:
     here, there = os.pipe()
     with open(there, "wb", buffering=0) as sink:
         streams = Streams(1, sink, sink)
-        with open(streams.out[0].path, "wb", buffering=0) as out:
+        with open(streams.out[0].handed_out(), "wb", buffering=0) as out:
             out.write(b"\r1/3\r2/3\r3/")
             assert read_until(here, b"2/3\r") == b"[rank 0] 1/3\r[rank 0] 2/3\r"
             out.write(b"3\r\nfine\r")
@@ -227,7 +238,10 @@ def test_a_terminal_shows_prompts_and_bars_below_the_lines_of_others() -> None:
     again = b"\r\x1b[K"
     with open(there, "wb", buffering=0) as sink:
         streams = Streams(2, sink, sink)
-        with open(streams.out[0].path, "wb", buffering=0) as out, open(streams.err[1].path, "wb", buffering=0) as other:
+        with (
+            open(streams.out[0].handed_out(), "wb", buffering=0) as out,
+            open(streams.err[1].handed_out(), "wb", buffering=0) as other,
+        ):
             out.write(b"name")
             assert read_until(here, b"name") == b"[rank 0] name"
             out.write(b"? ")

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -77,8 +77,8 @@ class _Pipes(LogsSpecs):
 
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Called once, since there are no restarts."""
-        out = {rank: self._streams.out[rank].path for rank in envs}
-        err = {rank: self._streams.err[rank].path for rank in envs}
+        out: dict[int, Any] = {rank: self._streams.out[rank].handed_out() for rank in envs}  # numbers for paths
+        err: dict[int, Any] = {rank: self._streams.err[rank].handed_out() for rank in envs}
         return LogsDest(out, err, error_files=dict.fromkeys(envs, ""))
 
     @property

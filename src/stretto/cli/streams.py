@@ -3,7 +3,8 @@
 A progress bar is forwarded state by state, each with the carriage return that lets the next one take its line. A
 terminal also shows what has no end of line yet.
 
-No file is written. A pipe's writing end is handed to the launcher as ``/proc/self/fd/N``, since it wants a path.
+No file is written. A pipe's writing end is handed to torch's launcher, which opens what it is given, as a number:
+``open`` takes one in the place of a path, and ``/proc/self/fd/N`` is none where there is no ``/proc``.
 """
 
 from __future__ import annotations
@@ -94,10 +95,9 @@ class Stream:
         self._thread = threading.Thread(target=self._forward, name=f"what rank {rank} prints", daemon=True)
         self._thread.start()
 
-    @property
-    def path(self) -> str:
-        """Opening it in this process gives the writing end."""
-        return f"/proc/self/fd/{self._writing}"
+    def handed_out(self) -> int:
+        """The writing end once more, to be closed by whoever opens it."""
+        return os.dup(self._writing)
 
     def close(self, seconds: float) -> None:
         """Wait until all is forwarded, but not for ever: what a rank has left running may hold the pipe."""

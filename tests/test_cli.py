@@ -821,6 +821,32 @@ def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
     assert re.fullmatch(r"stretto: .*No space left on device.*\n" if code else "", done.stderr)
 
 
+FULL = "No space left on device"
+LOST = f"stretto: what ranks print is lost from here on, they run on: {FULL}\n"
+
+
+@pytest.mark.parametrize(
+    "unbuffered, asked, code, told",
+    [
+        ("1", "plan policy", 1, f"stretto: the result cannot be written: {FULL}\n"),
+        ("1", "run -n 1 script.py", 1, LOST),
+        ("", "run -n 1 script.py 7", 7, LOST),
+        ("", "plan nowhere 2>/dev/full", 2, ""),
+        ("1", "run -n 1 script.py 7 2>/dev/full", 7, ""),
+    ],
+)
+def test_a_full_disk_is_told_of_and_costs_no_other_exit_code(
+    tmp_path: Path, unbuffered: str, asked: str, code: int, told: str
+) -> None:
+    """Whether Python keeps what it writes until the end or not, as in containers; ranks run on."""
+    script(tmp_path, "import sys\nprint('a')\nopen('end', 'w').close()\nsys.exit(int((sys.argv + ['0'])[1]))")
+    line = f"'{sys.executable}' -m stretto {asked} >/dev/full"
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == code and done.stderr.startswith(told)
+    assert len(done.stderr.splitlines()) <= 2 and Path(tmp_path, "end").exists() == ("run" in asked)
+
+
 @pytest.mark.parametrize(
     "asked, code",
     [

@@ -95,13 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in fails:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = execute(sys.argv[1:] if arguments is None else arguments)
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # as of `stretto plan ... | head`, which is fine
-            note(f"the result cannot be written: {error.strerror}")
-            code = WRONG
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter tries again when it ends
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            # As of `stretto plan ... | head`, which is fine; and a code that tells of more stays.
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError) and code == FINE:
+                note(f"the result cannot be written: {error.strerror}")
+                code = WRONG
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter tries again when it ends
     raise SystemExit(code)
 
 

@@ -56,14 +56,22 @@ class CommandError(StrettoError):
 
 
 def say(text: str = "") -> None:
-    """A result. Whoever reads no more of it (``| head``) had enough: the exit code tells of the result alone."""
-    with contextlib.suppress(BrokenPipeError):
+    """A result. Whoever reads no more of it (``| head``) had enough: the exit code tells of the result alone.
+
+    Raises:
+        CommandError: it cannot be written.
+    """
+    try:
         print(text)
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise CommandError(f"the result cannot be written: {error.strerror}", WRONG) from error
 
 
 def note(text: str) -> None:
-    """To whoever watches; no result."""
-    with contextlib.suppress(BrokenPipeError):
+    """To whoever watches; no result, so that nothing depends on whether it can be written."""
+    with contextlib.suppress(OSError):
         print(f"stretto: {text}", file=sys.stderr, flush=True)
 
 

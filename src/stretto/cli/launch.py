@@ -59,13 +59,15 @@ class Outcome:
     failure: Failure | None = None
     stopped_by: int | None = None
     """The signal that this process got."""
+    is_lost: bool = False
+    """Whether what ranks have printed could not all be written."""
 
     @property
     def code(self) -> int:
         """What to exit with."""
         if self.stopped_by is not None:
             return 128 + self.stopped_by
-        return self.failure.code if self.failure else 0
+        return self.failure.code if self.failure else int(self.is_lost)
 
 
 class _Pipes(LogsSpecs):
@@ -112,7 +114,7 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
         logging.disable(before)
         streams.close()
     if not failures:
-        return Outcome()
+        return Outcome(is_lost=any(sink.is_full for sink in streams.sinks))
     return Outcome(first_failure(failures, [stream.traceback() for stream in streams.err], agent.ends.failed))
 
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from .console import note
+
 KEPT_LINES = 400
 SILENCE_MS = 100
 """After which a terminal shows what a rank has printed without an end of line, a prompt say."""
@@ -73,6 +75,33 @@ def _after(begun: bytes, line: bytes) -> bytes:
     return line[len(begun) :] if line.startswith(begun) else _ERASE + line
 
 
+class Sink:
+    """Where lines of all ranks go. Should it take no more, these run on: it is not for them to notice.
+
+    Args:
+        file: a terminal, a pipe, a file.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.is_terminal = file.isatty()
+        self.is_full = False
+        """Or otherwise out of order; not so where nobody reads any more (``| head``), who had enough."""
+        self._file: BinaryIO | None = file
+
+    def write(self, text: bytes) -> None:
+        """At once."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except (BrokenPipeError, ValueError):
+            self._file = None
+        except OSError as error:
+            self._file, self.is_full = None, True
+            note(f"what ranks print is lost from here on, they run on: {error.strerror}")
+
+
 class Stream:
     """One pipe out of one rank, forwarded by a thread of its own.
 
@@ -83,12 +112,12 @@ class Stream:
         last: that of the terminal, should the sink be one.
     """
 
-    def __init__(self, rank: int, sink: BinaryIO, lock: threading.Lock, last: LastLine) -> None:
+    def __init__(self, rank: int, sink: Sink, lock: threading.Lock, last: LastLine) -> None:
         self._reading, self._writing = os.pipe()
         self._prefix = f"[rank {rank}] ".encode()
-        self._sink: BinaryIO | None = sink
+        self._sink = sink
         self._lock = lock
-        self._last = last if sink.isatty() else None
+        self._last = last if sink.is_terminal else None
         self._line = bytearray()
         self._returned = self._shown = False
         self._kept: collections.deque[tuple[float, str]] = collections.deque(maxlen=KEPT_LINES)
@@ -145,7 +174,7 @@ class Stream:
             self._shown = True
             state = self._prefix + self._line
             with self._lock:
-                self._write(state + b"\r" if self._last is None else self._last.begun(self, state))
+                self._sink.write(state + b"\r" if self._last is None else self._last.begun(self, state))
 
     def _end_line(self) -> None:
         line = bytes(self._line)
@@ -156,16 +185,7 @@ class Stream:
         whole = self._prefix + line
         with self._lock:
             self._kept.append((time.monotonic(), line.decode(errors="replace")))
-            self._write(whole + b"\n" if self._last is None else self._last.ended(self, whole))
-
-    def _write(self, text: bytes) -> None:
-        if self._sink is None:
-            return
-        try:
-            self._sink.write(text)
-            self._sink.flush()
-        except (OSError, ValueError):  # nobody reads any more; the rank must not notice
-            self._sink = None
+            self._sink.write(whole + b"\n" if self._last is None else self._last.ended(self, whole))
 
 
 def last_traceback(lines: Sequence[str], times: Sequence[float]) -> Traceback | None:
@@ -195,8 +215,8 @@ class Streams:
 
     def __init__(self, ranks: int, out: BinaryIO, err: BinaryIO) -> None:
         lock, last = threading.Lock(), LastLine()
-        self.out = [Stream(rank, out, lock, last) for rank in range(ranks)]
-        self.err = [Stream(rank, err, lock, last) for rank in range(ranks)]
+        self.sinks = Sink(out), Sink(err)
+        self.out, self.err = ([Stream(rank, sink, lock, last) for rank in range(ranks)] for sink in self.sinks)
 
     def close(self, seconds: float = 2.0) -> None:
         """Forward what is left."""

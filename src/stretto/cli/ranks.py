@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +15,8 @@ from ..transport.memory import available_bytes
 from .console import CommandError, progress
 
 T = TypeVar("T")
+STORE_FILES, RANK_FILES = 20, 7
+"""What the store of torch opens; and of each rank four ends of pipes, and up to three connections to that store."""
 RANKS = 2
 _LOOK_SECONDS = 0.05
 LEAST = 64 * 2**20
@@ -29,6 +33,26 @@ def check_room(ranks: int) -> None:
     if room is not None and ranks * LEAST > room:
         least, there = format_bytes(LEAST), format_bytes(room)
         raise CommandError(f"--ranks {ranks}: each takes {least} of memory at the least, and {there} are available")
+
+
+def check_descriptors(ranks: int) -> None:
+    """Before torch's store waits a minute and more for those that it does not get, in silence.
+
+    Raises:
+        CommandError: this process may not open so many files.
+    """
+    needed, held = STORE_FILES + RANK_FILES * ranks, []
+    try:
+        for _ in range(needed):
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise CommandError(
+            f"--ranks {ranks}: takes {needed} more open files, and {len(held)} are left of {limit} (ulimit -n)"
+        ) from error
+    finally:
+        for one in held:
+            os.close(one)
 
 
 def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout: float, ranks: int = RANKS) -> list[T]:

@@ -14,7 +14,7 @@ import typer
 
 from ..cores import threads_per_rank
 from .console import AsJson, CommandError, note, say_json
-from .ranks import check_room
+from .ranks import check_descriptors, check_room
 
 
 def run(
@@ -33,6 +33,7 @@ def run(
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: at least one rank runs")
     check_room(ranks)
+    check_descriptors(ranks)
     _check(program, module)
     from .launch import launch, signal_name  # torch's launcher takes a while to import
 

@@ -1166,6 +1166,37 @@ def test_bad_input_is_one_line(
     assert not [one for one in folder.parent.rglob(".*")], "nothing half written"
 
 
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ("trace nowhere --json", "nowhere: no such folder"),
+        ("plan policy --json --foo", "No such option: --foo (stretto plan --help)"),
+        ("run --ranks 0 --json script.py", "--ranks 0: at least one rank runs"),
+        ("run -m --json no.such.module", "there is no module 'no.such.module'"),
+        ("run -n 2 nowhere.py --json", None),
+        ("run --foo nowhere.py --json", None),
+        ("fly --jason", None),
+    ],
+)
+def test_a_program_that_asks_for_json_is_told_of_errors_in_json(line: str, error: str | None, capsys: Any) -> None:
+    """What stands behind the script of a run is the script's."""
+    assert execute(line.split()) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("stretto: ") and len(told.err.splitlines()) == 1
+    if error is None:
+        assert told.out == ""
+    else:
+        assert (json.loads(told.out), told.err) == ({"error": error}, f"stretto: {error}\n")
+
+
+def test_json_that_cannot_be_written_is_told_of_once() -> None:
+    line = [sys.executable, "-m", "stretto", "plan", "policy", "--json"]
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, env=unbuffered)
+    assert (done.returncode, done.stderr) == (1, f"stretto: the result cannot be written: {FULL}\n")
+
+
 @pytest.mark.parametrize("words, helps", [(["bench", "--foo"], "stretto bench --help"), (["--foo"], "stretto --help")])
 def test_an_option_that_is_not_there_says_where_help_is(words: list[str], helps: str, capsys: Any) -> None:
     assert execute(words) == 2

@@ -6,6 +6,7 @@ Exit codes: 0, all is well; 1, what was asked about has failed or is broken; 2, 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -18,7 +19,7 @@ import typer.core
 
 from ..errors import StrettoError
 from .bench import bench
-from .console import BAD_INPUT, FINE, WRONG, note, say
+from .console import BAD_INPUT, FINE, WRONG, CommandError, note, say, say_json
 from .demo import demo
 from .doctor import doctor
 from .plan import plan
@@ -123,8 +124,7 @@ def execute(arguments: Sequence[str]) -> int:
         told = app(args=[*arguments], prog_name="stretto", standalone_mode=False)
         return told if isinstance(told, int) else FINE
     except StrettoError as error:
-        note(" ".join(str(error).split("\n")))
-        return getattr(error, "exit_code", BAD_INPUT)
+        return _refused(arguments, str(error), getattr(error, "exit_code", BAD_INPUT))
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as error:
@@ -134,13 +134,36 @@ def execute(arguments: Sequence[str]) -> int:
             return INTERRUPTED
         if hasattr(error, "format_message"):  # of the parser, whose classes have no public name in all its versions
             command = getattr(getattr(error, "ctx", None), "command_path", "stretto")
-            note(f"{_one_line(error.format_message())} ({command} --help)".replace("\n", " "))
-            return BAD_INPUT
+            return _refused(arguments, f"{_one_line(error.format_message())} ({command} --help)", BAD_INPUT)
         if "STRETTO_TRACEBACK" in os.environ:
             raise
-        note(f"{type(error).__name__}: {_one_line(str(error))} (STRETTO_TRACEBACK=1 shows where)")
-        return WRONG
+        told = f"{type(error).__name__}: {_one_line(str(error))} (STRETTO_TRACEBACK=1 shows where)"
+        return _refused(arguments, told, WRONG)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def _refused(arguments: Sequence[str], text: str, code: int) -> int:
+    """Tell why there is no result. Programs read nothing as nothing: ``jq`` ends with 0, and a pipe has its code."""
+    told = text.replace("\n", " ")
+    note(told)
+    if _asks_for_json(arguments):
+        with contextlib.suppress(CommandError):  # it may be what is told of
+            say_json({"error": told})
+    return code
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """As far as can be told where the parser has read nothing, or complains."""
+    command, *rest = arguments
+    words = iter(rest)
+    for word in words:
+        if word == "--json":
+            return True
+        if command == "run" and word in ("-n", "--ranks"):
+            next(words, None)
+        elif command == "run" and not word.startswith("-"):  # the script: the rest is its own
+            return False
+    return False

@@ -1,6 +1,7 @@
 """How the commands speak: errors of one line, tables, JSON, progress bars, files that are never half written.
 
-Results go to stdout, everything else to stderr. With ``--json`` stdout holds one JSON value and nothing else.
+Results go to stdout, everything else to stderr. With ``--json`` stdout holds one JSON value and nothing else, of an
+error, too.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -68,6 +69,40 @@ def test_each_figure_goes_to_json_a_table_and_a_plot(figures: Any, name: str, tm
     assert "<svg" in (tmp_path / f"{name}.svg").read_text()
     table = [line for line in figures.markdown(figure, again).splitlines() if line.startswith("|")]
     assert len(table) > 2 and len({line.count("|") for line in table}) == 1
+
+
+def drawn(figures: Any, name: str, data: dict[str, Any]) -> Any:
+    """On paper that nobody writes."""
+    figure = figures.FIGURES[name]
+    paper = pytest.importorskip("matplotlib.figure").Figure(figsize=figure.size, layout="constrained")
+    figure.draw(data, paper)
+    paper.draw_without_rendering()
+    return paper
+
+
+def test_a_row_of_the_breakdown_is_of_one_name_in_all_cases(figures: Any) -> None:
+    """Between hosts somebody may not take part, and only the first case has the names beside it."""
+    data = data_of(figures, "breakdown")
+    data["runs"] *= 2
+    data["parts"] = [data["parts"][0], {**data["parts"][0]}]
+    data["parts"][1].pop("stretto over the process group")
+    first, second = drawn(figures, "breakdown", data).axes
+    names = {tick.get_position()[1]: tick.get_text() for tick in first.get_yticklabels()}
+    assert set(names.values()) == {*data["parts"][0]} and not any(
+        tick.get_visible() for tick in second.get_yticklabels()
+    )
+    assert first.get_ylim() == second.get_ylim()
+    for axes, parts in zip((first, second), data["parts"], strict=True):
+        middles = {round(bar.get_y() + bar.get_height() / 2) for bar in axes.patches if bar.get_height() == 0.6}
+        assert {names[at] for at in middles} == {*parts}
+
+
+@pytest.mark.parametrize("name", ["sweep", "skip", "round_robin", "ranks"])
+def test_names_along_a_line_do_not_overlap(figures: Any, name: str) -> None:
+    data = json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text())
+    for axes in drawn(figures, name, data).axes:
+        boxes = [tick.get_window_extent() for tick in axes.get_xticklabels()]
+        assert all(one.x1 < after.x0 for one, after in itertools.pairwise(boxes))
 
 
 EVERYBODY = {"a message a parameter, after backward", "one message, after backward", "torch DDP", "FSDP2 replicate"}

@@ -192,21 +192,21 @@ def table(data: Data) -> Rows:
 def draw(data: Data, paper: Any) -> None:
     colours = {"forward": "#b7d3b0", "backward": "#6f9f66", "exposed": "#c0392b", "optimizer": "#c9b458"}
     runs = comparisons(data)
-    for place, (axes, run, parts) in enumerate(
-        zip(paper.subplots(1, len(runs), squeeze=False)[0], runs, data["parts"], strict=True)
-    ):
-        names = [*parts][::-1]
-        left = [0.0] * len(names)
+    everyone = [*dict.fromkeys(name for parts in data["parts"] for name in parts)][::-1]
+    every_axes = paper.subplots(1, len(runs), squeeze=False, sharey=True)[0]
+    every_axes[0].set_yticks(range(len(everyone)), everyone)
+    for axes, run, parts in zip(every_axes, runs, data["parts"], strict=True):
+        names = [name for name in everyone if name in parts]  # the row of who took no part stays empty
+        rows, left = [everyone.index(name) for name in names], [0.0] * len(names)
         for part, colour in colours.items():
             widths = [max(0.0, spreads(parts[name])[part].median * 1e3) for name in names]
-            axes.barh(range(len(names)), widths, left=left, color=colour, height=0.6, label=part)
+            axes.barh(rows, widths, left=left, color=colour, height=0.6, label=part)
             if part == "exposed":  # hidden communication lies below backward and ends where that ends
                 hidden = [spreads(parts[name])["hidden"].median * 1e3 for name in names]
                 ends = [at - size for at, size in zip(left, hidden, strict=True)]
-                below = [at - 0.36 for at in range(len(names))]
+                below = [at - 0.36 for at in rows]
                 axes.barh(below, hidden, left=ends, color="#e8a79f", height=0.14, label="hidden")
             left = [at + width for at, width in zip(left, widths, strict=True)]
-        axes.set_yticks(range(len(names)), names if not place else [""] * len(names))
         axes.set_title(f"{title_of(run.workload)}\n{run.network}", fontsize=8, loc="left")
         axes.set_xlabel("ms a step")
     paper.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)

@@ -72,10 +72,11 @@ def draw(data: Data, paper: Any) -> None:
         mine = {kind: run for run, kind in zip(runs, kinds, strict=True) if run.workload == workload}
         flat = mine.pop(SIZELESS, None)
         sizes = [name for name in next(iter(mine.values())).seconds if name != ALONE]
-        lines(axes, sizes, {kind: [run.ratio(name) for name in sizes] for kind, run in mine.items()})
+        ticks = [name.removesuffix(" MB").replace(" ", "\n") for name in sizes]  # as wide as fits beside each other
+        lines(axes, ticks, {kind: [run.ratio(name) for name in sizes] for kind, run in mine.items()})
         level(axes, {name: flat.ratio(name) for name in flat.seconds if name != ALONE} if flat else {})
         axes.set_title(title_of(workload), fontsize=9, loc="left")
-        axes.set_xlabel("at most so much in a bucket")
+        axes.set_xlabel("at most so many MB in a bucket")
         axes.set_ylabel("step over the step without communication")
 
 

@@ -924,6 +924,20 @@ def test_a_file_is_replaced_only_by_a_whole_one(tmp_path: Path, monkeypatch: pyt
     assert path.read_text() == "old"
 
 
+def test_what_is_no_file_is_written_to_and_not_replaced(folder: Path, tmp_path: Path, capsys) -> None:
+    """As ``--chrome /dev/null``, which root may replace, and nobody else could write."""
+    pipe, link = tmp_path / "pipe", tmp_path / "null"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/null")
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write(pipe, lambda path: path.write_text("new"))
+    assert os.read(reading, 10) == b"new" and pipe.is_fifo()
+    os.close(reading)
+    assert execute(["trace", str(folder), "--chrome", str(link)]) == 0
+    assert capsys.readouterr().out.endswith(f"\nchrome: {link}\n")
+    assert link.is_symlink() and sorted(tmp_path.iterdir()) == sorted([pipe, link, folder])
+
+
 def test_without_a_command_there_is_help(capsys) -> None:
     assert execute([]) == 2
     assert capsys.readouterr().out.startswith("Usage: stretto ")

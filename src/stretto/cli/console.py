@@ -99,14 +99,19 @@ def check_writable(path: Path) -> None:
 def write(path: Path, make: Callable[[Path], object]) -> None:
     """Have ``make`` write a file beside ``path``, then put it in its place: what was there stays until then.
 
+    Only files are replaced. A device, a pipe or a link is written to: in a container, whose user is root, nothing else
+    would keep ``--chrome /dev/null`` from making a file of that for all programs.
+
     Raises:
         CommandError: it cannot be written.
     """
     check_writable(path)
+    is_file = not path.is_symlink() and (path.is_file() or not path.exists())
     unfinished = path.with_name(f".{secrets.token_hex(4)}-{path.name}")  # the suffix tells plots what to draw
     try:
-        make(unfinished)
-        os.replace(unfinished, path)
+        make(unfinished if is_file else path)
+        if is_file:
+            os.replace(unfinished, path)
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:

@@ -304,3 +304,35 @@ def test_descriptions_name_the_hook():
     hook = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
     said = f"gradients: by comm hook {hook}, in the place of local (threads of one process), in place when backward"
     assert run_ranks(worker, 2) == [f"{said} returns"] * 2
+
+
+class Trunk(torch.nn.Module):
+    """A part that is attached for itself, between two layers, of which one may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.part, self.last = (torch.nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x, whole):
+        x = self.part(self.first(x))
+        return self.last(x) if whole else x
+
+
+def hook_behind_another(rank, nested):
+    """Rank 1 leaves out the last layer in every other pass, and so is at the end of backward when rank 0 sends that."""
+    module = Trunk()
+    part = stretto.attach(module.part)
+    rest = module if nested else torch.nn.ModuleList([module.first, module.last])
+    sync = stretto.attach(rest, bucket_cap_mb=1e-6)
+    sync.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+    for number in range(6):
+        module(torch.full((2, 3), 1.0 + rank), rank == 0 or number % 2 == 0).sum().backward()
+    return [one.grad.tolist() for one in module.parameters()], part.statistics.passes
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_hook_that_is_waited_for_lets_a_model_before_it_end_its_pass(nested):
+    """That one has a channel of its own, and a rank that waits there sends nothing for the hook."""
+    first, second = spawn_ranks(hook_behind_another, 2, nested, timeout=30)
+    assert first == second and first[1] == 6

@@ -30,9 +30,13 @@ def share_channel(one: LaunchQueue, other: LaunchQueue) -> bool:
 
 
 def goes_behind(one: LaunchQueue, others: Iterable[LaunchQueue]) -> bool:
-    """Whether its buckets could mix with those of one of the others that goes first."""
-    number = one.peers.seat.number
-    return any(share_channel(one, other) for other in others if other.peers.seat.number < number)
+    """Whether its buckets could mix with those of one of the others that goes first, or keep this rank from its end.
+
+    While a comm hook's future is waited for within backward, another rank may be at the end of that one already.
+    """
+    number, hook = one.peers.seat.number, one.comm_hook
+    waits = hook is not None and hook.one_at_a_time
+    return any(waits or share_channel(one, other) for other in others if other.peers.seat.number < number)
 
 
 def waits_for_others(queue: LaunchQueue) -> bool:

@@ -5,7 +5,8 @@ themselves meet in whatever order their gradients come in, which can differ betw
 begin, settle and give up together, in the order in which they were attached: a gradient of any member begins a pass of
 all, and a member that this backward does not reach says "absent" in its buckets, as any parameter would. While
 backward runs only the first member on a channel launches; the others' buckets leave when it has settled. A channel is
-a process group, or the transport itself where it has a channel of its own.
+a process group, or the transport itself where it has a channel of its own. Behind another on any channel, one whose
+comm hook is waited for within backward does not either: who has ended backward waits for that other first.
 
 [Note: strangers]  Handles that were attached side by side, and every pair of drop-ins, are families of their own: those
 trained in turns should not send for each other. But in a backward that reaches several on the same ranks they are one
@@ -113,12 +114,11 @@ class Family:
         return [alive for reference in self._members if (alive := reference()) is not None]
 
     def part(self) -> None:
-        """See who may launch while backward runs; again when a comm hook has come, which uses the process group, or
-        when a member has left."""
+        """See who may launch while backward runs; again when a comm hook has come, or a member has left."""
         members = self.members()
         for place, member in enumerate(members):
-            before = members[:place]
-            member.delay = member.always_delays or any(share_channel(member.queue, one.queue) for one in before)
+            before = [one.queue for one in members[:place]]
+            member.delay = member.always_delays or goes_behind(member.queue, before)
 
     def leave(self, member: Member) -> None:
         """It acts for itself from now on. All ranks must do so between the same passes.

@@ -214,6 +214,8 @@ def test_what_torch_cannot_pickle_is_told_of_where_it_differs(dtype: torch.dtype
 def test_two_numbers_in_a_byte_are_told_of_by_their_bits() -> None:
     def worker(transport: Any) -> str:
         model = normed()
+        for one in model.parameters():  # ranks are threads here, and draw from one generator
+            torch.nn.init.zeros_(one)
         bits = torch.tensor([1, 1 + transport.rank], dtype=torch.uint8)
         model.register_buffer("odd", bits.view(torch.float4_e2m1fn_x2))
         sync = stretto.attach(model, transport=transport, init_sync=False)

@@ -540,6 +540,24 @@ def test_how_far_replicas_are_apart() -> None:
     )
 
 
+@pytest.mark.parametrize("first", ["rank0", "none"])
+def test_buffers_are_compared_by_the_policy_of_now(first: str) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(3, 1)
+        model.register_buffer("own", torch.zeros(1))
+        sync = stretto.attach(model, transport=transport, check_every=1, buffers=first)
+        sync.buffers = "none" if first == "rank0" else "rank0"
+        model.own += transport.rank
+        if first == "rank0":  # as inside join() of the drop-in: each keeps its own
+            model(batch(transport.rank)).sum().backward()
+            sync.check()
+        else:
+            with pytest.raises(stretto.ReplicaError, match="pass 0: the ranks no longer hold the same values of own"):
+                sync.check()
+
+    run_ranks(worker, 2)
+
+
 def test_check_every_must_be_a_number_of_passes() -> None:
     with pytest.raises(stretto.SetupError, match="check_every=0 must be a number of passes"):
         stretto.attach(model_of(), check_every=0)

@@ -1283,6 +1283,22 @@ def test_join_beside_looks_at_the_replicas(world: int) -> None:
     assert len(spawn_ranks(_join_and_check, world)) == world
 
 
+def _join_with_buffers(rank: int) -> torch.Tensor:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model = DDP(module, check_every=1)
+    with model.join():
+        for number in range(2 + rank):
+            model(torch.tensor([[1.0 + rank, 2.0], [number, 0.0]])).square().sum().backward()
+    return module[1].running_mean
+
+
+@pytest.mark.ranks
+def test_join_looks_at_no_buffers_which_follow_one_rank_in_the_next_forward_only() -> None:
+    """And in the end those are everyone's."""
+    first, second = spawn_ranks(_join_with_buffers, 2)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.ranks
 def test_the_drop_in_and_the_compiler_tell_too(tmp_path: Path) -> None:
     body = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_peers import plain, ranks
+from test_peers import plain, ranks, within
 
 from stretto.words import MARKS, Control, ControlWords
 
@@ -306,6 +306,20 @@ for one in pair:
     for met, behind, _ in programs(tmp_path, body, transport="shared_memory"):
         assert "ranks have gone apart" in met
         assert "this rank has lost its place in what another handle does" in behind or QUOTED in behind
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_backward_of_two_models_that_fails_is_quoted_at_once(tmp_path: Path, transport: str) -> None:
+    """The rank that failed stays with both passes, and the others are to hear why in the end of the first."""
+    body = """
+[one.unshard() for one in optimizers]
+told(lambda: (model(x, fail=rank == 1) + second(torch.ones(2, 3)).sum()).backward())
+told()
+"""
+    (quoted,), (own,) = programs(tmp_path, body, transport=transport)
+    assert "ValueError: bad label" in within(quoted, "PeerError", 1.5)
+    assert "bad label" in within(own, "ValueError", 1.5)
 
 
 @pytest.mark.parametrize("garbage", [100.0, float("nan"), -1.0])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from .blame import refuse_if_lost
@@ -17,7 +19,7 @@ from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
 from .peers import Peers
-from .transport.base import Work
+from .transport.base import FLUSH_SECONDS, Work, flush
 
 log = logging.getLogger("stretto")
 
@@ -78,22 +80,42 @@ class Failing:
         """It came out of the module, before a pass."""
         self._queue.peers.tell_failed("forward", error, error.__traceback__, before=True)
 
-    def at_the_end(self, error: BaseException, give_up: Callable[[], None]) -> None:
+    def at_the_end(self, error: BaseException, give_up: Callable[[], object]) -> None:
         """Of backward, where it can be seen."""
         left = not self._done(give_up)
         self._queue.peers.tell_failed("backward", error, error.__traceback__, leaves=left)
         self._is_told = True
+        self.stay()
 
-    def in_engine(self, give_up: Callable[[], None]) -> None:
-        """Backward was dropped; the exception may come by. From a weak reference's callback: nothing must come out."""
+    def in_engine(self, give_up: Callable[[list[Failing]], object]) -> None:
+        """Backward was dropped; the exception may come by. From a weak reference's callback: nothing must come out.
+
+        Args:
+            give_up: called with a list, to which it adds those whose passes it has given up.
+        """
         if self.is_lost:
             return  # and the others know
-        left = not self._done(give_up)
-        tell = functools.partial(self._queue.peers.tell_failed, "backward", leaves=left)
-        if not when_raised(tell):
-            tell(None)
+        given_up: list[Failing] = []
+        left = not self._done(functools.partial(give_up, given_up))
 
-    def _done(self, give_up: Callable[[], None]) -> bool:
+        def tell(error: BaseException | None, trace: TracebackType | None = None) -> None:
+            self._queue.peers.tell_failed("backward", error, trace, leaves=left)
+            for one in given_up:
+                one.stay()
+
+        if not when_raised(tell):
+            with contextlib.suppress(KeyboardInterrupt):
+                tell(None)
+
+    def stay(self) -> None:
+        """With a pass that was given up, a little, where others need this rank for it.
+
+        When it has told why: in the end of one model's pass they wait for that, and not yet in the next one's.
+        """
+        with self._queue.lock, torch.no_grad():
+            flush(self._queue.transport, FLUSH_SECONDS)
+
+    def _done(self, give_up: Callable[[], object]) -> bool:
         """Give up the pass; False if that fails too, and so this rank is out of step for good."""
         try:
             give_up()

@@ -47,7 +47,7 @@ from .transport.base import Transport
 log = logging.getLogger("stretto")
 _number: Callable[[Member], int] = operator.attrgetter("queue.peers.seat.number")
 """Of a member: its place in the order of attaching."""
-_begin, _begin_idle, _shadow = map(operator.methodcaller, ("begin", "begin_idle", "shadow"))
+_begin, _begin_idle, _shadow, _give_up = map(operator.methodcaller, ("begin", "begin_idle", "shadow", "give_up"))
 
 
 class Member(Protocol):
@@ -87,7 +87,7 @@ class Member(Protocol):
         """End it. Collective."""
 
     def give_up(self) -> None:
-        """End it without waiting for anybody."""
+        """End it, without a wait; then ``failing.stay`` is due."""
 
     def shadow(self) -> None:
         """Take part in a pass with nothing to give. Collective."""
@@ -185,15 +185,16 @@ class Family:
                 member.settle()
             except BaseException as error:
                 self.lose_with(member, error)
-                for other in running[place:]:
-                    if other.running:
-                        other.give_up()
+                behind = [one for one in running[place:] if one.running]
+                all_of(behind, _give_up)
+                all_of(behind, lambda one: one.failing.stay())
                 raise
 
-    def give_up(self) -> None:
-        """Backward has failed on this rank."""
+    def give_up(self, given_up: list[Failing]) -> None:
+        """Backward has failed on this rank. The list gets those with whose passes it is to stay."""
         for member in self._running():
             amid().discard(member.family)
+            given_up.append(member.failing)
             member.give_up()
 
     def shadow(self) -> None:
@@ -218,9 +219,8 @@ class Family:
         return True
 
     def _present(self) -> list[Member]:
-        """Those whose model was not dropped: each rank's collector takes the rest in its own time, and a pass must be
-        of the same members on all ranks. A module that is there counts whatever parameters it has: all of those in the
-        plan may have been replaced, and who holds the old ones differs. One that is not may have been a container."""
+        """Those whose model was not dropped: the same on all ranks, whenever their collectors come by. A module that is
+        there counts whatever parameters it has, since who holds old ones differs; else it may have been a container."""
         members = self.members()
         if len(members) == 1:
             return members

@@ -43,7 +43,7 @@ from .rejoin import Rejoin
 from .scaling import Scaling
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
-from .transport.base import FLUSH_SECONDS, Transport, flush
+from .transport.base import Transport
 from .usage import NeverUsed, Statistics, statistics_of, used_by
 from .words import Control, ControlWords
 
@@ -98,7 +98,7 @@ class Reducer:
         self._never_used = NeverUsed(self.queue)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
-        dropped = functools.partial(self.failing.in_engine, lambda: self.family.give_up())
+        dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
         members.follow({**parameters, **sparse.named_parameters()})
@@ -317,7 +317,7 @@ class Reducer:
     # A pass that failed on this rank: see [Note: a pass given up]
 
     def give_up(self) -> None:
-        """Launch the rest of the pass, marked, and stay a little where others need this rank for it."""
+        """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``."""
         with self.queue.lock, torch.no_grad():
             self._stop()
             self._forward.says(self.queue.pass_number)  # to nobody: giving up says all
@@ -326,7 +326,6 @@ class Reducer:
             self._buffers_of_given_up = self._beside.send_given_up()
             if not self.queue.tells and self.queue.pass_number == 1:
                 self._consensus.send_order()  # peers do not know of the failure
-            flush(self.transport, FLUSH_SECONDS)
 
     def _stop(self) -> None:
         self.running = self.queue.peers.seat.in_pass = False

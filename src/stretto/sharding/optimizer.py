@@ -241,7 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         Names and values are those of ``get_optimizer_state_dict`` for the optimizer that was sharded: who loads may
         have another number of ranks, or be a program without stretto; and the other way round. Parameters that have
         no state yet are not written. To load a checkpoint that lacks the state of some parameters, say so to torch:
-        ``planner=DefaultLoadPlanner(allow_partial_load=True)``; they begin without one then.
+        ``planner=DefaultLoadPlanner(allow_partial_load=True)``; those that have stepped since keep theirs then.
 
         Example::
 

@@ -1134,6 +1134,34 @@ def test_an_exception_of_another_thread_cannot_be_seen() -> None:
     assert sys.gettrace() is None or "coverage" in repr(sys.gettrace())
 
 
+def test_an_exception_at_the_prompt_of_a_debugger_cannot_be_seen() -> None:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True) * 1
+    x.register_hook(lambda _: seen.append(when_raised(lambda *_: None)))
+
+    def prompt(*_: object) -> None:  # nothing is traced while it runs
+        if not seen:
+            x.sum().backward()
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(prompt)
+        (lambda: None)()
+    finally:
+        sys.settrace(before)
+    assert seen == [False]
+
+
+def test_who_waits_for_an_exception_of_an_engine_that_ends_well_is_told_so() -> None:
+    """The pass of one model may be dropped in the backward of another, where the last of its graph goes."""
+    told: list[object] = []
+    before = sys.gettrace()
+    x = torch.ones(1, requires_grad=True) * 1
+    x.register_hook(lambda _: when_raised(lambda *of: told.append(of)) and None)
+    x.sum().backward()
+    assert told == [(None, None)] and sys.gettrace() is before
+
+
 def test_two_that_wait_for_one_exception_are_both_told() -> None:
     seen: list[str] = []
 

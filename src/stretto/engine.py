@@ -181,18 +181,29 @@ current_task: Callable[[], int] = torch._C._current_graph_task_id
 """A number for the engine's task that is running; -1 outside of backward."""
 
 
-def when_raised(tell: Callable[[BaseException, TracebackType], None]) -> bool:
+def _is_traced() -> bool:
+    """Whether a trace function would be called now."""
+    heard: list[bool] = []  # and no frame, which would hold this list and so itself
+    before = sys.gettrace()
+    sys.settrace(lambda *_: heard.append(True))
+    (lambda: None)()
+    sys.settrace(before)
+    return bool(heard)
+
+
+def when_raised(tell: Callable[[BaseException | None, TracebackType | None], None]) -> bool:
     """Call ``tell`` with the exception that the engine is about to raise and its traceback.
 
     See [Note: an exception on its way].
 
     Returns:
-        False if this thread did not start the engine, so that the exception will not be seen.
+        False if the exception will not be seen: this thread did not start the engine, or is in a trace function, as
+        at the prompt of a debugger. ``tell`` gets None if the engine ends well: what it dropped was of another's.
     """
     found: FrameType | None = sys._getframe()
     while found is not None and found.f_code is not _engine_run_backward.__code__:
         found = found.f_back
-    if found is None:
+    if found is None or not _is_traced():
         return False
     frame, on_frame, everywhere = found, found.f_trace, sys.gettrace()
 
@@ -203,8 +214,7 @@ def when_raised(tell: Callable[[BaseException, TracebackType], None]) -> bool:
         frame.f_trace = on_frame
         sys.settrace(everywhere)
         _, event, argument = of_event
-        if event == "exception":
-            tell(argument[1], argument[2])
+        tell(*(argument[1:] if event == "exception" else (None, None)))
         return on_frame(*of_event) if on_frame is not None else None
 
     frame.f_trace = here

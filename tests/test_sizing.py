@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,13 @@ def measured(rank: int) -> tuple[Caps, str]:
     return caps_of(sync), sync.plan.hash
 
 
+def caps_measured(hosts: EmulatedHosts, sizes: list[int]) -> int:
+    """The median of three attempts: what else runs on this machine can spoil one. All ranks agree in each."""
+    found = [hosts.spawn_ranks(measured, sizes) for _ in range(3)]
+    assert all(len(set(ranks)) == 1 for ranks in found)
+    return statistics.median_low(ranks[0][0][0] for ranks in found)
+
+
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2]])
@@ -171,9 +179,7 @@ def test_slow_links_get_smaller_buckets(sizes: list[int]) -> None:
     except OSError as error:
         pytest.skip(f"{error}")
     with hosts:
-        fast = hosts.spawn_ranks(measured, sizes)
+        fast = caps_measured(hosts, sizes)
         hosts.limit("100mbit")
-        slow = hosts.spawn_ranks(measured, sizes)
-    for found in (fast, slow):
-        assert len(set(found)) == 1
-    assert 4 * slow[0][0][0] <= fast[0][0][0]
+        slow = caps_measured(hosts, sizes)
+    assert 4 * slow <= fast

@@ -80,8 +80,8 @@ def attach(
             was named, else what suits the transport (0.25 in shared memory).
         buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
             ``"mean"``, floating ones (of more than 8 bits) become their mean and others follow rank 0's; ``"none"``,
-            each keeps its own.
-            Of a module on the host, buffers of which none changes (masks) are sent no more until one does.
+            each keeps its own. Of a module on the host, buffers of which none changes (masks) are sent no more until
+            one does.
         init_sync: False if the ranks are known to hold the same values: nothing is compared or sent, but for what
             ``transport`` asks unless it is ``"process_group"``.
         ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone.

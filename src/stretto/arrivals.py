@@ -68,7 +68,8 @@ class Arrivals:
 
     def open(self) -> None:
         """A pass has begun: from here on arrivals are appended."""
-        self.streams.note_current()
+        if self.streams.any:
+            self.streams.note_current()
         self._gate.__setstate__((self.append, (), {}, self._names))
         self.is_open = True
 
@@ -79,9 +80,11 @@ class Arrivals:
 
     def end(self) -> None:
         """The pass is over."""
-        self.close()
+        self._gate.__setstate__((self._first, (), {}, self._names))  # as in close()
+        self.is_open = False
         self.order.clear()
-        self.streams.end()
+        if self.streams.any:
+            self.streams.end()
 
     def look_at(self, parameters: Collection[tuple[int, torch.nn.Parameter]]) -> None:
         """Call ``look`` after arrivals of these parameters, given with their index, and of no others."""

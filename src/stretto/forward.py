@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from .launch import LaunchQueue
-from .membership import Membership
+from .membership import STANDS_FOR, Membership
 from .words import Control
 
 log = logging.getLogger("stretto")
@@ -80,15 +80,15 @@ class ForwardWatch:
         return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._found()
+        module = None if self._module is None else self._module()  # as _found(): this runs in every step
         assert module is not None, "it is being called"
         call, passes = self._compiled or module._call_impl, self._passes()
-        learns = module.training and torch.is_grad_enabled()
+        learns = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if passes is not None and passes.members.is_bare:
             passes.members.hook_what_is_there()
-        elif learns and passes is not None and not torch.compiler.is_compiling():
+        elif learns and passes is not None and passes.members.tables.lack_one(STANDS_FOR):
             passes.members.look_before()
-        if torch.compiler.is_compiling() or not learns or passes is None or passes.running:
+        if not learns or passes is None or passes.running:
             return call(*args, **kwargs)
         counts = passes.synchronize
         self._runs += counts

@@ -281,10 +281,10 @@ class LaunchQueue:
         for bucket in self.buckets:
             bucket.reset()
 
-    def guard(self, copy: Callable[..., None], *arguments: Any, **named: Any) -> None:
+    def guard(self, copy: Callable[..., None], *arguments: Any) -> None:
         """Copy gradients into buckets; say which is to blame if that cannot be done."""
         try:
-            copy(*arguments, **named)
+            copy(*arguments)
         except RuntimeError as error:
             refuse_sparse(dict(zip(self.names, self.parameters, strict=True)), self.where, error)
             raise

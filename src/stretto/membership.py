@@ -235,7 +235,7 @@ class Membership:
         self._follow_gradients(everything.values())
         modules = [] if module is None else list(module.modules())
         self._modules = weakref.WeakSet(modules)
-        self._tables = Tables(modules, self._ids())
+        self.tables = Tables(modules, self._ids())
         self._follow_survivors()
 
     def _follow_survivors(self) -> None:
@@ -255,16 +255,11 @@ class Membership:
         if self._preset is not None:
             self._preset.follow(filter(_is_differentiable, parameters))
 
-    def look(self, number: int) -> None:
-        """For what no hook tells: tables.py."""
-        if self._tables.have_changed(number):
-            self.suspect = True
-
     def unseen(self) -> dict[str, int]:
         """Names of trained ones that no hook has seen, and how many passes before this one that may have been so."""
-        passes = self._tables.passes_before
+        passes = self.tables.passes_before
         seen = self._ids()
-        seen |= {id(one) for module in self._tables.came(self._modules) for one in module.parameters()}
+        seen |= {id(one) for module in self.tables.came(self._modules) for one in module.parameters()}
         there = [(name, one) for name, one in self._to_reduce().items() if passes and id(one) not in seen]
         return {name: passes for name, one in there if not self.hooked(one)}
 
@@ -292,8 +287,8 @@ class Membership:
 
     @left_uncompiled
     def look_before(self) -> None:
-        """Before a forward that learns: an optimizer, or a graph, may hold what was planned, on one rank alone."""
-        if not self._tables.lack_one(STANDS_FOR) or lent():
+        """Before a forward, with one of the plan gone: an optimizer, or a graph, may hold it, on one rank alone."""
+        if lent():
             return
         if self._ids().isdisjoint(map(id, self.everything().values())):
             self.hook_what_is_there()

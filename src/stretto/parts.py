@@ -28,11 +28,11 @@ class MisfitError(Exception):
 class Part:
     """Some parameters of a bucket that are taken together: one copy call for all, while they are in the cache."""
 
-    __slots__ = ("bucket", "places", "references", "views")
+    __slots__ = ("bucket", "places", "references", "size", "views")
 
     def __init__(self, bucket: Bucket, places: Sequence[int]) -> None:
         self.bucket = bucket
-        self.places = places
+        self.places, self.size = places, len(places)
         self.references = [bucket.references[place] for place in places]
         self.views = [bucket.views[place] for place in places]
 
@@ -54,11 +54,7 @@ class Part:
                 gradient.data = view  # gives its own memory back while it is hot
                 self.bucket.aside[place] = gradient
             parameter.grad = None
-        self.mark()
-
-    def mark(self) -> None:
-        """They have been taken."""
-        self.bucket.pending -= len(self.places)
+        self.bucket.pending -= self.size
         self.bucket.taken.append(self.places)
 
 

@@ -231,7 +231,7 @@ class Reducer:
             self._events.emit(self._events.pass_started, self.queue.pass_number)
 
     def _progressed(self) -> None:
-        if not (self.delay or self.waits or self._tracker.holds_back()):
+        if not (self.delay or self.waits):
             self.queue.launch_full()
 
     # The end of a pass

@@ -101,7 +101,8 @@ class Rejoin:
         """At the end of a pass: does the plan no longer fit the module?"""
         queue, members = self._queue, self._members
         self._arrived, self._before, self._waiting = set(), {}, set()
-        members.look(queue.pass_number)
+        if members.tables.have_changed(queue.pass_number):
+            members.suspect = True
         if self._places.any:
             self._places.look()
         incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]

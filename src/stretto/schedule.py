@@ -65,7 +65,7 @@ class Chunk:
     formats: list[tuple[weakref.ref[torch.nn.Parameter], tuple[int, ...]]]
     """Images' kernels and their strides: ``.to(memory_format=...)`` gives such parameters others."""
 
-    def take(self, parameters: Sequence[torch.Tensor], *, with_graph: bool = False) -> None:
+    def take(self, parameters: Sequence[torch.Tensor], with_graph: bool = False) -> None:
         """Take the gradients of these arrivals, which are those that were foreseen.
 
         Args:
@@ -98,7 +98,8 @@ class Chunk:
                 for gradient, view in zip(gradients, self.views, strict=True):
                     gradient.data = view  # gives its own memory back while it is hot
         for part in self.parts:
-            part.mark()
+            part.bucket.pending -= part.size
+            part.bucket.taken.append(part.places)
 
     def _copy(self, gradients: list[torch.Tensor], views: list[torch.Tensor], *, fresh: bool) -> None:
         try:

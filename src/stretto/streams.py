@@ -35,13 +35,15 @@ class Streams:
         self._seen: dict[int, dict[Any, torch.Stream]] = {
             device.index or 0: {} for device in every if device.type == kind_name
         }
+        self.any = bool(self._seen)
+        """Whether any of the devices has streams; what has to be done for them need not be called else."""
         self._threads = len(every) > 1  # each device has its own, in which other streams of the others are current
-        self.differ = self._threads and bool(self._seen)
+        self.differ = self._threads and self.any
         """Whether there is more than one to be brought together."""
 
     def noting(self, append: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
         """A hook that notes on which stream a gradient arrives; ``append`` alone where no parameter is on such."""
-        if not self._seen:
+        if not self.any:
             return append
         seen, number = self._seen, self._number
 
@@ -88,7 +90,7 @@ class Streams:
         self.part()
         for seen in self._seen.values():
             seen.clear()
-        self.differ = self._threads and bool(self._seen)
+        self.differ = self._threads and self.any
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:

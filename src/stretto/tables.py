@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn.utils import stateless
 
+from .engine import left_uncompiled
+
 _WITH_INSERT = (torch.nn.ModuleList, torch.nn.Sequential)
 _LENDS = stateless._functional_call.__code__
 EVERY = 16
@@ -36,7 +38,7 @@ class Tables:
         """Those that have been freed: each leaves its ``id`` to the next, as where layers are popped and inserted."""
         self._modules = [weakref.ref(one, self._gone.append) for one in modules]
         self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
-        self._listed = self._listed_now()
+        self._listed = [[*map(id, one._modules.values())] for one in modules if isinstance(one, _WITH_INSERT)]
         self._held = [None if one is None else weakref.ref(one) for one in self._now()]
         self._buffers = self._buffers_now()
         self._asked = 0
@@ -52,8 +54,11 @@ class Tables:
     def have_changed(self, number: int) -> bool:
         """Asked in pass ``number``."""
         self._asked += 1
-        if self._lists and (self._gone or self._listed_now() != self._listed):
+        if self._lists and self._gone:
             return True
+        for reference, listed in zip(self._lists, self._listed, strict=True):
+            if (one := reference()) is None or [*map(id, one._modules.values())] != listed:
+                return True
         if number > FIRST and number % EVERY:
             return False
         if not self._hold_others():
@@ -68,6 +73,7 @@ class Tables:
         now = itertools.chain(registered, *(one._modules.values() for one in alive))
         return [one for one in now if one is not None and id(one) not in before]
 
+    @left_uncompiled
     def lack_one(self, stands_for: str) -> bool:
         """Whether one parameter of the plan does not lie where it lay; what has it as ``stands_for`` lies there too."""
         if self._probe is None:
@@ -89,10 +95,6 @@ class Tables:
     def _buffers_now(self) -> list[int]:
         """How many: what lies in a place that is known is looked at in every pass."""
         return [len(one._buffers) for reference in self._modules if (one := reference()) is not None]
-
-    def _listed_now(self) -> list[list[int]]:
-        alive = [one for reference in self._lists if (one := reference()) is not None]
-        return [[*map(id, one._modules.values())] for one in alive]
 
 
 def lent() -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from .arrivals import Arrivals, has_other_hooks
+from .arrivals import Arrivals, Hooks, has_other_hooks
 from .bucket import Bucket
 from .engine import ReentrantCheckpoints, current_task, left_uncompiled, will_arrive, without_graph
 from .errors import UnsupportedError, name_list
@@ -149,10 +149,6 @@ class ArrivalTracker:
             self.nested = self._careful = True
         return came
 
-    def holds_back(self) -> bool:
-        """Whether nothing is to leave before the pass settles: gradients may come again, and it is not known which."""
-        return self._careful and not self._in_order
-
     def stop(self) -> None:
         """The pass is over or given up: nothing more is taken."""
         self._running = False
@@ -166,7 +162,7 @@ class ArrivalTracker:
             return
         if current_task() != self._task:
             self.meet_nested()
-        if self.arrivals.is_last(parameter):
+        if type(parameter._post_accumulate_grad_hooks) is Hooks or self.arrivals.is_last(parameter):
             with self._queue.lock:
                 if torch.is_grad_enabled():
                     without_graph(self._take, True)
@@ -194,29 +190,34 @@ class ArrivalTracker:
 
     def _take(self, with_graph: bool) -> None:
         streams, until = self.arrivals.streams, len(self.arrivals.order)  # first: another device's thread goes on
-        streams.join()
+        if streams.any:
+            streams.join()
         while self._in_order and self._looked_at < until and self._take_chunk(until, with_graph):
             pass
         if not self._in_order:
             self._take_one_by_one(until)
-        self._progressed()
-        streams.part()
+        if self._in_order or not self._careful:  # else gradients may come again, and it is not known which
+            self._progressed()
+        if streams.any:
+            streams.part()
 
     def _take_chunk(self, until: int, with_graph: bool) -> bool:
         """Take the next chunk of the schedule, if it is complete. Leaves the schedule if something else has arrived."""
         assert self._schedule is not None
-        done = self._next_chunk == len(self._schedule)
-        expected = [] if done else self._schedule[self._next_chunk].arrivals
-        stop = min(self._looked_at + len(expected), until)
-        parameters = self.arrivals.order[self._looked_at : stop]
-        arrived = [*map(id, parameters)]
-        if done or arrived != expected[: len(arrived)] or (self._absent and self._came_unforeseen(arrived)):
+        if self._next_chunk == len(self._schedule):
             return self._leave_schedule()
-        if len(arrived) < len(expected):
-            return False
         chunk = self._schedule[self._next_chunk]
+        stop = min(self._looked_at + len(chunk.arrivals), until)
+        parameters = self.arrivals.order[self._looked_at : stop]
+        arrived, expected = [*map(id, parameters)], chunk.arrivals
+        if not (complete := len(arrived) == len(expected)):
+            expected = expected[: len(arrived)]
+        if arrived != expected or (self._absent and self._came_unforeseen(arrived)):
+            return self._leave_schedule()
+        if not complete:
+            return False
         try:
-            self._queue.guard(chunk.take, parameters, with_graph=with_graph)
+            self._queue.guard(chunk.take, parameters, with_graph)
         except MisfitError:  # an undefined gradient, or one that does not fit its slot any more
             return self._leave_schedule()
         self._looked_at = stop
@@ -329,7 +330,7 @@ class ArrivalTracker:
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""
-        if not self.as_scheduled():
+        if not (self._in_order and self._looked_at == len(self.arrivals.order)):  # as_scheduled()
             self._learn([*map(id, self.arrivals.order)])
         self.stop()
         self._count.clear()

@@ -6,11 +6,14 @@ Passes and gathers are in test_waits.py. Each rank is a program of its own.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from test_peers import plain, ranks, within
 
+from stretto.family import Family
 from stretto.words import MARKS, Control, ControlWords
 
 pytestmark = pytest.mark.timeout(60)
@@ -330,3 +333,24 @@ def test_what_is_no_footer_is_taken_for_none(garbage: float) -> None:
     said[Control.LATE], said[-1] = 1, garbage
     words = ControlWords(said, marks=marks)
     assert words.are_mixed and not words.ask_for_second_round(is_first=False)
+
+
+def test_who_cannot_give_up_a_pass_stays_with_those_of_the_other_models() -> None:
+    family, heard = Family.__new__(Family), []
+
+    def member(name: str, fails: type[BaseException] | None = None) -> Any:
+        def raises() -> None:
+            heard.append(name)
+            if fails is not None:
+                raise fails
+
+        failing = SimpleNamespace(stay=lambda: heard.append(f"{name} stays"))
+        return SimpleNamespace(running=True, settle=raises, give_up=raises, failing=failing, family=family)
+
+    members = [member("first", ValueError), member("second", KeyboardInterrupt), member("third")]
+    for one in members:
+        one.running = one.running and one is not members[0]
+    vars(family).update(_reached=lambda: members, lose_with=lambda *_: False)
+    with pytest.raises(KeyboardInterrupt):
+        family.settle()
+    assert heard == ["first", "second", "third", "second stays", "third stays"]

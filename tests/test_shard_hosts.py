@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import array
+import gc
 import re
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +32,17 @@ from stretto.transport.futex import Futex
 from stretto.transport.hierarchical import HierarchicalTransport
 from stretto.transport.spreading import _FAILED as FAILED
 from stretto.transport.spreading import SharesUnderWay, Spreading, Words
+from stretto.transport.under_way import UnderWay
 
 __all__ = ["loopback"]  # a fixture
 pytestmark = pytest.mark.timeout(60)
 HOSTS = (2, 2)
+
+
+class SimpleGroup:
+    """What can be held weakly, in the place of a process group."""
+
+
 on_hosts = CARRIERS["hosts"]
 
 
@@ -421,3 +430,23 @@ def test_a_piece_that_fails_is_no_piece_that_takes_its_time(first: type, monkeyp
             done_within(share, timedelta(seconds=0.1))
     else:
         assert not done_within(share, timedelta(seconds=0.1))
+
+
+def test_shares_that_ctrl_c_leaves_under_way_are_never_freed() -> None:
+    """A thread of Gloo that lets go of them last would ask for the lock of an interpreter that ends."""
+
+    class Work:
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self, timeout: timedelta | None = None) -> None:
+            raise KeyboardInterrupt
+
+    group = SimpleGroup()
+    under_way = UnderWay(weakref.ref(group), rank=0, patience=1.0)
+    kept = [weakref.ref(group), weakref.ref(under_way.add(Work()))]
+    with pytest.raises(KeyboardInterrupt):
+        under_way.let_arrive()
+    del under_way, group
+    gc.collect()
+    assert None not in [one() for one in kept]

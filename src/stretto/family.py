@@ -42,7 +42,6 @@ from .errors import SetupError, name_list
 from .failing import Failing
 from .launch import LaunchQueue
 from .membership import Membership
-from .transport.base import Transport
 
 log = logging.getLogger("stretto")
 _number: Callable[[Member], int] = operator.attrgetter("queue.peers.seat.number")
@@ -67,10 +66,6 @@ class Member(Protocol):
     family: Family
     inside: list[weakref.ref[Member]]
     """Those that have parameters of this member's module."""
-
-    @property
-    def transport(self) -> Transport:
-        """What carries the buckets."""
 
     @property
     def queue(self) -> LaunchQueue:
@@ -133,8 +128,8 @@ class Family:
             )
         if any(reference() is member for other in self.members() for reference in other.inside):
             raise SetupError(
-                f"rank {member.transport.rank}: another attached model holds this one and has left its parameters to "
-                "this handle.\nCall detach() on the outer handle first."
+                f"rank {member.queue.transport.rank}: another attached model holds this one and has left its "
+                "parameters to this handle.\nCall detach() on the outer handle first."
             )
         self._members = [reference for reference in self._members if reference() is not member]
         member.family = Family([member])
@@ -186,8 +181,10 @@ class Family:
             except BaseException as error:
                 self.lose_with(member, error)
                 behind = [one for one in running[place:] if one.running]
-                all_of(behind, _give_up)
-                all_of(behind, lambda one: one.failing.stay())
+                try:
+                    all_of(behind, _give_up)
+                finally:
+                    all_of(behind, lambda one: one.failing.stay())
                 raise
 
     def give_up(self, given_up: list[Failing]) -> None:

@@ -72,6 +72,9 @@ class UnderWay:
         try:
             self._wait()
         except BaseException:  # Ctrl-C; the group would go on waiting where it is freed
+            for spread in self._spreads:
+                if not spread.is_completed():
+                    never_free(spread)
             if (group := self._group()) is not None:
                 never_free(group)
             raise

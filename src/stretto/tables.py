@@ -37,9 +37,12 @@ class Tables:
         self._gone: list[Any] = []
         """Those that have been freed: each leaves its ``id`` to the next, as where layers are popped and inserted."""
         self._modules = [weakref.ref(one, self._gone.append) for one in modules]
+        parameters = [here for one in modules for here in one._parameters.values() if here is not None]
+        self._freed: list[Any] = []  # the same of parameters
+        self._parameters = [weakref.ref(one, self._freed.append) for one in parameters]
         self._lists = [weakref.ref(one) for one in modules if isinstance(one, _WITH_INSERT)]
         self._listed = [[*map(id, one._modules.values())] for one in modules if isinstance(one, _WITH_INSERT)]
-        self._held = [None if one is None else weakref.ref(one) for one in self._now()]
+        self._held = self._now()
         self._buffers = self._buffers_now()
         self._asked = 0
         places = ((one, name, here) for one in modules for name, here in one._parameters.items())
@@ -83,14 +86,13 @@ class Tables:
         return alive is not None and (here is None or vars(here).get(stands_for, here) is not known())
 
     def _hold_others(self) -> bool:
-        """By reference: one that is gone leaves its ``id`` to the next."""
-        now, held = self._now(), self._held
-        return len(now) != len(held) or not all(map(_is_still, held, now)) or self._buffers_now() != self._buffers
+        """As long as all live, their ``id`` tells them apart."""
+        return bool(self._gone or self._freed) or self._now() != self._held or self._buffers_now() != self._buffers
 
-    def _now(self) -> list[torch.nn.Parameter | torch.nn.Module | None]:
+    def _now(self) -> list[int]:
         alive = [one for reference in self._modules if (one := reference()) is not None]
-        tables = (table for one in alive for table in (one._parameters, one._modules))
-        return [*itertools.chain.from_iterable(table.values() for table in tables)]
+        tables = [table.values() for one in alive for table in (one._parameters, one._modules)]
+        return [*map(id, itertools.chain.from_iterable(tables))]
 
     def _buffers_now(self) -> list[int]:
         """How many: what lies in a place that is known is looked at in every pass."""
@@ -103,7 +105,3 @@ def lent() -> bool:
     while frame is not None and frame.f_code is not _LENDS:
         frame = frame.f_back
     return frame is not None
-
-
-def _is_still(was: weakref.ref[Any] | None, one: object) -> bool:
-    return one is None if was is None else one is not None and was() is one

@@ -157,7 +157,53 @@ def compiled_autograd(rank: int) -> None:
         backward(model, rank, 0, steady=True)
 
 
-PROGRAMS: list[Callable[[int], None]] = [changing, steady, sharded, tensors_reduced, modules_made, compiled_autograd]
+class Deep(nn.Module):
+    """torch's compiler cuts at buckets of more than a megabyte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def pieces_of(wrapper: type[nn.Module], *, whole_step: bool) -> list[int]:
+    """How many nodes each graph has that the compiler makes of a forward, alone or within a step."""
+    found: list[int] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        found.append(len(module.graph.nodes))
+        return module.forward
+
+    torch.compiler.reset()
+    wrapped = wrapper(Deep(), bucket_cap_mb=2)
+
+    @torch.compile(backend=backend)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return wrapped(x).relu()
+
+    call = step if whole_step else torch.compile(wrapped, backend=backend)
+    call(torch.ones(2, 512)).sum().backward()
+    return found
+
+
+def cut_at_buckets(_: int) -> None:
+    for whole_step in (False, True):
+        torchs = pieces_of(nn.parallel.DistributedDataParallel, whole_step=whole_step)
+        ours = pieces_of(stretto.DistributedDataParallel, whole_step=whole_step)
+        assert ours == torchs and len(ours) > 2, (ours, torchs)
+
+
+PROGRAMS: list[Callable[[int], None]] = [
+    changing,
+    steady,
+    sharded,
+    tensors_reduced,
+    modules_made,
+    compiled_autograd,
+    cut_at_buckets,
+]
 
 
 def all_programs(rank: int) -> dict[str, Any]:

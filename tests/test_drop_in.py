@@ -514,3 +514,10 @@ class TestTogether:
 def test_a_mesh_and_a_group_exclude_each_other():
     with pytest.raises(SetupError, match="Cannot specify both process_group and device_mesh"):
         DistributedDataParallel(torch.nn.Linear(1, 1), process_group=object(), device_mesh=object())
+
+
+def test_a_profiler_finds_torchs_name_of_forward():
+    wrapped = DistributedDataParallel(torch.nn.Linear(1, 1))
+    with torch.profiler.profile() as profiled:
+        wrapped(torch.ones(1, 1))
+    assert "DistributedDataParallel.forward" in {event.key for event in profiled.key_averages()}

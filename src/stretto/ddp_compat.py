@@ -9,6 +9,7 @@ row for each.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from .attach import attach
 from .comm_hooks import Hook, StepInBackward
 from .crossing import group_of, is_destroyed
 from .ddp_substitutes import Called, Substitute, Substitutes, lower, whole
+from .engine import compiled_inside
 from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
 from .handle import Synchronizer
 from .options import Buffers
@@ -67,8 +69,6 @@ class TorchSurface(TorchDDP):
         """stretto's handle: plan, statistics, ``describe()``, observers."""
         return self._synchronizer
 
-    # forward is torch's: _pre_forward, the module, _post_forward
-
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
@@ -91,11 +91,15 @@ class TorchSurface(TorchDDP):
             return _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
+    @functools.partial(compiled_inside, inlined=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        run = super()._run_ddp_forward
-        if self._substitutes is None:
-            return run(*inputs, **kwargs)
-        return self._substitutes.run(self.module, run, *inputs, **kwargs)
+        if self._substitutes is not None:
+            return self._substitutes.run(self.module, super()._run_ddp_forward, *inputs, **kwargs)
+        before, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self  # whose buckets torch's compiler asks
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = before
 
     def _substitute(self) -> None:
         """See ddp_substitutes.py. Before anything is attached: parameters may be replaced here."""

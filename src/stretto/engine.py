@@ -48,6 +48,21 @@ def left_uncompiled(called: F) -> F:
     return called
 
 
+def compiled_inside(called: F, *, inlined: bool = True) -> F:
+    """Have torch's compiler trace what this frame calls, as it would without it, and not the frame itself.
+
+    Args:
+        called: the function of the frame.
+        inlined: whether it goes along into what is compiled, where that calls it; else the graph ends there.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(called.__code__, skip)
+    if not inlined:
+        vars(called)["_torchdynamo_disable"] = True
+    return called
+
+
 class OutermostEnd:
     """Tells when the outermost backward that is running ends, or that it was dropped because something raised.
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .engine import compiled_inside
 from .launch import LaunchQueue
 from .membership import STANDS_FOR, Membership
 from .words import Control
@@ -71,7 +72,6 @@ class ForwardWatch:
         """How often forward ran before this pass, and before the one before."""
         self._told_once = False
         if module is not None:
-            _leave_to_what_is_called()
             self._compiled = module._compiled_call_impl
             module.__dict__["_compiled_call_impl"] = self
 
@@ -79,6 +79,7 @@ class ForwardWatch:
         """A copy of the module is not attached."""
         return type(None), ()
 
+    @compiled_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = None if self._module is None else self._module()  # as _found(): this runs in every step
         assert module is not None, "it is being called"
@@ -142,10 +143,3 @@ class ForwardWatch:
             self._queue.where,
             told,
         )
-
-
-def _leave_to_what_is_called() -> None:
-    """torch.compile is to trace what this frame calls, as it would without it, and not the frame itself."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(ForwardWatch.__call__.__code__, skip)

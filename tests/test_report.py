@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import gc
 import json
 import re
@@ -394,18 +395,34 @@ def test_one_rank_has_nothing_to_report(tmp_path: Any, caplog: pytest.LogCapture
     ]
 
 
+def test_a_report_of_a_module_that_is_not_trained_says_so() -> None:
+    def worker(transport: Any) -> list[str]:
+        model = Layers(1, 0.0)
+        sync = stretto.attach(model, transport=transport)
+        copy.deepcopy(model)(torch.ones(2, 8)).sum().backward()
+        texts = [str(sync.report())]
+        model(torch.ones(2, 8)).sum().backward()
+        return [*texts, str(sync.report())]
+
+    assert run_ranks(worker, 2)[0] == [
+        "rank 0 of 2 over local (threads of one process): no backward has reached the attached module so far, outside "
+        "no_sync().\nIf training has begun, it trains another module, or a copy of this one: attach what you train. "
+        "Gradients that torch.autograd.grad returns are averaged by stretto.reduce() alone.",
+        "rank 0 of 2 over local (threads of one process): no pass was recorded so far.\n"
+        "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them.",
+    ]
+
+
 def test_a_detached_handle_says_that_it_traces_nothing(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     def worker(transport: Any) -> str:
         sync = stretto.attach(Layers(1, 0.0), transport=transport)
-        text = str(sync.report())
         sync.detach()
         with sync.trace("folder"):
             pass
-        return text
+        return str(sync.report())
 
     assert run_ranks(worker, 2)[0] == (
-        "rank 0 of 2 over local (threads of one process): no pass was recorded so far.\n"
-        "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them."
+        "rank 0 of 2: report() after detach() has nothing to tell.\nCall it before detach(), on all ranks."
     )
     assert "rank 1: sync.trace('folder') records nothing: the handle is detached.\n" in caplog.text
     assert caplog.records[0].getMessage().endswith("Trace before detach(), or attach again.")

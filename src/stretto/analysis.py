@@ -51,7 +51,8 @@ def report_of(
         reducer.statistics.bucket_memory,
         accelerators(parameter.device.type for parameter in reducer.parameters),
     )
-    return _report(place, mine, len(records) - len(mine), plan, everyone, tied)
+    report = _report(place, mine, len(records) - len(mine), plan, everyone, tied)
+    return replace(report, averaged=reducer.statistics.passes)
 
 
 def compare_clocks(peers: Peers, transport: Transport) -> tuple[ClockTalk, list[Clock | None]]:

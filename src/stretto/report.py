@@ -143,6 +143,8 @@ class Report:
     """What each holds, in rank order."""
     arriving: tuple[str, ...] = ()
     """How gradients arrive that were asked for in shares (``keep_grads=False``), and why, for each such optimizer."""
+    averaged: int | None = None
+    """Passes that this rank has had so far, recorded or not; None where that is not known, as of a trace."""
 
     @property
     def told(self) -> bool:
@@ -164,9 +166,14 @@ class Report:
     def __str__(self) -> str:
         if self.world_size == 1:
             return "rank 0 of 1: there is no other rank, so nothing travels and no pass is recorded."
+        if self.transport == "nothing":
+            return f"rank {self.rank} of {self.world_size}: report() after detach() has nothing to tell.\n{_BEFORE}"
+        where = f"rank {self.rank} of {self.world_size} over {self.transport}"
+        if self.averaged == 0:
+            return f"{where}: no backward has reached the attached module so far, outside no_sync().\n{_UNTRAINED}"
         if not self.passes:
             return (
-                f"rank {self.rank} of {self.world_size} over {self.transport}: no pass was recorded so far.\n"
+                f"{where}: no pass was recorded so far.\n"
                 "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them."
                 + "".join(f"\n{line}" for line in self._memory())
             )
@@ -228,6 +235,12 @@ class Report:
             lines.append(f"seen of {self.world_size} ranks: {there}; another one may have been later still")
         return ["", *lines, *self.advice] if lines or self.advice else []
 
+
+_BEFORE = "Call it before detach(), on all ranks."
+_UNTRAINED = (
+    "If training has begun, it trains another module, or a copy of this one: attach what you train. Gradients that "
+    "torch.autograd.grad returns are averaged by stretto.reduce() alone."
+)
 
 UNTOLD = (
     "the transport does not tell when a result is there: buckets end where they were seen, when their rank had waited "

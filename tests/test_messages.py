@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -374,6 +375,53 @@ def who_used_what_beside_noop_hook(transport: LocalTransport) -> None:
     sync = stretto.attach(model(), transport=transport)
     sync.register_comm_hook(None, noop_hook)
     print(sync.used_by)
+
+
+def hooked(hook: object) -> Callable[[LocalTransport], None]:
+    def worker(transport: LocalTransport) -> None:
+        module = model()
+        stretto.attach(module, transport=transport).register_comm_hook(None, hook)
+        module(torch.ones(1, 2)).sum().backward()
+
+    return worker
+
+
+def gives_a_tensor(state: object, bucket: object) -> torch.Tensor:
+    return bucket.buffer()
+
+
+def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
+    return identity(state, bucket).then(lambda done: None)
+
+
+@pytest.mark.parametrize(
+    "hook, text",
+    [
+        (
+            lambda bucket: None,
+            "comm hook test_messages.<lambda> cannot be called as hook(state, bucket): too many positional arguments.\n"
+            "Call register_comm_hook(state, hook): the hook gets that state and a bucket.",
+        ),
+        (
+            gives_a_tensor,
+            "comm hook test_messages.gives_a_tensor returned a Tensor, not a torch.futures.Future of the reduced flat "
+            "tensor.\nReturn that of the collective, dist.all_reduce(tensor, async_op=True).get_future(); or make one "
+            "that is done, future = torch.futures.Future(); future.set_result(tensor).",
+        ),
+        (
+            gives_nothing,
+            "the comm hook's future holds a NoneType in place of the reduced flat tensor.\n"
+            "Let its last callback return that tensor.",
+        ),
+    ],
+)
+def test_text_of_hooks_that_do_not_keep_the_contract(hook, text: str) -> None:
+    def worker(transport):
+        with pytest.raises(TypeError) as caught:
+            hooked(hook)(transport)
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [text, text]
 
 
 class Broken(RecordingTransport):

@@ -123,7 +123,14 @@ class CommHook:
         if self._current is not None and not self._current.is_completed():
             wait_for(self._current, self._current.bucket)
         self._current = None  # should the hook raise, the pass has failed
-        work = HookWork(bucket, self.hook(self.state, GradBucket(bucket)))
+        future = self.hook(self.state, GradBucket(bucket))
+        if not (hasattr(future, "done") and hasattr(future, "wait")):
+            raise TypeError(
+                f"comm hook {hook_name(self.hook)} returned a {type(future).__name__}, not a torch.futures.Future of "
+                "the reduced flat tensor.\nReturn that of the collective, dist.all_reduce(tensor, async_op=True)"
+                ".get_future(); or make one that is done, future = torch.futures.Future(); future.set_result(tensor)."
+            )
+        work = HookWork(bucket, future)
         if not self.one_at_a_time:
             return work
         self._current = work
@@ -158,6 +165,11 @@ class HookWork:
         result = self.future.wait()
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(
+                f"the comm hook's future holds a {type(result).__name__} in place of the reduced flat tensor.\n"
+                "Let its last callback return that tensor."
+            )
         payload = self.bucket.payload
         if result.data_ptr() != payload.data_ptr():
             if payload.is_complex() and not result.is_complex() and result.numel() == 2 * payload.numel():
@@ -274,10 +286,25 @@ class _StepOnce:
         return mean
 
 
+def hook_name(hook: object) -> str:
+    """Where a user finds it, rather than where it lies in memory."""
+    name = getattr(hook, "__qualname__", None)
+    return repr(hook) if name is None else f"{hook.__module__}.{name}"
+
+
 def refuse_hook(hook: object, options: Options, rank: int) -> None:
     """Raise what keeps it from being registered with these options, if anything."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {hook!r}")
+    try:
+        inspect.signature(hook).bind(None, None)
+    except ValueError:  # a builtin
+        pass
+    except TypeError as error:
+        raise TypeError(
+            f"comm hook {hook_name(hook)} cannot be called as hook(state, bucket): {error}.\n"
+            "Call register_comm_hook(state, hook): the hook gets that state and a bucket."
+        ) from None
     if options.weighted or options.reduce != "mean" or options.predivide_factor is not None:
         raise SetupError(
             f"rank {rank}: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .buffers import BufferPlaces
+from .comm_hooks import hook_name
 from .errors import name_list
 from .options import Options
 from .reducer import Reducer
@@ -57,15 +58,9 @@ def describe(
 
 def _how(reducer: Reducer, options: Options) -> str:
     if reducer.comm_hook is not None:
-        return f"by comm hook {_name(reducer.comm_hook.hook)}, in the place of {reducer.transport.name}"
+        return f"by comm hook {hook_name(reducer.comm_hook.hook)}, in the place of {reducer.transport.name}"
     kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
     return f"{kind} over ranks, sent {'after backward' if reducer.delay else 'while backward runs'}"
-
-
-def _name(hook: object) -> str:
-    """Where a user finds it, rather than where it lies in memory."""
-    name = getattr(hook, "__qualname__", None)
-    return repr(hook) if name is None else f"{hook.__module__}.{name}"
 
 
 def _sparse(reducer: Reducer) -> list[str]:

@@ -213,7 +213,7 @@ class Synchronizer:
 
         Raises:
             SetupError: a hook is registered already, or an option asks for what only stretto's own all-reduce does.
-            TypeError: ``hook`` is not callable.
+            TypeError: ``hook`` cannot be called so; or, out of backward, it returned no future.
 
         Example::
 

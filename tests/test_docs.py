@@ -209,6 +209,22 @@ def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
     run_ranks(worker, 2)
 
 
+# README.md
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", [["-m", "stretto", "run", "--ranks", "2"], []], ids=["two ranks", "plain python"])
+def test_the_program_of_the_readme_runs(how: list[str], tmp_path: Path) -> None:
+    (code,) = [code for _, code in blocks_of(ROOT / "README.md") if code.startswith("# train.py")]
+    (tmp_path / "train.py").write_text(code)
+    done = warm_programs.run([*how, "train.py"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    losses = [float(one) for one in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 5 and losses[-1] < 0.2 * losses[0]
+    assert ("a step takes" if how else "there is no other rank") in done.stdout
+    assert (tmp_path / "model.pt").exists()
+
+
 # docs/overlap.md
 
 

@@ -82,6 +82,7 @@ def tokens(): return nn.Sequential(nn.Embedding(7, 2), nn.Flatten())
 def guessed_wrong(): return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(4, 4))
 def no_layer(): return nn.PReLU()
 def fails(): raise KeyError("lost")
+def with_targets(): return nn.Linear(4, 4), (torch.ones(3, 4), torch.ones(3, 4))
 class Nets:
     small = nn.Linear(4, 1)
 def swapped(): return torch.ones(3, 4), nn.Linear(4, 4)
@@ -364,12 +365,23 @@ def test_text_of_what_is_refused(mine: str, number: int) -> None:
     assert str(caught.value) == text
 
 
+STEP = (
+    "of (model, batch) a step is model(batch), or model(*batch) where that is a tuple: with targets in it, return "
+    "(model, batch, loss) with loss(model, batch)"
+)
+
+
 def test_text_of_models_that_raise(mine: str) -> None:
     line = MINE.splitlines().index('def fails(): raise KeyError("lost")') + 1
     shapes = "cannot make one step: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
     for trigger, text in (
         (lambda: workload_of(f"{mine}:fails")(), f"{mine}:fails() failed: KeyError: 'lost' ({mine}:{line})"),
-        (lambda: try_out(f"{mine}:shapes"), f"{mine}:shapes {shapes} (3x5 and 4x4)"),
+        (lambda: try_out(f"{mine}:shapes"), f"{mine}:shapes {shapes} (3x5 and 4x4); {STEP}"),
+        (
+            lambda: try_out(f"{mine}:with_targets"),
+            f"{mine}:with_targets cannot make one step: TypeError: Linear.forward() takes 2 positional arguments but 3 "
+            f"were given; {STEP}",
+        ),
         (
             lambda: try_out(f"{mine}:guessed_wrong"),
             f"{mine}:guessed_wrong cannot make one step: RuntimeError: unflatten: Provided sizes [2, 3] don't multiply "

@@ -80,6 +80,11 @@ def try_out(source: str) -> str:
         text = f"{source} cannot make one step: {type(error).__name__}: {' '.join(str(error).split())}"
         if batch is not None:
             text += f"; {_described(batch)} went into it, made up after its first layer: return (model, batch)"
+        elif source not in BUILT_IN:
+            text += (
+                "; of (model, batch) a step is model(batch), or model(*batch) where that is a tuple: with targets in "
+                "it, return (model, batch, loss) with loss(model, batch)"
+            )
         raise BrokenModelError(text) from error
     return "" if batch is None else f"The batch is made up after the first layer: {_described(batch)}."
 

@@ -82,6 +82,7 @@ def tokens(): return nn.Sequential(nn.Embedding(7, 2), nn.Flatten())
 def guessed_wrong(): return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(4, 4))
 def no_layer(): return nn.PReLU()
 def fails(): raise KeyError("lost")
+def fails_in_a_library(): return __import__("json").loads("")
 def with_targets(): return nn.Linear(4, 4), (torch.ones(3, 4), torch.ones(3, 4))
 class Nets:
     small = nn.Linear(4, 1)
@@ -391,7 +392,12 @@ def test_text_of_models_that_raise(mine: str) -> None:
         (
             lambda: load("broken_for_bench:f"),
             f"importing broken_for_bench failed: ZeroDivisionError: division by zero ({Path(mine).parent}/broken_for_"
-            "bench.py:1)",
+            'bench.py:1); what is no definition belongs under if __name__ == "__main__":',
+        ),
+        (
+            lambda: workload_of(f"{mine}:fails_in_a_library")(),  # the line is the user's
+            f"{mine}:fails_in_a_library() failed: JSONDecodeError: Expecting value: line 1 column 1 (char 0) "
+            f"({mine}:{line + 1})",
         ),
     ):
         Path(mine).with_name("broken_for_bench.py").write_text("1 / 0")

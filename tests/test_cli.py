@@ -1111,7 +1111,12 @@ REFUSED = [
         "--ranks 9999999: each takes 64.0 MB of memory at the least, and {error} are available",
     ),
     ("trace trace --html x.svg --picture x.svg", 2, "x.svg is asked for twice: give each picture a file of its own"),
-    ("plan bad.py:net", 1, "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1)"),
+    (
+        "plan bad.py:net",
+        1,
+        "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1); what is no "
+        'definition belongs under if __name__ == "__main__":',
+    ),
     ("plan script.py:fine --ranks 0", 2, "--ranks 0: at least one rank takes part"),
     ("plan script.py:fine --bucket-cap-mb 0", 2, "--bucket-cap-mb 0: must be positive"),
     (

@@ -68,7 +68,8 @@ def _host() -> str:
 # Places
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether it is neither of a library, Python's own included, nor made up, as ``<string>``."""
     standard = file.startswith(_STANDARD) and "site-packages" not in file
     return not (file.startswith(("<", *_LIBRARIES)) or standard)
 
@@ -80,7 +81,7 @@ def _describe(file: str, line: int, function: str) -> str:
 def place_of_frame(frame: FrameType | None) -> str:
     """The innermost line that the user wrote, ``train.py:34 in step``; of a library, where there is none."""
     innermost = frame
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     found = frame or innermost
     return _describe(found.f_code.co_filename, found.f_lineno, found.f_code.co_name) if found else "an unknown place"
@@ -89,7 +90,7 @@ def place_of_frame(frame: FrameType | None) -> str:
 def standing(frame: FrameType | None) -> str:
     """``at train.py:34 in step``, or ``in report() at ...`` where that line calls this library."""
     call, above = "", frame
-    while above is not None and not _is_users(above.f_code.co_filename):
+    while above is not None and not is_users(above.f_code.co_filename):
         if above.f_code.co_filename.startswith(_LIBRARIES[1]):
             call = f"in {above.f_code.co_name}() "
         elif above.f_code.co_filename.startswith(_LIBRARIES[0]):
@@ -103,15 +104,15 @@ def place_of_traceback(trace: TracebackType | None) -> str:
     place, users = "", False
     for frame, line in traceback.walk_tb(trace):
         code = frame.f_code
-        if (own := _is_users(code.co_filename)) or not users:
+        if (own := is_users(code.co_filename)) or not users:
             place, users = _describe(code.co_filename, line, code.co_name), own
     return place
 
 
 def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> str:
     """The same for an exception that is still on its way up through ``frame``, whose callers may be the user's."""
-    users = [one for one, _ in traceback.walk_tb(trace) if _is_users(one.f_code.co_filename)]
-    while not users and frame is not None and not _is_users(frame.f_code.co_filename):
+    users = [one for one, _ in traceback.walk_tb(trace) if is_users(one.f_code.co_filename)]
+    while not users and frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return place_of_traceback(trace) if users or frame is None else place_of_frame(frame)
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import SetupError
+from ..whereabouts import is_users
 
 
 class BrokenModelError(SetupError):
@@ -81,7 +83,10 @@ def _import(place: str) -> ModuleType:
     except SetupError:
         raise
     except (Exception, SystemExit) as error:
-        raise BrokenModelError(f"importing {place} failed: {_told(error)}") from error
+        text = f"importing {place} failed: {_told(error)}"
+        if not isinstance(error, (ImportError, SyntaxError)):
+            text += '; what is no definition belongs under if __name__ == "__main__":'
+        raise BrokenModelError(text) from error
 
 
 def _file(path: Path) -> ModuleType:
@@ -112,10 +117,8 @@ def _look_in(folder: str) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Its class, its text, and the last line of the program that it came from."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    file = "" if frame is None else frame.tb_frame.f_code.co_filename
-    where = f" ({file}:{frame.tb_lineno})" if frame is not None and not file.startswith((__file__, "<frozen")) else ""
+    """Its class, its text, and the last line of the user's program that it came from."""
+    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    mine = [(file, line) for file, line in lines if is_users(file)]
+    where = f" ({mine[-1][0]}:{mine[-1][1]})" if mine else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

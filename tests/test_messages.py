@@ -141,7 +141,20 @@ def on_two_kinds_of_device() -> None:
 
 PLAN = plan_buckets([spec("a"), spec("b", dtype=torch.float64)], cap_bytes=100)
 
+
+def one_group_for_several() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        attach(process_groups=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
 ALONE = [
+    (
+        one_group_for_several,
+        "process_groups= takes a list of groups of the same ranks: of one, write process_group=group",
+    ),
     (
         launched_without_a_group,
         "WORLD_SIZE=4 ranks were launched, but no process group is initialised: each would train alone.\n"

@@ -77,6 +77,8 @@ def carrier_of(
         raise SetupError(f"{' and '.join(given)} each say what carries the gradients: leave out all but one")
     if own is not None:
         return own
+    if isinstance(process_groups, dist.ProcessGroup):
+        raise SetupError("process_groups= takes a list of groups of the same ranks: of one, write process_group=group")
     if process_groups:
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):

@@ -481,6 +481,20 @@ ON_RANKS = [
 ]
 
 
+def test_text_of_parameters_that_are_to_be_clipped() -> None:
+    def worker(transport):
+        module = model()
+        sync = stretto.attach(module, transport=transport)
+        with pytest.raises(TypeError) as caught:
+            sync.clip_grad_norm_(module.parameters(), 1.0)
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == 2 * [
+        "clip_grad_norm_: max_norm must be a number, not generator.\n"
+        "It clips all parameters of the attached module, so they are not given: sync.clip_grad_norm_(1.0)"
+    ]
+
+
 @pytest.mark.parametrize("trigger, text", ON_RANKS, ids=[trigger.__name__ for trigger, _ in ON_RANKS])
 def test_text_on_each_rank(trigger, text: str) -> None:
     def worker(transport):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 
@@ -54,6 +55,7 @@ def clip(
         norm_type: as torch's; 0 only where each rank has all gradients.
         error_if_nonfinite: raise ``RuntimeError`` in place of scaling by such a norm.
     """
+    _refuse_parameters(max_norm)
     in_shares = [one for one in _queues_of(parameters, queue) if one.has_left_shares]
     shares = [share for one in in_shares for share in shares_of(one, parameters)]
     total = _total_norm(parameters, shares, queue if in_shares else None, float(norm_type))  # torch takes "inf" too
@@ -66,6 +68,15 @@ def clip(
     for gradient in (*shares, *_visible(parameters)):
         gradient.detach().mul_(factor.to(gradient.device))
     return total
+
+
+def _refuse_parameters(max_norm: object) -> None:
+    """torch's function takes them first."""
+    if not isinstance(max_norm, (Real, torch.Tensor)):
+        raise TypeError(
+            f"clip_grad_norm_: max_norm must be a number, not {type(max_norm).__name__}.\n"
+            "It clips all parameters of the attached module, so they are not given: sync.clip_grad_norm_(1.0)"
+        )
 
 
 def _queues_of(parameters: Iterable[torch.nn.Parameter], queue: LaunchQueue) -> list[LaunchQueue]:

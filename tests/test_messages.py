@@ -96,6 +96,62 @@ def test_beside_noop_hook_rank_0_speaks_of_itself(caplog) -> None:
     assert warned(caplog, [["ab"] * 4, ["abcd"] * 4], noop_hook) == [NEVER_USED.format("on this rank")]
 
 
+# What an optimizer steps and nobody averages
+
+
+STEPPED_ALONE = (
+    "rank 0, pass 1: SGD steps {}, which no attached module has, beside parameters that are averaged: each rank trains "
+    "its own.\nAttach the module that holds all of them, or this part as well. If they are averaged in another way, or "
+    "are meant to differ, all is well. Told once."
+)
+
+
+def told_of_steps(caplog: pytest.LogCaptureFixture, **how: bool) -> list[str]:
+    """What is logged while an optimizer steps an encoder and its head, of which the first alone is attached."""
+
+    def worker(transport):
+        whole = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        whole[1].requires_grad_(not how.get("frozen"))
+        ignore = ["1.*"] if how.get("ignored") else []
+        stretto.attach(whole if ignore else whole[0], transport=transport, ignore=ignore)
+        if how.get("attached_too"):
+            stretto.attach(whole[1], transport=transport)
+        groups = [[*whole[0].parameters()], [*whole[1].parameters()]]
+        given = [dict(params=one) for one in groups]
+        if how.get("named"):
+            given = [dict(params=[*whole[place].named_parameters(name)]) for place, name in enumerate(["body", "head"])]
+        optimizers = [torch.optim.SGD(given, lr=0.1)]
+        if how.get("apart"):
+            optimizers = [torch.optim.SGD(one, lr=0.1) for one in groups]
+        for _ in range(5):
+            whole.zero_grad()
+            whole(torch.ones(1, 2)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        run_ranks(worker, 2)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    "named, which",
+    [
+        (False, "param_groups[1]['params'][0] (1, 3), param_groups[1]['params'][1] (1,)"),
+        (True, "head.weight, head.bias"),
+    ],
+)
+def test_what_is_stepped_beside_an_attached_part_and_not_averaged_is_named_once(
+    caplog, named: bool, which: str
+) -> None:
+    assert told_of_steps(caplog, named=named) == [STEPPED_ALONE.format(which)]
+
+
+@pytest.mark.parametrize("how", ["frozen", "ignored", "attached_too", "apart"])
+def test_what_is_averaged_or_left_alone_by_request_may_be_stepped(caplog, how: str) -> None:
+    assert told_of_steps(caplog, **{how: True}) == []
+
+
 # In one process, before anything is trained
 
 

@@ -128,9 +128,10 @@ class Arrivals:
         del self._first, self._look, self._gate  # else each circle of these waits for Python's collector
 
 
-def owner_of(parameter: torch.nn.Parameter) -> object | None:
+def owner_of(parameter: torch.Tensor) -> object | None:
     """Who counts this parameter's arrivals, if anybody."""
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    for hook in (hooks or {}).values():
         if isinstance(hook, functools.partial) and "owner" in vars(hook):
             found: object = vars(hook)["owner"]
             return found

@@ -44,7 +44,7 @@ from .scaling import Scaling
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
-from .usage import NeverUsed, Statistics, statistics_of, used_by
+from .usage import NeverUsed, Statistics, SteppedAlone, statistics_of, used_by
 from .words import Control, ControlWords
 
 
@@ -95,7 +95,7 @@ class Reducer:
         self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing.in_forward)
         self._consensus = Consensus(self.queue, self._tracker, self._rejoin, self._forward, self._beside)
-        self._never_used = NeverUsed(self.queue)
+        self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
@@ -153,7 +153,7 @@ class Reducer:
         self._arrivals.remove()
         self.sparse.unhook()
         self.members.let_go()
-        del self._arrivals, self._tracker, self._end, self._rejoin, self._consensus
+        del self._arrivals, self._tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. Whoever observes single gradients wants to see each when it arrives."""

@@ -1,6 +1,7 @@
 """Which ranks had a gradient for what: read from the buckets' summed footers, which stay until the next pass.
 
-Parameters that nobody ever uses are named once, since most often a head was forgotten or a loss does not reach it.
+Parameters that nobody ever uses are named once, since most often a head was forgotten or a loss does not reach it; and
+those that an optimizer steps beside what is averaged, and nobody averages.
 """
 
 from __future__ import annotations
@@ -8,17 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .arrivals import owner_of
 from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
-from .membership import STAND_IN
+from .membership import STAND_IN, Membership
 from .sparse import SparseGradients
+from .steps import listen, stop_listening
 
 PASSES = 3
 """So many passes are looked at: enough that what is used every other time is not named."""
+STEPS = 32
+"""And so many steps of optimizers, or ``PASSES`` of those that step what is averaged."""
 
 log = logging.getLogger("stretto")
 
@@ -142,3 +149,57 @@ class NeverUsed:
             "on any rank" if told else "on this rank",
             ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else ""),
         )
+
+
+class SteppedAlone:
+    """What an optimizer steps beside what is averaged, and nobody averages: a head beside an attached encoder, say.
+
+    Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached.
+
+    Args:
+        queue: has the parameters that are averaged.
+        members: knows the module, whose other parameters are left alone by request.
+    """
+
+    def __init__(self, queue: LaunchQueue, members: Membership) -> None:
+        self._queue, self._members, self._steps, self._all_steps = queue, members, 0, 0
+        if queue.transport.rank == 0:
+            listen(self._stepping)
+
+    def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
+        queue, module = self._queue, self._members.module()
+        if not begins or not queue.pass_number or module is None:
+            return
+        self._all_steps += 1
+        if self._all_steps == STEPS:
+            stop_listening(self._stepping)
+        stepped = {
+            name: one for number, group in enumerate(optimizer.param_groups) for name, one in _named(number, group)
+        }
+        if {*map(id, stepped.values())}.isdisjoint([id(reference()) for reference in queue.parameters]):
+            return
+        known = {*map(id, module.parameters())}
+        if names := [name for name, one in stepped.items() if id(one) not in known and _is_alone(one)]:
+            log.warning(
+                "%s: %s steps %s, which no attached module has, beside parameters that are averaged: each rank trains "
+                "its own.\nAttach the module that holds all of them, or this part as well. If they are averaged in "
+                "another way, or are meant to differ, all is well. Told once.",
+                queue.where,
+                type(optimizer).__name__,
+                name_list(names),
+            )
+        self._steps += 1
+        if names or self._steps == PASSES:
+            stop_listening(self._stepping)
+
+
+def _named(number: int, group: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
+    """By the names that the optimizer was given, or else by place and shape."""
+    parameters = group["params"]
+    places = [f"param_groups[{number}]['params'][{place}] {tuple(one.shape)}" for place, one in enumerate(parameters)]
+    return zip(group.get("param_names", places), parameters, strict=True)
+
+
+def _is_alone(one: torch.Tensor) -> bool:
+    """Whether it is trained, and no handle averages it. What has its values in other tensors is another library's."""
+    return one.grad is not None and owner_of(one) is None and not is_traceable_wrapper_subclass(one)

@@ -167,6 +167,40 @@ def test_what_is_kept_over_a_change_of_the_module_is_counted_once(how: str, chan
         assert found == wanted
 
 
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("how", ACCUMULATING)
+def test_what_is_kept_in_memory_that_a_parameter_has_left_is_still_there(how: str, kernels: bool, at: int) -> None:
+    """Its strides change, and ``.grad`` stays where it is. Those of a matrix are seen when the order changes, too."""
+
+    def worker(transport):
+        first, second = (torch.nn.Conv2d(2, 2, 2) if kernels else torch.nn.Linear(2, 2) for _ in range(2))
+        model = torch.nn.ModuleList([first, second])
+        for parameter in model.parameters():
+            parameter.data.fill_(1.0)
+        sync = stretto.attach(model, transport=transport, **ACCUMULATING[how])
+        if "weighted" in ACCUMULATING[how]:
+            sync.weight = 1.0 + transport.rank
+        seen = []
+        for number in range(6):
+            if number == at:
+                for layer in model:
+                    layer.weight.data = layer.weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+            one, other = (second, first) if number == at + 1 else (first, second)
+            loss = sum((layer.weight * (1 + transport.rank)).sum() + layer.bias.sum() for layer in (one, other))
+            loss.backward()
+            seen.append([parameter.grad.aminmax() for parameter in model.parameters()])
+        return seen
+
+    mine = factors(ACCUMULATING[how], 2)
+    weight, bias = mine[0] * 1 + mine[1] * 2, sum(mine)
+    for found in run_ranks(worker, 2):
+        for number, gradients in enumerate(found, 1):
+            wanted = torch.tensor([weight, weight, bias, bias] * 2) * number
+            torch.testing.assert_close(torch.tensor(gradients).flatten(), wanted)
+
+
 def test_what_is_accumulated_beside_a_pass_of_others_is_summed() -> None:
     """A pass that reaches another model of the family, and on the other rank this one too."""
 

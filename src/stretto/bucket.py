@@ -173,12 +173,15 @@ class Bucket:
         parameters = self.parameters
         for place in places:
             gradient, view = parameters[place].grad, self.views[place]
-            if gradient is None or place in self.loose or not fits(parameters[place], view):
+            if gradient is None:
                 view.zero_()
                 continue
-            if lies_in(gradient, view):
+            if inside := lies_in(gradient, view):
                 gradient.data = gradient.clone()
-            else:
+            if place in self.loose or not fits(parameters[place], view):
+                view.zero_()
+                continue
+            if not inside:
                 view.copy_(gradient)
             self._standing[place] = gradient
             self.put_aside(place, parameters[place])

@@ -497,6 +497,37 @@ def test_another_memory_format_is_followed_in_that_very_pass(at, dynamic):
     assert max(run_ranks(worker, 2)) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@table("orders", [("ab", "ba"), ("ba", "ab"), ("b", "ab"), ("ab", "b")])
+@table("reduce", ["mean", "sum"])
+@table("kept", [False, True])
+@table("added", [False, True])
+def test_other_strides_that_some_ranks_see_and_others_do_not_count_once(orders, reduce, kept, added):
+    """Of a matrix they are seen where gradients come in another order; where not, its bucket brings it all the same."""
+    scale = 1.0 if reduce == "sum" else 0.5
+
+    def worker(transport):
+        model = torch.nn.ParameterDict({name: torch.ones(2, 2) for name in "ab"})
+        attach(model, "everything in one", transport=transport, reduce=reduce)
+        found = []
+        for number in range(4):
+            if number == 1:
+                model["a"].data = model["a"].data.t().contiguous().t()
+                if added:
+                    model["c"] = torch.ones(2)
+            if not kept:
+                model.zero_grad()
+            order = orders[transport.rank] if number == 1 else "ab"
+            sum((model[name] * (1 + transport.rank)).sum() for name in order).backward()
+            found.append(model["a"].grad.aminmax())
+        return torch.tensor(found)
+
+    news = [scale * sum(1 + rank for rank in range(2) if number != 1 or "a" in orders[rank]) for number in range(4)]
+    wanted = [sum(news[: number + 1]) if kept else new for number, new in enumerate(news)]
+    for found in run_ranks(worker, 2):
+        assert torch.equal(found, torch.tensor(wanted)[:, None].expand(4, 2))
+
+
 def test_attaching_levels_the_ranks():
     models = [build("cnn", seed=rank) for rank in range(3)]
     with torch.no_grad():

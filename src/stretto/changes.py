@@ -10,6 +10,7 @@ import torch
 from .errors import SetupError, name_list
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership
+from .parts import fits
 from .sparse import SparseGradients
 from .specs import dtype_name
 
@@ -36,6 +37,20 @@ class Changes:
         carried = {name: one() for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
         new = {name: one for name, one in wanted.items() if carried.get(name) is not one and name != STAND_IN}
         return new | {name: rows[name] for name in self._rows.outside(rows)}
+
+    def misfits(self) -> dict[str, torch.nn.Parameter]:
+        """What the buckets carry no more, by its name in the plan: what fits its slot no more, and came or stayed away.
+
+        Where strides alone have changed, and gradients came as scheduled, nobody looked: the slot has brought the mean.
+        """
+        queue, found = self._queue, {}
+        for bucket in queue.buckets:
+            for place, (index, reference) in enumerate(zip(bucket.indices, bucket.references, strict=True)):
+                if (one := reference()) is None or (index not in queue.loose and queue.fits(index, one)):
+                    continue
+                if index in queue.loose or not (bucket.footer.had[place] and fits(one, bucket.views[place])):
+                    found[queue.names[index]] = one
+        return found
 
     def loses(self) -> bool:
         """Whether gradients of this rank may stay out of what is sent; freezing is harmless to that."""

@@ -267,11 +267,9 @@ class Rejoin:
         self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], *, release: bool
     ) -> dict[str, bool]:
         """Names of what is loose on this rank, and whether there is a gradient of this pass for it."""
-        queue, members = self._queue, self._members
-        outside = self._changes.outside()
+        members, outside = self._members, self._changes.outside()
         found = {name: came and outside[name].grad is not None for name, came in self._came(outside).items()}
-        misfits = [queue.names[i] for i, one in self._tracker.alive(range(len(queue.names))) if not queue.fits(i, one)]
-        for name in (*(queue.names[index] for index in queue.loose), *misfits, *self._rows.misfits()):
+        for name in (*self._changes.misfits(), *self._rows.misfits()):
             one = wanted.get(name, rows.get(name))
             found.setdefault(name, name in self._arrived and one is not None and one.grad is not None)
         found = {name: has and release for name, has in found.items() if name in wanted or name in rows}
@@ -290,10 +288,8 @@ class Rejoin:
 
     def _renamed(self, now: Mapping[str, torch.nn.Parameter]) -> dict[str, str]:
         """Names of what was carried by another name, and that one."""
-        queue, old_names = self._queue, self._old_names()
-        misfits = {id(one) for one in self._rows.misfits().values()}
-        misfits |= {id(one) for i, one in self._tracker.alive(range(len(queue.names))) if not queue.fits(i, one)}
-        misfits |= {id(one) for _, one in self._tracker.alive(queue.loose)}
+        old_names = self._old_names()
+        misfits = {id(one) for one in (*self._changes.misfits().values(), *self._rows.misfits().values())}
         carried = {name: old_names.get(id(one), name) for name, one in now.items() if id(one) not in misfits}
         return {name: old for name, old in carried.items() if name != old}
 

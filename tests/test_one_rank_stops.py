@@ -325,6 +325,35 @@ told()
     assert "bad label" in within(own, "ValueError", 1.5)
 
 
+@pytest.mark.ranks
+def test_a_recorded_group_refuses_as_the_group_itself_does(tmp_path: Path) -> None:
+    """What was left in it is known to every transport over it: else the other's messages meet, and Gloo ends a rank."""
+    body = """
+from stretto.testing import RecordingTransport
+
+inner = stretto.transport.ProcessGroupTransport()
+recorded = RecordingTransport(inner)
+assert recorded.leftovers is inner.leftovers
+[one.unshard() for one in optimizers]
+sync.detach(), other.detach()
+for one in (model, second):
+    stretto.attach(one, transport=recorded)
+for _ in range(2):
+    step()
+    pass_of(second)
+if rank == 1:
+    soon()
+    stopped(step)
+else:
+    when_stopped()
+    time.sleep(2.0)  # until its thread has read of it
+print("--")
+told(lambda: pass_of(second))
+"""
+    for rank, (_, text) in enumerate(programs(tmp_path, body)):
+        assert (f"this rank {STOPPED}" if rank else f"rank 1 {STOPPED}") in text or QUOTED in text
+
+
 @pytest.mark.parametrize("garbage", [100.0, float("nan"), -1.0])
 def test_what_is_no_footer_is_taken_for_none(garbage: float) -> None:
     marks = [0.0, 2.0] * (MARKS // 2)

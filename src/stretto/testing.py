@@ -191,7 +191,7 @@ class RecordingTransport:
         self.store = getattr(inner, "store", None)
         self.patience = getattr(inner, "patience", None)
         self.own_channel = getattr(inner, "own_channel", False)
-        for name in ("abandon", "break_off", "dead", "flush"):
+        for name in ("abandon", "break_off", "dead", "flush", "leftovers"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
         self.calls: list[tuple[str, int]] = []

@@ -372,7 +372,7 @@ def report_in_a_process(rank: int, transport: str) -> tuple[str, dict[str, Any],
 def test_reports_of_processes(transport: str) -> None:
     text, numbers, closed_by = spawn_ranks(report_in_a_process, 2, transport)[0]
     name = "shared_memory" if transport == "shared_memory" else "process_group (gloo)"
-    assert text.startswith(f"rank 0 of 2 over {name}, means over the middle half of 5 passes\n")
+    assert text.startswith(f"rank 0 of 2 over {name}, means over the middle half of 5 passes, of 9 so far\n")
     assert (
         "\nrank   forward  backward   exposed  (waiting)  (hidden)  optimizer    other      step    behind\n   0  "
         in text

@@ -162,7 +162,9 @@ class HookWork:
         """
         if timeout is not None and not self.future.done() and not self._comes_within(timeout.total_seconds()):
             raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
-        result = self.future.wait()
+        result, payload = self.future.wait(), self.bucket.payload
+        if result is payload:
+            return
         if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]
         if not isinstance(result, torch.Tensor):
@@ -170,7 +172,6 @@ class HookWork:
                 f"the comm hook's future holds a {type(result).__name__} in place of the reduced flat tensor.\n"
                 "Let its last callback return that tensor."
             )
-        payload = self.bucket.payload
         if result.data_ptr() != payload.data_ptr():
             if payload.is_complex() and not result.is_complex() and result.numel() == 2 * payload.numel():
                 payload = torch.view_as_real(payload).view(-1)

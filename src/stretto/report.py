@@ -183,6 +183,7 @@ class Report:
     def _headline(self) -> list[str]:
         mine = self.breakdown
         of = f"means over the middle half of {self.passes} passes" if self.passes > 1 else "one pass"
+        of += f", of {self.averaged} so far" if self.averaged else ""
         beside = [(self.sparse_nbytes, "of sparse gradients"), (self.buffer_nbytes, "of the module's buffers")]
         more = " and ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in beside if nbytes)
         return [

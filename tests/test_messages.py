@@ -100,9 +100,9 @@ def test_beside_noop_hook_rank_0_speaks_of_itself(caplog) -> None:
 
 
 STEPPED_ALONE = (
-    "rank 0, pass 1: SGD steps {}, which no attached module has, beside parameters that are averaged: each rank trains "
-    "its own.\nAttach the module that holds all of them, or this part as well. If they are averaged in another way, or "
-    "are meant to differ, all is well. Told once."
+    "rank 0, pass 1: SGD steps {}, which no handle averages, beside parameters that one does: each rank may train its "
+    "own.\nAttach the module that holds all of them, or this part as well. Where they are to differ, or are averaged "
+    "in another way, all is well. Told once."
 )
 
 
@@ -114,13 +114,19 @@ def told_of_steps(caplog: pytest.LogCaptureFixture, **how: bool) -> list[str]:
         whole[1].requires_grad_(not how.get("frozen"))
         ignore = ["1.*"] if how.get("ignored") else []
         stretto.attach(whole if ignore else whole[0], transport=transport, ignore=ignore)
-        if how.get("attached_too"):
-            stretto.attach(whole[1], transport=transport)
+        if how.get("attached_too") or how.get("ignored_there"):
+            stretto.attach(whole[1], transport=transport, ignore=["bias"] if how.get("ignored_there") else [])
         groups = [[*whole[0].parameters()], [*whole[1].parameters()]]
         given = [dict(params=one) for one in groups]
         if how.get("named"):
             given = [dict(params=[*whole[place].named_parameters(name)]) for place, name in enumerate(["body", "head"])]
+        if how.get("named_alike"):
+            given = [dict(params=[*one.named_parameters()]) for one in whole]
+        if how.get("lazy"):
+            given += [dict(params=[*torch.nn.LazyLinear(1).parameters()])]
         optimizers = [torch.optim.SGD(given, lr=0.1)]
+        if how.get("misnamed"):
+            optimizers[0].param_groups[1]["param_names"] = ["weight"]
         if how.get("apart"):
             optimizers = [torch.optim.SGD(one, lr=0.1) for one in groups]
         for _ in range(5):
@@ -134,20 +140,24 @@ def told_of_steps(caplog: pytest.LogCaptureFixture, **how: bool) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
+BY_PLACE = "param_groups[1]['params'][0] (1, 3), param_groups[1]['params'][1] (1,)"
+
+
 @pytest.mark.parametrize(
-    "named, which",
+    "how, which",
     [
-        (False, "param_groups[1]['params'][0] (1, 3), param_groups[1]['params'][1] (1,)"),
-        (True, "head.weight, head.bias"),
+        ("plain", BY_PLACE),
+        ("lazy", BY_PLACE),
+        ("misnamed", BY_PLACE),
+        ("named", "head.weight, head.bias"),
+        ("named_alike", "weight, bias"),
     ],
 )
-def test_what_is_stepped_beside_an_attached_part_and_not_averaged_is_named_once(
-    caplog, named: bool, which: str
-) -> None:
-    assert told_of_steps(caplog, named=named) == [STEPPED_ALONE.format(which)]
+def test_what_is_stepped_beside_an_attached_part_and_not_averaged_is_named_once(caplog, how: str, which: str) -> None:
+    assert told_of_steps(caplog, **{how: True}) == [STEPPED_ALONE.format(which)]
 
 
-@pytest.mark.parametrize("how", ["frozen", "ignored", "attached_too", "apart"])
+@pytest.mark.parametrize("how", ["frozen", "ignored", "ignored_there", "attached_too", "apart"])
 def test_what_is_averaged_or_left_alone_by_request_may_be_stepped(caplog, how: str) -> None:
     assert told_of_steps(caplog, **{how: True}) == []
 
@@ -478,6 +488,11 @@ def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
             "that is done, future = torch.futures.Future(); future.set_result(tensor).",
         ),
         (
+            lambda state, bucket: identity(state, bucket).then(lambda done: []),
+            "the comm hook's future holds a list in place of the reduced flat tensor.\n"
+            "Let its last callback return that tensor.",
+        ),
+        (
             gives_nothing,
             "the comm hook's future holds a NoneType in place of the reduced flat tensor.\n"
             "Let its last callback return that tensor.",
@@ -491,6 +506,17 @@ def test_text_of_hooks_that_do_not_keep_the_contract(hook, text: str) -> None:
         return str(caught.value)
 
     assert run_ranks(worker, 2) == [text, text]
+
+
+def test_a_hook_counts_by_what_it_takes_and_not_by_what_it_wraps() -> None:
+    def wrapped(state: object, bucket: object, log: object) -> torch.futures.Future:
+        return identity(state, bucket)
+
+    @functools.wraps(wrapped)
+    def hook(state: object, bucket: object) -> torch.futures.Future:
+        return wrapped(state, bucket, print)
+
+    run_ranks(hooked(hook), 2)
 
 
 class Broken(RecordingTransport):

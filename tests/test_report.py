@@ -403,7 +403,10 @@ def test_a_report_of_a_module_that_is_not_trained_says_so() -> None:
         sync = stretto.attach(model, transport=transport)
         copy.deepcopy(model)(torch.ones(2, 8)).sum().backward()
         texts = [str(sync.report())]
-        model(torch.ones(2, 8)).sum().backward()
+        given = torch.ones(2, 8, requires_grad=True) * 1
+        given.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # a pass that fails on all ranks is one, too
+            model(given).sum().backward()
         return [*texts, str(sync.report())]
 
     assert run_ranks(worker, 2)[0] == [

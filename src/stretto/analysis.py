@@ -52,7 +52,7 @@ def report_of(
         accelerators(parameter.device.type for parameter in reducer.parameters),
     )
     report = _report(place, mine, len(records) - len(mine), plan, everyone, tied)
-    return replace(report, averaged=reducer.statistics.passes)
+    return replace(report, averaged=reducer.statistics.passes or (None if reducer.queue.pass_number else 0))
 
 
 def compare_clocks(peers: Peers, transport: Transport) -> tuple[ClockTalk, list[Clock | None]]:

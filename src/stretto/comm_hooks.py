@@ -165,7 +165,9 @@ class HookWork:
         result, payload = self.future.wait(), self.bucket.payload
         if result is payload:
             return
-        if isinstance(result, (list, tuple)):  # Work.get_future() resolves to the list of a collective's tensors
+        if (
+            isinstance(result, (list, tuple)) and result
+        ):  # Work.get_future() resolves to the list of a collective's tensors
             result = result[0]
         if not isinstance(result, torch.Tensor):
             raise TypeError(
@@ -298,9 +300,11 @@ def refuse_hook(hook: object, options: Options, rank: int) -> None:
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {hook!r}")
     try:
-        inspect.signature(hook).bind(None, None)
-    except ValueError:  # a builtin
-        pass
+        signature = inspect.signature(hook, follow_wrapped=False)
+    except (ValueError, TypeError):  # a builtin
+        signature = inspect.signature(lambda state, bucket: None)
+    try:
+        signature.bind(None, None)
     except TypeError as error:
         raise TypeError(
             f"comm hook {hook_name(hook)} cannot be called as hook(state, bucket): {error}.\n"

@@ -144,7 +144,7 @@ class Report:
     arriving: tuple[str, ...] = ()
     """How gradients arrive that were asked for in shares (``keep_grads=False``), and why, for each such optimizer."""
     averaged: int | None = None
-    """Passes that this rank has had so far, recorded or not; None where that is not known, as of a trace."""
+    """Passes that have settled so far, recorded or not; None where that is not known, as of a trace."""
 
     @property
     def told(self) -> bool:

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arrivals import owner_of
 from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
-from .membership import STAND_IN, Membership
+from .membership import STAND_IN, wrapping
 from .sparse import SparseGradients
-from .steps import listen, stop_listening
+from .steps import leave, listen, stop_listening
 
 PASSES = 3
 """So many passes are looked at: enough that what is used every other time is not named."""
@@ -158,48 +157,57 @@ class SteppedAlone:
 
     Args:
         queue: has the parameters that are averaged.
-        members: knows the module, whose other parameters are left alone by request.
     """
 
-    def __init__(self, queue: LaunchQueue, members: Membership) -> None:
-        self._queue, self._members, self._steps, self._all_steps = queue, members, 0, 0
+    def __init__(self, queue: LaunchQueue) -> None:
+        self._queue, self._steps, self._all_steps = queue, 0, 0
         if queue.transport.rank == 0:
             listen(self._stepping)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
-        queue, module = self._queue, self._members.module()
-        if not begins or not queue.pass_number or module is None:
+        queue = self._queue
+        if not begins or not queue.pass_number:
             return
         self._all_steps += 1
-        if self._all_steps == STEPS:
-            stop_listening(self._stepping)
-        stepped = {
-            name: one for number, group in enumerate(optimizer.param_groups) for name, one in _named(number, group)
-        }
-        if {*map(id, stepped.values())}.isdisjoint([id(reference()) for reference in queue.parameters]):
-            return
-        known = {*map(id, module.parameters())}
-        if names := [name for name, one in stepped.items() if id(one) not in known and _is_alone(one)]:
-            log.warning(
-                "%s: %s steps %s, which no attached module has, beside parameters that are averaged: each rank trains "
-                "its own.\nAttach the module that holds all of them, or this part as well. If they are averaged in "
-                "another way, or are meant to differ, all is well. Told once.",
-                queue.where,
-                type(optimizer).__name__,
-                name_list(names),
-            )
-        self._steps += 1
-        if names or self._steps == PASSES:
+        mine = {id(reference()) for reference in queue.parameters}
+        if not mine.isdisjoint([id(one) for group in optimizer.param_groups for one in group["params"]]):
+            self._steps += 1
+            if alone := self._alone_in(optimizer):
+                self._all_steps = STEPS
+                self._warn(type(optimizer).__name__, alone)
+        if self._steps == PASSES or self._all_steps >= STEPS:
             stop_listening(self._stepping)
 
+    def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """By the names that the optimizer was given, or else by place and shape."""
+        known, found = _left_alone(optimizer), list[str]()
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or ()
+            for place, one in enumerate(group["params"]):
+                if id(one) in known or one.grad is None or owner_of(one) is not None or wrapping({"": one}):
+                    continue
+                named = len(names) == len(group["params"])
+                found.append(names[place] if named else f"param_groups[{number}]['params'][{place}] {(*one.shape,)}")
+        return found
 
-def _named(number: int, group: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-    """By the names that the optimizer was given, or else by place and shape."""
-    parameters = group["params"]
-    places = [f"param_groups[{number}]['params'][{place}] {tuple(one.shape)}" for place, one in enumerate(parameters)]
-    return zip(group.get("param_names", places), parameters, strict=True)
+    def stop(self) -> None:
+        """Look no more. Harmless twice."""
+        stop_listening(self._stepping)
+        leave()
+
+    def _warn(self, optimizer: str, names: list[str]) -> None:
+        log.warning(
+            "%s: %s steps %s, which no handle averages, beside parameters that one does: each rank may train its own.\n"
+            "Attach the module that holds all of them, or this part as well. Where they are to differ, or are averaged "
+            "in another way, all is well. Told once.",
+            self._queue.where,
+            optimizer,
+            name_list(names),
+        )
 
 
-def _is_alone(one: torch.Tensor) -> bool:
-    """Whether it is trained, and no handle averages it. What has its values in other tensors is another library's."""
-    return one.grad is not None and owner_of(one) is None and not is_traceable_wrapper_subclass(one)
+def _left_alone(optimizer: torch.optim.Optimizer) -> set[int]:
+    """By ``id``, all of the attached modules that it steps some of: what is not averaged there is so by request."""
+    owners: Iterable[Any] = {owner_of(one) for group in optimizer.param_groups for one in group["params"]}
+    modules = [one.members.module() for one in owners if one is not None]
+    return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}

@@ -95,7 +95,7 @@ class Reducer:
         self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing.in_forward)
         self._consensus = Consensus(self.queue, self._tracker, self._rejoin, self._forward, self._beside)
-        self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue)
+        self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))

@@ -17,7 +17,7 @@ from .arrivals import owner_of
 from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
-from .membership import STAND_IN, wrapping
+from .membership import STAND_IN, Membership, wrapping
 from .sparse import SparseGradients
 from .steps import leave, listen, stop_listening
 
@@ -157,10 +157,11 @@ class SteppedAlone:
 
     Args:
         queue: has the parameters that are averaged.
+        members: knows the module.
     """
 
-    def __init__(self, queue: LaunchQueue) -> None:
-        self._queue, self._steps, self._all_steps = queue, 0, 0
+    def __init__(self, queue: LaunchQueue, members: Membership) -> None:
+        self._queue, self._members, self._steps, self._all_steps = queue, members, 0, 0
         if queue.transport.rank == 0:
             listen(self._stepping)
 
@@ -179,16 +180,21 @@ class SteppedAlone:
             stop_listening(self._stepping)
 
     def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """By the names that the optimizer was given, or else by place and shape."""
-        known, found = _left_alone(optimizer), list[str]()
-        for number, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names") or ()
-            for place, one in enumerate(group["params"]):
-                if id(one) in known or one.grad is None or owner_of(one) is not None or wrapping({"": one}):
-                    continue
-                named = len(names) == len(group["params"])
-                found.append(names[place] if named else f"param_groups[{number}]['params'][{place}] {(*one.shape,)}")
-        return found
+        """Their names. Of the module's own nothing is read, since behind a sharded step they may be under way."""
+        here, groups = _all_of([self._members]), optimizer.param_groups
+        others = [
+            (number, place, one)
+            for number, group in enumerate(groups)
+            for place, one in enumerate(group["params"])
+            if id(one) not in here
+        ]
+        owners: Iterable[Any] = {owner_of(one) for *_, one in others} - {None}
+        there = _all_of([owner.members for owner in owners])  # what is not averaged there is left alone by request
+        return [
+            _name_of(groups[number], number, place)
+            for number, place, one in others
+            if id(one) not in there and one.grad is not None and owner_of(one) is None and not wrapping({"": one})
+        ]
 
     def stop(self) -> None:
         """Look no more. Harmless twice."""
@@ -206,8 +212,15 @@ class SteppedAlone:
         )
 
 
-def _left_alone(optimizer: torch.optim.Optimizer) -> set[int]:
-    """By ``id``, all of the attached modules that it steps some of: what is not averaged there is so by request."""
-    owners: Iterable[Any] = {owner_of(one) for group in optimizer.param_groups for one in group["params"]}
-    modules = [one.members.module() for one in owners if one is not None]
+def _all_of(all_members: Iterable[Membership]) -> set[int]:
+    """By ``id``, whatever their modules have."""
+    modules = [members.module() for members in all_members]
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+
+
+def _name_of(group: Mapping[str, Any], number: int, place: int) -> str:
+    """As the optimizer was given it, or else by place and shape."""
+    names, parameters = group.get("param_names") or (), group["params"]
+    if len(names) == len(parameters):
+        return str(names[place])
+    return f"param_groups[{number}]['params'][{place}] {(*parameters[place].shape,)}"

@@ -130,6 +130,24 @@ told()
     assert all(LOST in one for one in own)
 
 
+RANK_1_IS_STOPPED = """
+if rank == 1:
+    soon()
+    stopped(step)
+else:
+    when_stopped()
+    time.sleep(2.0)  # until its thread has read of it
+print("--")
+"""
+"""In a pass of the first model; what follows is told behind it."""
+
+
+def assert_refused(told: list[list[str]]) -> None:
+    """By each rank, since rank 1 has lost its place."""
+    for rank, (_, text) in enumerate(told):
+        assert (f"this rank {STOPPED}" if rank else f"rank 1 {STOPPED}") in text or QUOTED in text
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("what", "keep"), [("optimizers[1].step", True), ("lambda: other.clip_grad_norm_(1.0)", False)]
@@ -139,18 +157,11 @@ def test_nothing_of_another_model_is_sent_over_a_group_in_which_a_pass_was_left(
 ) -> None:
     body = f"""
 pass_of(second)
-if rank == 1:
-    soon()
-    stopped(step)
-else:
-    when_stopped()
-    time.sleep(2.0)  # until its thread has read of it
-print("--")
+{RANK_1_IS_STOPPED}
 told({what})
 assert all(map(torch.equal, before, second.parameters()))
 """
-    for rank, (_, text) in enumerate(programs(tmp_path, body, keep=keep)):
-        assert (f"this rank {STOPPED}" if rank else f"rank 1 {STOPPED}") in text or QUOTED in text
+    assert_refused(programs(tmp_path, body, keep=keep))
 
 
 @pytest.mark.ranks
@@ -328,7 +339,7 @@ told()
 @pytest.mark.ranks
 def test_a_recorded_group_refuses_as_the_group_itself_does(tmp_path: Path) -> None:
     """What was left in it is known to every transport over it: else the other's messages meet, and Gloo ends a rank."""
-    body = """
+    body = f"""
 from stretto.testing import RecordingTransport
 
 inner = stretto.transport.ProcessGroupTransport()
@@ -341,17 +352,10 @@ for one in (model, second):
 for _ in range(2):
     step()
     pass_of(second)
-if rank == 1:
-    soon()
-    stopped(step)
-else:
-    when_stopped()
-    time.sleep(2.0)  # until its thread has read of it
-print("--")
+{RANK_1_IS_STOPPED}
 told(lambda: pass_of(second))
 """
-    for rank, (_, text) in enumerate(programs(tmp_path, body)):
-        assert (f"this rank {STOPPED}" if rank else f"rank 1 {STOPPED}") in text or QUOTED in text
+    assert_refused(programs(tmp_path, body))
 
 
 @pytest.mark.parametrize("garbage", [100.0, float("nan"), -1.0])

@@ -80,8 +80,7 @@ class Arrivals:
 
     def end(self) -> None:
         """The pass is over."""
-        self._gate.__setstate__((self._first, (), {}, self._names))  # as in close()
-        self.is_open = False
+        self.close()
         self.order.clear()
         if self.streams.any:
             self.streams.end()

@@ -41,11 +41,7 @@ def left_uncompiled(called: F) -> F:
     Within ``torch.compile`` of a whole step a backward runs with the compiler listening. It would compile each of our
     functions that a hook leads to, and what those write into tensors and tables then gets lost.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(called.__code__, skip)
-    vars(called)["_torchdynamo_disable"] = True  # where a compiled function itself calls it
-    return called
+    return _passed_over(called, torch._C._dynamo.eval_frame._FrameAction.SKIP, inlined=False)
 
 
 def compiled_inside(called: F, *, inlined: bool = True) -> F:
@@ -55,11 +51,15 @@ def compiled_inside(called: F, *, inlined: bool = True) -> F:
         called: the function of the frame.
         inlined: whether it goes along into what is compiled, where that calls it; else the graph ends there.
     """
+    return _passed_over(called, torch._C._dynamo.eval_frame._FrameAction.DEFAULT, inlined=inlined)
+
+
+def _passed_over(called: F, what_it_calls: Any, *, inlined: bool) -> F:
     frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(called.__code__, skip)
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, what_it_calls)
+    frames.set_code_exec_strategy(called.__code__, strategy)
     if not inlined:
-        vars(called)["_torchdynamo_disable"] = True
+        vars(called)["_torchdynamo_disable"] = True  # where a compiled function itself calls it
     return called
 
 

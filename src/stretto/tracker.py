@@ -330,7 +330,7 @@ class ArrivalTracker:
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""
-        if not (self._in_order and self._looked_at == len(self.arrivals.order)):  # as_scheduled()
+        if not self.as_scheduled():
             self._learn([*map(id, self.arrivals.order)])
         self.stop()
         self._count.clear()

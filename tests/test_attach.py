@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging.handlers
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -449,14 +451,46 @@ def inside_it(net: Scaled) -> tuple[stretto.Synchronizer, torch.nn.Module]:
 
 
 def test_unknown_arguments_and_values() -> None:
-    with pytest.raises(TypeError, match="bucket_size"):
-        stretto.attach(linear(), bucket_size=3)
     with pytest.raises(stretto.UnsupportedError, match="buffers='all' is not known"):
         stretto.attach(linear(), buffers="all")
     with pytest.raises(stretto.SetupError, match="bucket_cap_mb=-1 must be a positive number"):
         stretto.attach(linear(), bucket_cap_mb=-1)
     with pytest.raises(stretto.SetupError, match=r"ignore= names 9.weight, which the module does not have"):
         stretto.attach(linear(), ignore=frozenset({"9.weight"}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"find_unused_parameters": True, "static_graph": False, "device_ids": [0]},
+            "attach: there is no argument find_unused_parameters=, static_graph=, device_ids=.\n"
+            "Leave it out: any graph is right without it.\n"
+            "Leave it out: the module stays where it is, so model.to(device) before.",
+        ),
+        (
+            {"broadcast_buffers": False},
+            "attach: there is no argument broadcast_buffers=.\n"
+            'Write buffers="rank0", as is the default, or buffers="none".',
+        ),
+        (
+            {"bucket_cap": 3},
+            "attach: there is no argument bucket_cap=.\nWhat there is: bucket_cap_mb.",
+        ),
+        (
+            {"lr": 3},
+            "attach: there is no argument lr=.\nWhat there is: module, process_group, process_groups, transport, "
+            "bucket_cap_mb, last_bucket_cap_mb, buffers, init_sync, ignore, reduce, weighted, predivide_factor, "
+            "reduce_dtype, delay, launch_after, check_every, sparse, beside.",
+        ),
+    ],
+)
+def test_what_to_write_for_an_argument_that_there_is_not(arguments: dict[str, Any], message: str) -> None:
+    module = linear()
+    with pytest.raises(stretto.UnsupportedError, match=f"^{re.escape(message)}$") as raised:
+        stretto.attach(module, **arguments)
+    assert isinstance(raised.value, TypeError)
+    stretto.attach(module)
 
 
 def test_launched_ranks_without_a_group_are_told_to_initialise_it(monkeypatch) -> None:
@@ -481,6 +515,27 @@ def test_processes_of_srun_or_mpirun_without_a_group_are_told_that_each_trains_a
         monkeypatch.setenv(name, count)
         attach(linear())
         assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("WARNING", text) for text in told]
+
+
+def attached_without_a_group(rank: int, attach: Any, told: Any) -> None:
+    logging.getLogger("stretto").addHandler(handler := logging.handlers.BufferingHandler(9))
+    attach(linear())
+    told.put([(one.levelname, one.getMessage()) for one in handler.buffer])
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_ranks_of_torch_multiprocessing_without_a_group_are_told_that_each_trains_alone() -> None:
+    told = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(attached_without_a_group, (stretto.attach, told), nprocs=1)
+    assert told.get() == [
+        (
+            "WARNING",
+            "torch.multiprocessing has started this process, but no process group is initialised: it trains alone.\n"
+            "If such processes are to train together, call torch.distributed.init_process_group() before "
+            "stretto.attach(model).",
+        )
+    ]
 
 
 def test_a_batch_script_that_runs_once_is_told_nothing(monkeypatch, caplog) -> None:

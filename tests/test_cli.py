@@ -176,7 +176,7 @@ def test_a_rank_that_is_stopped_keeps_no_run_from_its_end(tmp_path: Path) -> Non
 
 def test_run_takes_modules(tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])")
-    done = command("run", "-n", 1, "-m", "script", "--ranks", cwd=tmp_path)
+    done = command("run", "--nproc-per-node", 1, "-m", "script", "--ranks", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[rank 0] __main__ ['--ranks']\n")
 
 
@@ -535,6 +535,7 @@ def test_a_trace_of_which_a_part_is_missing_or_damaged_is_shown_as_far_as_it_goe
 @pytest.mark.parametrize("options, numbers", [
     ("--last 2", [3, 4]),
     ("--last 99", [2, 3, 4]),
+    (f"--last {10**21}", [2, 3, 4]),
     ("--passes 3:3", [3]),
     ("--passes :3", [2, 3]),
     ("--passes 3:", [3, 4]),

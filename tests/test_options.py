@@ -149,6 +149,11 @@ def test_a_rank_of_weight_0_and_all_of_weight_0() -> None:
     assert all(g.eq(0).all() for g in reduced(2, weighted=True, weight=lambda r: 0)[0])
 
 
+def test_an_attribute_that_the_handle_has_not_cannot_be_set() -> None:
+    with pytest.raises(AttributeError, match="'Synchronizer' object has no attribute 'wieght'"):
+        stretto.attach(torch.nn.Linear(2, 2), weighted=True).wieght = 3
+
+
 def test_weight_without_weighted_is_told() -> None:
     with pytest.raises(stretto.SetupError, match=r"rank \d: weight=3 has no effect.*\n.*weighted=True"):
         reduced(2, weight=lambda r: 3)

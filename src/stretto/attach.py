@@ -16,7 +16,7 @@ from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
 from .membership import named, stand_in, trained, wrapping
-from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns
+from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, names_unknown, patterns
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
@@ -28,6 +28,7 @@ from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
 log = logging.getLogger("stretto")
 
 
+@names_unknown
 def attach(
     module: torch.nn.Module,
     *,
@@ -114,7 +115,7 @@ def attach(
             or names what the module does not have; torch's DistributedDataParallel holds what is to be reduced.
         AlreadyAttachedError: all parameters are attached already.
         ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
-        UnsupportedError: an option has a value that is not known.
+        UnsupportedError: there is no such argument, or none of such a value.
         CommunicationError: a rank does not come, with the places where all are; ``PeerError`` if it has failed, ended
             or died. The handle's ``backward`` raises the same.
 

@@ -37,6 +37,11 @@ from .usage import Statistics
 class Synchronizer:
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
+    __slots__ = (  # noqa: SIM905  # a literal would take a line a name
+        "module rank world_size sharded sampler _options _peers _idle_plan _last_statistics _transport _closes _events "
+        "_buffer_places _reducer __weakref__"
+    ).split()
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -51,13 +56,11 @@ class Synchronizer:
         chosen: bool = True,
     ) -> None:
         self.module = module
-        self.rank = transport.rank if transport else 0
-        self.world_size = transport.world_size if transport else 1
+        self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)
         self._options, self._peers = options, peers
         self._idle_plan, self._last_statistics = plan, Statistics()
         self._transport, self._closes = transport, chosen  # one that the user made may carry other handles too
-        self._events = Events(self.rank)
-        self._buffer_places = BufferPlaces(module, options)
+        self._events, self._buffer_places = Events(self.rank), BufferPlaces(module, options)
         self._reducer: Reducer | None = None
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
@@ -196,9 +199,7 @@ class Synchronizer:
         Where their backward reaches handles on several process groups, call it on each in the order of attaching.
         To have the mean too, and step with the others, give zeros to any one of the parameters instead, outside
         ``no_grad``: ``parameter.backward(torch.zeros_like(parameter))``.
-
-        Raises:
-            CommunicationError: as ``backward`` does.
+        Raises ``CommunicationError`` as ``backward`` does.
         """
         refuse_idle(self.sharded, f"rank {self.rank}")
         if self._reducer is not None:
@@ -289,7 +290,6 @@ class Synchronizer:
         """Record every pass inside into ``folder``, one file a rank, for ``stretto trace``. Collective where it begins.
 
         A trace that lies there already is moved into ``folder/earlier-1`` and so on.
-
         Each pass is on disk when it has settled; an exception is written down and goes on. Where there is one rank
         nothing is recorded but a warning. While it lasts each gradient is looked at, some microseconds each.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 
@@ -15,6 +18,43 @@ from .errors import SetupError, UnsupportedError
 from .scaling import WEIGHT_BITS, Reduce
 
 Buffers = Literal["rank0", "mean", "none"]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+_NEVER_NEEDED = "Leave it out: any graph is right without it."
+_STAYS = "Leave it out: the module stays where it is, so model.to(device) before."
+INSTEAD = {
+    "find_unused_parameters": _NEVER_NEEDED,
+    "static_graph": _NEVER_NEEDED,
+    "skip_all_reduce_unused_params": "Leave it out: what no rank uses is not sent, once that is seen.",
+    "gradient_as_bucket_view": "Leave it out: .grad lies in its bucket anyway.",
+    "batched_grad_copy": "Leave it out: gradients are copied together anyway.",
+    "device_ids": _STAYS,
+    "output_device": _STAYS,
+    "broadcast_buffers": 'Write buffers="rank0", as is the default, or buffers="none".',
+    "mixed_precision": "Write reduce_dtype=torch.float32, or the dtype in which gradients are to travel.",
+    "gradient_predivide_factor": "Write predivide_factor=.",
+    "delay_allreduce": "Write delay=.",
+    "message_size": "Write bucket_cap_mb=, in MiB.",
+}
+"""What to write for arguments of torch's DistributedDataParallel and of Apex's that ``attach`` does not have."""
+
+
+def names_unknown(call: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a function say what to write in place of an argument that it does not have."""
+    known = [*inspect.signature(call).parameters]
+
+    @functools.wraps(call)
+    def asked(*positional: Given.args, **named: Given.kwargs) -> Result:
+        if unknown := [name for name in named if name not in known]:
+            lines = [f"{call.__name__}: there is no argument {', '.join(f'{name}=' for name in unknown)}."]
+            for name in unknown:
+                near = difflib.get_close_matches(name, known, 1) or [", ".join(known)]
+                lines.append(INSTEAD.get(name, f"What there is: {near[0]}."))
+            raise UnsupportedError("\n".join(dict.fromkeys(lines)))
+        return call(*positional, **named)
+
+    return asked
 
 
 @dataclass(frozen=True)

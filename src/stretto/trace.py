@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -212,7 +213,9 @@ class _File:
         self._rank = rank
         self._choice = choice
         self._plans: dict[str, BucketPlan] = {}
-        self._passes: deque[tuple[int, bytes]] = deque(maxlen=choice.newest)
+        self._passes: deque[tuple[int, bytes]] = deque(
+            maxlen=None if choice.newest is None else min(choice.newest, sys.maxsize)
+        )
         self._end: str | None = None
         self._later: Clock | None = None
         self._bad: list[int] = []

@@ -20,7 +20,7 @@ from .ranks import check_descriptors, check_room
 def run(
     program: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="For the script, as they are.")] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many, all on this host.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", "--nproc-per-node", help="How many, all on this host.")] = 2,
     module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,
     as_json: AsJson = False,
 ) -> int:

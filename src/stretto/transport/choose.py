@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import multiprocessing
 import os
 import secrets
 import sys
@@ -92,10 +93,17 @@ def carrier_of(
 
 
 def warn_of_tasks() -> None:
-    """Log where ``srun`` or ``mpirun`` has started several processes, of which no group is initialised.
+    """Log where ``srun``, ``mpirun`` or torch's ``spawn`` has started processes, of which no group is initialised.
 
     No error as with torchrun: their tasks may each have a model of its own, on purpose.
     """
+    target: object = getattr(multiprocessing.current_process(), "_target", None)
+    if getattr(target, "__module__", None) == "torch.multiprocessing.spawn":
+        log.warning(
+            "torch.multiprocessing has started this process, but no process group is initialised: it trains alone.\n"
+            "If such processes are to train together, call torch.distributed.init_process_group() before "
+            "stretto.attach(model)."
+        )
     for name in _TASKS:
         if (started := os.environ.get(name, "").strip()) not in ("", "0", "1"):
             log.warning(

@@ -106,7 +106,7 @@ class TestSurface:
 
     def test_options_of_attach_are_keywords_of_the_drop_in(self):
         ours = inspect.signature(DistributedDataParallel.__init__).parameters
-        elsewhere = {"module", "transport", "beside"}
+        elsewhere = {"module", "transport", "beside", "unknown"}
         assert set(inspect.signature(attach).parameters) - elsewhere <= set(ours)
         (listed,) = re.findall(r"^Keyword arguments of stretto's own: (.*?), as in", PAGE.read_text(), re.DOTALL | re.M)
         assert re.findall(r"`(\w+)`", listed) == [p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY]

@@ -472,6 +472,46 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("inner_first", [False, True])
+def test_a_backward_inside_another_that_one_rank_leaves_out_is_told(tmp_path: Path, inner_first: bool) -> None:
+    """Both end with the outer one, so no count of passes crosses: each waits at the end of what the other is amid."""
+    body = f"""
+        class Inside(torch.autograd.Function):
+            skips = False
+
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                if not Inside.skips:
+                    with torch.enable_grad():
+                        inner(torch.ones(1, 2)).sum().backward()
+                return gradient
+
+        inner, outer = torch.nn.Linear(2, 1), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        for one in (inner, outer) if {inner_first} else (outer, inner):
+            stretto.attach(one)
+
+        def train():
+            outer[1](Inside.apply(outer[0](torch.ones(1, 2)))).sum().backward()
+
+        for _ in range(3):
+            train()
+        stretto.inquiry.ASK_SECONDS = 0.5
+        Inside.skips = rank == 1
+        told(train)
+        Inside.skips = False
+        told(train)
+        hang()
+        os._exit(0)
+    """
+    for _, printed, _ in ranks(tmp_path, body):
+        assert "ranks have gone apart, so nobody can complete this" in within(printed, "PeerError", 9)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world", "dtype", "how", "hooked"),
     [(2, "float32", "", False), (3, "bfloat16", ", init_sync=False", False), (2, "float32", "", True)],

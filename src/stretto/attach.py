@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from .broadcast import broadcast_coalesced
 from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
 from .handle import Synchronizer
 from .membership import named, stand_in, trained, wrapping
-from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, names_unknown, patterns
+from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns, refuse_arguments
 from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce, Scaling
@@ -28,7 +28,6 @@ from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
 log = logging.getLogger("stretto")
 
 
-@names_unknown
 def attach(
     module: torch.nn.Module,
     *,
@@ -49,6 +48,7 @@ def attach(
     check_every: int | None = None,
     sparse: Iterable[str] = (),
     beside: Iterable[Synchronizer] = (),
+    **unknown: NoReturn,
 ) -> Synchronizer:
     """Average the gradients of ``module`` over ranks whenever backward reaches them. Collective.
 
@@ -146,6 +146,7 @@ def attach(
         )
 
     transport = "auto" if transport is None else transport
+    refuse_arguments(attach, unknown)
     _refuse_kinds(module, transport)
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = carrier_of(transport, process_group, process_groups)

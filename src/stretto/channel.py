@@ -262,7 +262,7 @@ class Channel(People):
             person = self.person(rank, fresh=self.in_one_process)
             if person is not None and person.pid == self.me.pid and person.host == self.me.host:
                 frame = sys._current_frames().get(person.thread)
-                told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {})
+                told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {}, {})
             elif self._line.check([key]):
                 told[rank] = Answer(*json.loads(self._line.get(key)))
         return told
@@ -318,14 +318,16 @@ class Channel(People):
             return {}
         return {"": [self.counted()], **{seat.handle: seat.progress for seat in [*self._seats] if seat.handle}}
 
+    def ended(self) -> dict[str, int]:
+        """Of all handles with a name, the last pass that this rank has come to the end of."""
+        return {seat.handle: seat.ended for seat in [*self._seats] if seat.handle}
+
     def _where(self, handle: str) -> Answer:
-        place = standing(sys._current_frames().get(self.me.thread))
-        progress: list[int] = []
-        beside: dict[str, list[int]] = {}
-        while (progress, beside) != (progress := self._progress(handle), beside := self.beside()):
+        place, now = standing(sys._current_frames().get(self.me.thread)), None
+        while now != (now := (self._progress(handle), self.beside(), self.ended())):
             pass  # or it would mix what was before a pass and behind it
-        begun = f"has begun {count(progress[0])} and " if progress else ""
-        return Answer(f"{begun}is {place}", progress, beside)
+        begun = f"has begun {count(now[0][0])} and " if now[0] else ""
+        return Answer(f"{begun}is {place}", *now)
 
     def _progress(self, handle: str) -> list[int]:
         return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])

@@ -186,7 +186,7 @@ class LaunchQueue:
             contributed: parameters for which this rank has something; where nothing is pending it may be empty.
             says: what the last bucket is to tell.
         """
-        self._says = says
+        self._says, self.peers.seat.ended = says, self.pass_number
         if self.events.backward_ended:
             self.events.emit(self.events.backward_ended, self.pass_number)
         for bucket in self.buckets[self.launched :]:
@@ -211,7 +211,7 @@ class LaunchQueue:
         self._launch_nothing(0.0, says)
 
     def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
-        self.weight_now, self._says = 0.0, says
+        self.weight_now, self._says, self.peers.seat.ended = 0.0, says, self.pass_number
         self.presence.announce_nothing(len(self.buckets))
         drop_gradients(self.buckets)
         for bucket in self.buckets[self.launched :]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -18,8 +17,6 @@ from .errors import SetupError, UnsupportedError
 from .scaling import WEIGHT_BITS, Reduce
 
 Buffers = Literal["rank0", "mean", "none"]
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 _NEVER_NEEDED = "Leave it out: any graph is right without it."
 _STAYS = "Leave it out: the module stays where it is, so model.to(device) before."
@@ -40,21 +37,16 @@ INSTEAD = {
 """What to write for arguments of torch's DistributedDataParallel and of Apex's that ``attach`` does not have."""
 
 
-def names_unknown(call: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Let a function say what to write in place of an argument that it does not have."""
-    known = [*inspect.signature(call).parameters]
-
-    @functools.wraps(call)
-    def asked(*positional: Given.args, **named: Given.kwargs) -> Result:
-        if unknown := [name for name in named if name not in known]:
-            lines = [f"{call.__name__}: there is no argument {', '.join(f'{name}=' for name in unknown)}."]
-            for name in unknown:
-                near = difflib.get_close_matches(name, known, 1) or [", ".join(known)]
-                lines.append(INSTEAD.get(name, f"What there is: {near[0]}."))
-            raise UnsupportedError("\n".join(dict.fromkeys(lines)))
-        return call(*positional, **named)
-
-    return asked
+def refuse_arguments(call: Callable[..., object], unknown: Collection[str]) -> None:
+    """Raise ``UnsupportedError`` for arguments that there are not, with what to write instead."""
+    if not unknown:
+        return
+    known = [*inspect.signature(call).parameters][:-1]
+    lines = [f"{call.__name__}: there is no argument {', '.join(f'{name}=' for name in unknown)}."]
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1) or [", ".join(known)]
+        lines.append(INSTEAD.get(name, f"What there is: {near[0]}."))
+    raise UnsupportedError("\n".join(dict.fromkeys(lines)))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Seat:
     """What messages say of the process group, where its ranks are not those of all: the end of a noun."""
     passes: int = 0
     """How many have begun; others read it."""
+    ended: int = 0
+    """The number of the last that this rank has come to the end of, where it launches what is left."""
     in_pass: bool = False
     """Whether one is under way; else what this rank waits for belongs to another call."""
     thread: int = 0
@@ -113,3 +115,5 @@ class Answer(NamedTuple):
     """Of its seat; empty if it has none, or none is known."""
     beside: dict[str, list[int]]
     """See :meth:`Channel.beside`."""
+    ended: dict[str, int]
+    """See :meth:`Channel.ended`."""

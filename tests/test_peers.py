@@ -544,8 +544,8 @@ def test_two_models_of_the_same_sizes_in_another_order_are_not_summed_with_each_
         assert not complaint
         met, *rest = re.split(r"^(?=\w+Error after)", printed, flags=re.MULTILINE)[1:]
         own = (
-            rf"rank {rank}, pass 4: gradients could not be reduced over process_group \(gloo\): they were summed with "
-            rf"those of another attached model\nrank {rank} waits at train.py:LINE in <lambda>; "
+            rf"rank {rank}, pass 4: gradients of weight, bias could not be reduced over process_group \(gloo\): they "
+            rf"were summed with those of another attached model\nrank {rank} waits at train.py:LINE in <lambda>; "
             r"(rank \d [\w() ]*at train.py:LINE in <lambda>(; |\.\n))+"
             r"Expected every rank to call backward of the same models in the same order. Look at the first error in "
             r"the other ranks' logs."

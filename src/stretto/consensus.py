@@ -191,7 +191,8 @@ class Consensus:
         """What each rank holds is nobody's mean, and each is amid another call: see footer.py, [Note: marks]."""
         peers, others = self._queue.peers, RuntimeError("they were summed with those of another attached model")
         try:
-            peers.fail("gradients could not be reduced", others, "backward of the same models in the same order")
+            what = f"gradients of {name_list(self._queue.names)} could not be reduced"
+            peers.fail(what, others, "backward of the same models in the same order")
         except CommunicationError as error:
             peers.tell_failed("backward", error, leaves=True)
             raise error from None

@@ -528,6 +528,52 @@ def test_other_strides_that_some_ranks_see_and_others_do_not_count_once(orders, 
         assert torch.equal(found, torch.tensor(wanted)[:, None].expand(4, 2))
 
 
+def under_other_names(model: torch.nn.ParameterDict, how: str) -> None:
+    first, second = model["a"], model["b"]
+    if how == "swapped":
+        model["a"], model["b"] = second, first
+    else:
+        del model["a"]
+        model["d"] = first
+    if how == "taken over":
+        del model["b"]
+        model["a"] = second
+    elif how == "taken by a new one":
+        model["a"] = torch.ones(2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@table("orders", [("ab", "ba"), ("ba", "ab"), ("b", "ab"), ("ab", "b"), ("ba", "ba")])
+@table("reduce", ["mean", "sum"])
+@table("kept", [False, True])
+@table("how", ["renamed", "swapped", "taken over", "taken by a new one"])
+def test_other_strides_under_another_name_that_some_ranks_see_count_once(orders, reduce, kept, how):
+    """The rank that has not seen them has sent the gradient in the old bucket, by the old name."""
+    scale = 1.0 if reduce == "sum" else 0.5
+
+    def worker(transport):
+        model = torch.nn.ParameterDict({name: torch.ones(2, 2) for name in "ab"})
+        both = {name: model[name] for name in "ab"}
+        attach(model, "everything in one", transport=transport, reduce=reduce)
+        found = []
+        for number in range(4):
+            if number == 1:
+                both["a"].data = both["a"].data.t().contiguous().t()
+                under_other_names(model, how)
+            if not kept:
+                model.zero_grad()
+            order = orders[transport.rank] if number == 1 else "ab"
+            sum((both[name] * (1 + transport.rank)).sum() for name in order).backward()
+            found.append([one.grad.aminmax() for one in both.values()])
+        return torch.tensor(found)
+
+    passes = range(4)
+    news = {n: [scale * sum(1 + r for r in range(2) if i != 1 or n in orders[r]) for i in passes] for n in "ab"}
+    wanted = [[[sum(new[: i + 1]) if kept else new[i]] * 2 for new in news.values()] for i in passes]
+    for found in run_ranks(worker, 2):
+        assert torch.equal(found, torch.tensor(wanted))
+
+
 def test_attaching_levels_the_ranks():
     models = [build("cnn", seed=rank) for rank in range(3)]
     with torch.no_grad():

@@ -11,9 +11,9 @@ like it) has part of its sum in the old bucket: that part is added.
 ranks send the same: 1. they tell which frozen ones have a gradient all the same; 2. they compare what they have, and
 raise here or not at all; 3. what is in shares is put together, so that nothing is half moved should one fail; 4. they
 tell what is loose, what was trained unseen, what can stay in shares, which is what no rank has replaced, and what was
-carried by another name: if by the same on all ranks, nothing is to be done for it; 5. rank 0's values of what is loose
-or a stranger on any rank, and the buffers; 6. new buckets, which need no message; 7. what is loose, in each new bucket
-that has some; 8. what is loose and sparse, if any is.
+carried by another name: if by the same on all ranks, nothing is to be done where it fits; 5. rank 0's values of what
+is loose or a stranger on any rank, and the buffers; 6. new buckets, which need no message; 7. what is loose, in each
+new bucket that has some; 8. what is loose and sparse, if any is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class _Told:
     in_shares: set[str]
     """Names of those whose gradients can stay in shares."""
     renamed: dict[str, str]
-    """Names of those that the old buckets or rows have carried by another name, and that one."""
+    """Names of those that the old buckets or rows have by another name, and that one."""
+    misfits: set[str]
+    """Names of those that they have, and have not carried."""
     unseen: dict[str, int]
     """As :meth:`Membership.unseen`."""
 
@@ -210,16 +212,19 @@ class Rejoin:
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
         give_back_whole(queue.buckets, but=wanted.values())  # who leaves the plan, frozen, may be stepped all the same
         in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
-        renamed = self._renamed(now)
-        mine = _Told(self._loose(wanted, rows, release=release), in_shares, renamed, members.unseen())
+        renamed, misfits = self._renamed(now)
+        mine = _Told(self._loose(wanted, rows, release=release), in_shares, renamed, misfits, members.unseen())
         told = queue.peers.gather(mine)
-        settled = {n: old for n, old in renamed.items() if all(one.renamed.get(n) == old for one in told)}
-        everyone = [{name: has for name, has in one.loose.items() if name not in settled} for one in told]
+        olds = {n: old for n, old in renamed.items() if all(one.renamed.get(n) == old for one in told)}
+        everyone = [{n: has for n, has in one.loose.items() if n not in olds or n in one.misfits} for one in told]
         in_shares.intersection_update(*(one.in_shares for one in told))
         loose = {name for one in everyone for name in one}
         words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
-        contributions = self._contributions(everyone[queue.transport.rank], renamed, now, release=release)
-        carried = self._carried({name for name in loose if not all(name in one for one in everyone)})
+        contributions = self._contributions(
+            everyone[queue.transport.rank], renamed.keys() - misfits, now, release=release
+        )
+        partly = [name for name in loose if not all(name in one for one in everyone)]
+        carried = self._carried({olds.get(name, name): name for name in partly})
         rows_used = self._rows.used_by
         used = used_by(queue) | rows_used
         self._send_values(loose)
@@ -229,7 +234,7 @@ class Rejoin:
         self._tracker.rebuild(list(wanted.values()))
         dtypes = members.options.reduce_dtypes(rows)
         self._rows.rebuild(rows, dtypes)
-        follow_a_change(queue, self._rows, used, settled, everyone)
+        follow_a_change(queue, self._rows, used, olds, everyone)
         members.follow(now)
         had = {name for name in loose if name in carried or any(one.get(name) for one in everyone)}
         reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=release)
@@ -286,12 +291,12 @@ class Rejoin:
         planned = {id(one): self._queue.names[i] for i, one in self._tracker.alive(range(len(self._queue.names)))}
         return planned | {id(one): name for name, one in self._rows.named_parameters().items()}
 
-    def _renamed(self, now: Mapping[str, torch.nn.Parameter]) -> dict[str, str]:
-        """Names of what was carried by another name, and that one."""
+    def _renamed(self, now: Mapping[str, torch.nn.Parameter]) -> tuple[dict[str, str], set[str]]:
+        """Names of what the plan or the rows have by another name, and that one; names of what does not fit there."""
         old_names = self._old_names()
         misfits = {id(one) for one in (*self._changes.misfits().values(), *self._rows.misfits().values())}
-        carried = {name: old_names.get(id(one), name) for name, one in now.items() if id(one) not in misfits}
-        return {name: old for name, old in carried.items() if name != old}
+        renamed = {name: old for name, one in now.items() if (old := old_names.get(id(one), name)) != name}
+        return renamed, {name for name, one in now.items() if id(one) in misfits}
 
     def _contributions(
         self,
@@ -323,13 +328,13 @@ class Rejoin:
         found |= {name: rows[key] for key, name in name_of.items() if key in rows}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _carried(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """Copies of what the old buckets hold for these, where any rank had something for them."""
+    def _carried(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Copies of what the old buckets hold for these, by their names there and now, where any rank had something."""
         found = {}
         for bucket in self._queue.buckets:
             for place, index in enumerate(bucket.indices):
-                if self._queue.names[index] in names and bucket.footer.had[place]:
-                    found[self._queue.names[index]] = bucket.views[place].clone()
+                if (name := names.get(self._queue.names[index])) is not None and bucket.footer.had[place]:
+                    found[name] = bucket.views[place].clone()
         return found
 
     def _send_values(self, loose: set[str]) -> None:

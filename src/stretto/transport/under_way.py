@@ -53,9 +53,6 @@ class UnderWay:
         self._pid = os.getpid()
         self._spreads: list[SentShares] = []
 
-    def __len__(self) -> int:
-        return len(self._spreads)
-
     def add(self, work: Work) -> Work:
         """Among them until it was waited for."""
         self._spreads.append(spread := SentShares(work, self))

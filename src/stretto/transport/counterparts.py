@@ -80,7 +80,6 @@ class Counterparts:
         """From host number ``root``."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        options.rootTensor = 0
         work: Work = self._group.broadcast([tensor], options)
         return self._in_flight.add(work)
 

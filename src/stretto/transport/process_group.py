@@ -125,7 +125,6 @@ class ProcessGroupTransport:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        options.rootTensor = 0
         work: Work = self.process_group.broadcast([tensor.view(torch.uint8)], options)
         return self._in_flight.add(work)
 

@@ -60,7 +60,7 @@ class Channel(People):
 
     def serves(self, store: Store, rank: int) -> bool:
         """Whether it is this rank's channel over that store."""
-        return self._given is store and self._rank == rank and self._is_mine() and not self._ended
+        return self._given is store and self.rank == rank and self._is_mine() and not self._ended
 
     def _is_mine(self) -> bool:
         """Not inherited by a fork, together with its connection."""
@@ -75,7 +75,7 @@ class Channel(People):
         seat.row = self._seats
         if len(self._seats) > 1:
             return
-        self._set(f"who/{self._rank}", json.dumps(asdict(self.me)))
+        self._set(f"who/{self.rank}", json.dumps(asdict(self.me)))
         if not self.in_one_process:
             # Then the interpreter is whole, and knows what ends it: see notes.py. Children of multiprocessing leave by
             # os._exit and run their finalizers alone.
@@ -86,9 +86,9 @@ class Channel(People):
     def count_attempt(self, seat: Seat) -> int:
         """The number of one to attach, when this rank comes together with the others, or fails before; counted once."""
         if not seat.attempt:
-            seat.attempt = max(self.attempts, self.attempts_of(self._rank)) + 1  # it may have been without a handle
+            seat.attempt = max(self.attempts, self.attempts_of(self.rank)) + 1  # it may have been without a handle
         self.attempts = max(self.attempts, seat.attempt)
-        self._set(f"attempts/{self._rank}", str(self.attempts))
+        self._set(f"attempts/{self.rank}", str(self.attempts))
         return seat.attempt
 
     def catch_up(self, begun: int, attempts: int) -> None:
@@ -96,7 +96,7 @@ class Channel(People):
         self.begun = max(self.begun, begun)
         if attempts > self.attempts:
             self.attempts = attempts
-            self._set(f"attempts/{self._rank}", str(attempts))
+            self._set(f"attempts/{self.rank}", str(attempts))
 
     def close(self, seat: Seat, how: str, *, stays: bool = False) -> None:
         """A handle leaves. With the last, the rank is silent. Harmless twice.
@@ -108,10 +108,10 @@ class Channel(People):
         self._seats.remove(seat)
         if seat.handle:
             passes = seat.passes
-            self.post(Note(self._rank, how, seat.handle, passes, passes, leaves=True, attempt=seat.attempt))
+            self.post(Note(self.rank, how, seat.handle, passes, passes, leaves=True, attempt=seat.attempt))
         if not self._seats and not self.in_one_process:
             self._stay_with_store(failed=stays)
-            self._set(f"who/{self._rank}", "")
+            self._set(f"who/{self.rank}", "")
             self._stop()
 
     def end(self) -> None:
@@ -121,8 +121,8 @@ class Channel(People):
         begun = {seat.handle: seat.passes for seat in self._seats if seat.handle}
         told = {seat.told for seat in self._seats if seat.told is not None}
         try:
-            self.post(last_words(self._rank, begun, told))
-            if self._rank == 0 and self.rank_0_has_store():
+            self.post(last_words(self.rank, begun, told))
+            if self.rank == 0 and self.rank_0_has_store():
                 self._stay_until(self._all_have_left)
         finally:
             self._stop()
@@ -137,7 +137,7 @@ class Channel(People):
 
     def _stay_with_store(self, *, failed: bool) -> None:
         """It goes with this channel where the groups are destroyed, or a rank that has failed ends; see ``close``."""
-        if self._rank == 0 and self.rank_0_has_store() and (failed or not is_initialized()):
+        if self.rank == 0 and self.rank_0_has_store() and (failed or not is_initialized()):
             self._stay_until(partial(self._all_have_tried, self.attempts) if failed else self._all_have_left)
 
     def _all_have_left(self) -> bool:
@@ -179,10 +179,10 @@ class Channel(People):
 
     def _heed(self, note: Note, store: Store) -> None:
         """It may be the last word of the process that has the store, or of what is left in the process group."""
-        for one in self._leftovers if note.leftover and note.rank != self._rank else ():
+        for one in self._leftovers if note.leftover and note.rank != self.rank else ():
             if one.used.intersection(note.leftover[1:]):  # else it is another group
                 one.is_of(note.rank, note.leftover[0], str(note))
-        if self._rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
+        if self.rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
             host = self.person(0, store)  # it may be another process by now
             if host is not None and host.name == note.process:
                 self._goes_at = time.monotonic() + LINGER_SECONDS - POLL_SECONDS  # they may be so old already
@@ -190,7 +190,7 @@ class Channel(People):
     def told(self, seat: Seat, *, others: bool = False) -> list[Note]:
         """What was read about a handle, and about the processes that ranks are now; of ``others`` alone if asked."""
         notes = (note.about(seat.handle) for note in [*self.notes] if self._is_about(note, seat))
-        return [note for note in notes if not (others and note.rank == self._rank)]
+        return [note for note in notes if not (others and note.rank == self.rank)]
 
     def _is_about(self, note: Note, seat: Seat) -> bool:
         if note.handle:
@@ -199,7 +199,7 @@ class Channel(People):
 
     def look_again(self) -> None:
         """Ranks with notes about a process may be other ones by now, or be those, if that was not known so far."""
-        for rank in {note.rank for note in self.notes if note.leaves and not note.handle} - {self._rank}:
+        for rank in {note.rank for note in self.notes if note.leaves and not note.handle} - {self.rank}:
             self.person(rank, fresh=not self.store_is_gone())
 
     # Where
@@ -222,16 +222,16 @@ class Channel(People):
         site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
         said = f"{site} {standing(caller)}"
         with contextlib.suppress(Silent):
-            self._line.run(lambda store: store.set(keys[self._rank], said), later=True)
+            self._line.run(lambda store: store.set(keys[self.rank], said), later=True)
         with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
-            self._line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self._rank}")
+            self._line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self.rank}")
         return Word(self._line, *keys, meanwhile=meanwhile)  # type: ignore[arg-type]  # it has a store's methods
 
     def go(self) -> None:
         """See ``come``. Harmless to one that has not come."""
         if self.can_meet():
             with contextlib.suppress(RuntimeError):  # some stores cannot forget
-                self._line.run(lambda store: store.delete_key(f"here/{self._rank}"), later=True)
+                self._line.run(lambda store: store.delete_key(f"here/{self.rank}"), later=True)
 
     def why_silent(self, rank: int) -> str:
         """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""
@@ -293,13 +293,13 @@ class Channel(People):
     def _look(self, store: Store, answered: int | None) -> int:
         """What is new, and questions, of which so many are answered; at first, which there were for another process."""
         if answered is None:
-            return store.add(f"ask/{self._rank}", 0)
+            return store.add(f"ask/{self.rank}", 0)
         for rank in [rank for rank in self.others() if rank not in self._people][:64]:
             self.person(rank, store)
         self._read(store)
-        while store.check([key := f"ask/{self._rank}/{answered + 1}"]):
+        while store.check([key := f"ask/{self.rank}/{answered + 1}"]):
             answered += 1
-            store.set(f"at/{self._rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
+            store.set(f"at/{self.rank}/{answered}", json.dumps(self._where(store.get(key).decode())))
         return answered
 
     def alarm(self) -> None:

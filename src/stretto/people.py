@@ -33,20 +33,15 @@ class People:
         self.in_one_process = isinstance(store, HashStore)
         self._given = store
         self._line = Line(PrefixStore("stretto", store))
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
         self._people: dict[int, Person] = {}
         self._goes_at = math.inf
         """When the store goes, by ``time.monotonic()``, if rank 0 has it and has told its last words."""
 
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self._rank
-
     def others(self) -> list[int]:
         """All ranks but this one."""
-        return [rank for rank in range(self._world_size) if rank != self._rank]
+        return [rank for rank in range(self._world_size) if rank != self.rank]
 
     def know(self, people: Sequence[Person | None]) -> None:
         """Who all ranks are, as they have said in a gather: the one with the store may take it along a moment later."""
@@ -81,7 +76,7 @@ class People:
         host = self._people.get(0)
         if self._line.has_gone or time.monotonic() > self._goes_at:
             return True
-        if self._rank == 0 or host is None or not self.rank_0_has_store():
+        if self.rank == 0 or host is None or not self.rank_0_has_store():
             return False
         if host.is_here() and _nobody_listens(self._server(), host):
             self._line.has_gone = True  # never back to False: the thread may have found it broken meanwhile

@@ -98,7 +98,7 @@ class HierarchicalTransport(HostMemoryTransport):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Each slice leaves the root's host by its owner there."""
         if tensor.device.type != "cpu":
-            return self._base.broadcast(tensor, root)
+            return self.base.broadcast(tensor, root)
         return self._post(
             [CopyAcross(self._team, part, root) for part in torch.split(tensor.view(torch.uint8), PIECE_BYTES)]
         )
@@ -111,13 +111,13 @@ class HierarchicalTransport(HostMemoryTransport):
         if self.host.awaits_outside():
             self._team.counterparts.abandon()
         if not isinstance(work, Posted):  # a comm hook's
-            abandon(self._base, work, handle, told)
+            abandon(self.base, work, handle, told)
 
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""
         self.host.flush(CLOSE_SECONDS)
         self._team.counterparts.close()
-        self._base.close()
+        self.base.close()
 
     def _post(self, messages: Sequence[AcrossHosts | HostShares]) -> Work:
         _ = self.process_group  # raises on every rank if it was destroyed, and the connections with it

@@ -29,12 +29,12 @@ class HostMemoryTransport(abc.ABC):
         self.store = getattr(base, "store", None)
         self.patience = host.patience
         self.host = host
-        self._base = base
+        self.base = base
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """On the host, in memory that all its ranks map."""
         if device.type != "cpu":
-            return self._base.allocate(numel, dtype, device)
+            return self.base.allocate(numel, dtype, device)
         return elements(self.host.allocate(numel * dtype.itemsize), dtype)
 
     def common(self, nbytes: int) -> Offered:
@@ -49,7 +49,7 @@ class HostMemoryTransport(abc.ABC):
         """The same, with the first ``numel`` elements divided by the world size."""
         if not tensor.is_cpu:
             tensor[:numel].div_(self.world_size)
-            return self._base.all_reduce(tensor)
+            return self.base.all_reduce(tensor)
         if tensor.is_complex():
             tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
         return self._sum(tensor, numel)
@@ -60,17 +60,12 @@ class HostMemoryTransport(abc.ABC):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Over ``base``."""
-        return self._base.all_gather_object(value)
-
-    @property
-    def base(self) -> Transport:
-        """The one beneath."""
-        return self._base
+        return self.base.all_gather_object(value)
 
     @property
     def process_group(self) -> Any:
         """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
-        return getattr(self._base, "process_group", None)
+        return getattr(self.base, "process_group", None)
 
     def flush(self, seconds: float) -> None:
         """Let the others have what they need of this rank, as far as they come within so many seconds.

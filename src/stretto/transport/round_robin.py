@@ -40,48 +40,43 @@ class RoundRobinTransport:
         self.store = getattr(first, "store", None)
         self.patience = getattr(first, "patience", None)
         self.leftovers = [one for transport in transports for one in getattr(transport, "leftovers", ())]
-        self._transports = list(transports)
+        self.transports = list(transports)
         self._turn = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the first."""
-        return self._transports[0].allocate(numel, dtype, device)
+        return self.transports[0].allocate(numel, dtype, device)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """By the next in turn."""
         self._turn += 1
-        return self._transports[self._turn % len(self._transports)].all_reduce(tensor)
+        return self.transports[self._turn % len(self.transports)].all_reduce(tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """By the first."""
-        return self._transports[0].broadcast(tensor, root)
+        return self.transports[0].broadcast(tensor, root)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """By the first."""
-        return self._transports[0].all_gather_object(value)
+        return self.transports[0].all_gather_object(value)
 
     @property
     def process_group(self) -> Any:
         """The first's; None if it has none."""
-        return getattr(self._transports[0], "process_group", None)
-
-    @property
-    def transports(self) -> list[Transport]:
-        """Those that take turns."""
-        return [*self._transports]
+        return getattr(self.transports[0], "process_group", None)
 
     def break_off(self, reason: str) -> None:
         """All that know how."""
-        for transport in self._transports:
+        for transport in self.transports:
             if (break_off := getattr(transport, "break_off", None)) is not None:
                 break_off(reason)
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
         """All: what others carry is under way as well."""
-        for transport in self._transports:
+        for transport in self.transports:
             abandon(transport, work, handle, told)
 
     def close(self) -> None:
         """Close all."""
-        for transport in self._transports:
+        for transport in self.transports:
             transport.close()

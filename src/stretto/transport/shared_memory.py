@@ -79,14 +79,14 @@ class SharedMemoryTransport(HostMemoryTransport):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Copied by each receiver from the root's memory."""
         if tensor.device.type != "cpu":
-            return self._base.broadcast(tensor, root)
+            return self.base.broadcast(tensor, root)
         pieces = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
         return [self.host.post(Copy(self.host, piece, self._staging, root)) for piece in pieces][-1]
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
         """Memory waits for nothing; the group beneath may, for what a comm hook has begun there."""
         if not isinstance(work, Posted):
-            abandon(self._base, work, handle, told)
+            abandon(self.base, work, handle, told)
 
     def dead(self) -> list[tuple[int, int]]:
         """Rank and pid of those whose process has ended without a word."""
@@ -95,7 +95,7 @@ class SharedMemoryTransport(HostMemoryTransport):
     def close(self) -> None:
         """Memory goes with the last tensor in it, everything else with the transport; but peers may still read."""
         self.host.flush(CLOSE_SECONDS)
-        self._base.close()
+        self.base.close()
 
 
 def _flush_at_exit(host: weakref.ref[Host]) -> None:

@@ -44,7 +44,7 @@ from torch._C._distributed_c10d import (
 
 from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
-from .transport.base import in_one_row
+from .transport.base import as_reals, in_one_row
 from .transport.collectives import Collectives, WorldOfOne, can_reduce
 
 _OPERATIONS = {
@@ -135,7 +135,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         if operation is None or (shared := self._shared(tensors)) is None:
             return self._gloo.allreduce(tensors, *_if_given(opts), **more)
         with self._named("all_reduce"), _Flat(tensors) as (row,):
-            shared.all_reduce(_numbers(row), operation, _timeout(options))
+            shared.all_reduce(as_reals(row), operation, _timeout(options))
         return Done([*tensors])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
@@ -185,8 +185,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
         if operation is None or not fits or (shared := self._shared([output_tensors[0], *input_tensors[0]])) is None:
             return self._gloo.reduce_scatter(output_tensors, input_tensors, *_if_given(opts), **more)
         with self._named("reduce_scatter"), _Flat(output_tensors) as (row,):
-            parts = [_numbers(in_one_row(tensor.data)) for tensor in input_tensors[0]]
-            shared.reduce_scatter(_numbers(row), parts, operation, _timeout(options))
+            parts = [as_reals(in_one_row(tensor.data)) for tensor in input_tensors[0]]
+            shared.reduce_scatter(as_reals(row), parts, operation, _timeout(options))
         return Done([*output_tensors])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Work:
@@ -197,8 +197,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
         if operation is None or not fits or (shared := self._shared([output, input])) is None:
             return self._gloo._reduce_scatter_base(output, input, options)
         with self._named("reduce_scatter"), _Flat([output]) as (row,):
-            parts = _parts(_numbers(in_one_row(input.data)), self.size())
-            shared.reduce_scatter(_numbers(row), parts, operation, _timeout(options))
+            parts = _parts(as_reals(in_one_row(input.data)), self.size())
+            shared.reduce_scatter(as_reals(row), parts, operation, _timeout(options))
         return Done([output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -281,11 +281,6 @@ class _Flat:
             for tensor, row in zip(self._tensors, self._rows, strict=True):
                 if row.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(row.view(tensor.shape))
-
-
-def _numbers(row: torch.Tensor) -> torch.Tensor:
-    """Complex ones as pairs of real ones, which sum alike."""
-    return torch.view_as_real(row).view(-1) if row.is_complex() else row
 
 
 def _parts(row: torch.Tensor, number: int) -> list[torch.Tensor]:

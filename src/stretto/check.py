@@ -12,7 +12,7 @@ from .agreement import describe_ranks
 from .buffers import BufferPlaces
 from .errors import ReplicaError, name_list
 from .options import Options
-from .transport.base import in_one_row
+from .transport.base import as_reals, in_one_row
 
 _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""
@@ -32,8 +32,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     """
     if not tensor.numel():
         return 0, 0
-    flat = in_one_row(tensor)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = as_reals(in_one_row(tensor))
     # At most 32 bits, or two numbers that differ in the sign alone could change places: weights differ by even numbers.
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[flat.element_size()])
     weights = torch.arange(1, 2 * min(_PIECE, len(words)), 2, device=words.device)
@@ -83,9 +82,7 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
 
 def _beginning(tensor: torch.Tensor) -> torch.Tensor:
     """In a dtype that torch can pickle, and subtract."""
-    flat = in_one_row(tensor.detach())
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    flat = flat[:_LOOKED_AT].cpu().clone()
+    flat = as_reals(in_one_row(tensor))[:_LOOKED_AT].cpu().clone()
     if flat.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return flat.to(torch.int64)
     if flat.is_floating_point() and flat.itemsize == 1:

@@ -39,7 +39,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from .bucket import Bucket
 from .errors import SetupError
 from .options import Options
-from .transport.base import Transport, Work
+from .transport.base import Transport, Work, as_reals
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 _COMMUNICATE_ONCE = (noop_hook, allreduce_hook, bf16_compress_hook, fp16_compress_hook)
@@ -54,8 +54,7 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        payload = bucket.payload
-        self._buffer = torch.view_as_real(payload).view(-1) if payload.is_complex() else payload
+        self._buffer = as_reals(bucket.payload)
 
     def index(self) -> int:
         """Place in the launch order, from 0."""
@@ -165,10 +164,8 @@ class HookWork:
         result, payload = self.future.wait(), self.bucket.payload
         if result is payload:
             return
-        if (
-            isinstance(result, (list, tuple)) and result
-        ):  # Work.get_future() resolves to the list of a collective's tensors
-            result = result[0]
+        if isinstance(result, (list, tuple)) and result:
+            result = result[0]  # Work.get_future() resolves to the list of a collective's tensors
         if not isinstance(result, torch.Tensor):
             raise TypeError(
                 f"the comm hook's future holds a {type(result).__name__} in place of the reduced flat tensor.\n"

@@ -147,3 +147,8 @@ def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements as they read, one behind the other: a view where they lie so already, else a copy."""
     row = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return row.as_strided(row.shape, (1,))  # torch leaves any stride to a single element, and refuses other dtypes then
+
+
+def as_reals(row: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, which sum alike; others as they are. A view."""
+    return torch.view_as_real(row).view(-1) if row.is_complex() else row

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .base import as_reals
 from .slices import WIDER, slice_of
 
 
@@ -47,9 +48,9 @@ class ScatteredSum:
         self._own, words = tensor[low:high], tensor[shared:]
         self._sum = tensor.new_empty(longest)
         self._sent = _padded(tensor[:shared], longest * self._places)
-        works = [group.reduce_scatter_single(_reals(self._sum), _reals(self._sent), dist.ReduceScatterOptions())]
+        works = [group.reduce_scatter_single(as_reals(self._sum), as_reals(self._sent), dist.ReduceScatterOptions())]
         if len(words):
-            works.append(group.allreduce([_reals(words)], dist.AllreduceOptions()))
+            works.append(group.allreduce([as_reals(words)], dist.AllreduceOptions()))
         self._works = works
         self._is_in_place = False
 
@@ -105,8 +106,3 @@ class GatheredShares:
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
     """With zeros behind, where there are not so many elements."""
     return flat if len(flat) == numel else torch.cat([flat, flat.new_zeros(numel - len(flat))])
-
-
-def _reals(flat: torch.Tensor) -> torch.Tensor:
-    """Complex tensors are summed as pairs of reals."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -19,13 +19,8 @@ from ..transport import ProcessGroupTransport, SharedMemoryTransport, Transport,
 from .contestants import Contestant, OptimizerName
 from .floor import StepInShares, least_work, meeting
 from .models import LEARNING_RATE, Loss, Workload
-from .sharded import divide
 
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass
@@ -37,7 +32,7 @@ class Training:
     called: nn.Module
     """That, or the wrapper around it."""
     loss: Loss
-    after: Callable[[], object] = _nothing
+    after: Callable[[], object] = bool
     """Runs between backward and the optimizer's step."""
     no_sync: Scope = contextlib.nullcontext
     handle: Synchronizer | None = None
@@ -107,8 +102,8 @@ def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
     training.sync_every = contestant.sync_every
     parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
     training.optimizer = _optimizer(contestant.optimizer, parameters)
-    if training.handle is not None:
-        training.optimizer = divide(training.optimizer, training.handle, contestant.options.get("shard"))
+    if training.handle is not None and (options := contestant.options.get("shard")) is not None:
+        training.optimizer = training.handle.shard(training.optimizer, **options)
     return training
 
 

@@ -31,8 +31,8 @@ _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "stretto",
     "font.size": 9,
     "axes.spines.top": False,
+    "axes.spines.right": False,
 }
-_SETTINGS |= {"axes.spines.right": False}
 
 
 @contextmanager

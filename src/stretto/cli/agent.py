@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,10 +123,12 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """torch calls this again and again, and its own ends all ranks when it sees one that has failed."""
         pids = {worker.global_rank: worker.id for worker in worker_group.workers}
-        for _ in _until(time.monotonic() + PATIENCE):
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
             self.ends.look(pids)
             if not self.ends.cause_may_come:
                 break
+            time.sleep(LOOK_SECONDS)
         if self.ends.failed:
             self._wake_stopped(pids.values())
         result: RunResult = super()._monitor_workers(worker_group)
@@ -143,9 +145,3 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ChildProcessError):  # reaped: its pid may be another's by now
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and is_stopped(pid):
                     os.kill(pid, signal.SIGCONT)
-
-
-def _until(deadline: float) -> Iterator[None]:
-    while time.monotonic() < deadline:
-        yield
-        time.sleep(LOOK_SECONDS)

@@ -76,11 +76,8 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, str]:
     if importlib.util.find_spec("sklearn") and importlib.util.find_spec("numpy"):
         handwritten: Any = importlib.import_module("sklearn.datasets")
         images, labels = handwritten.load_digits(return_X_y=True)
-        return (
-            torch.from_numpy(images).float() / 16,
-            torch.from_numpy(labels).long(),
-            "scikit-learn's handwritten digits",
-        )
+        images, labels = torch.from_numpy(images).float() / 16, torch.from_numpy(labels).long()
+        return images, labels, "scikit-learn's handwritten digits"
     return *drawn_digits(_DRAWN), "drawn digits (scikit-learn, with handwritten ones, is not installed)"
 
 

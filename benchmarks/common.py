@@ -17,9 +17,10 @@ from rich.table import Table
 
 from stretto.bench import this_machine
 from stretto.bench.timing import Quartiles, interleave, steps_in, worst_rank
-from stretto.cli.console import CommandError, check_writable, show_cursor
+from stretto.cli.console import CommandError, check_writable
 from stretto.errors import StrettoError
 from stretto.quiet import quietly
+from stretto.terminal import show_cursor
 from stretto.testing import spawn_ranks
 
 __all__ = [

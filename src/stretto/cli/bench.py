@@ -10,7 +10,8 @@ import typer
 from ..bench import Comparison, Effort, compare
 from ..bench.compare import UNLIMITED
 from ..bench.plots import check, plot
-from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, show_cursor, write
+from ..terminal import show_cursor
+from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, write
 from .forms import MODEL
 from .link import parse_bandwidth
 from .ranks import check_room

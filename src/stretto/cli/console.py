@@ -18,24 +18,6 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import StrettoError
-from ..specs import columns as table
-from ..terminal import progress, show_cursor
-
-__all__ = [
-    "BAD_INPUT",
-    "FINE",
-    "WRONG",
-    "AsJson",
-    "CommandError",
-    "check_writable",
-    "note",
-    "progress",
-    "say",
-    "say_json",
-    "show_cursor",
-    "table",
-    "write",
-]
 
 FINE, WRONG, BAD_INPUT = 0, 1, 2
 """Exit codes: all is well; what was asked about has failed or is broken; the question was no good."""

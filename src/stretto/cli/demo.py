@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..cores import cores
 from ..report import ms, share
-from .console import FINE, WRONG, AsJson, CommandError, note, say, say_json, table
+from ..specs import columns
+from .console import FINE, WRONG, AsJson, CommandError, note, say, say_json
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -103,7 +104,7 @@ def _show(
         ("median time of a step", [ms(one.seconds_per_step) for one in (ddp, before, after)]),
     ):
         rows.append((name, *cells))
-    say(table(rows))
+    say(columns(rows))
     exposed = [f"{share(reports[way].breakdown.exposed, reports[way].breakdown.step)}" for way in ("before", "after")]
     words = "are the same numbers as" if same else "DIFFER from"
     say(f"\nAll {len(after.losses)} losses {words} those of torch DDP.")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..report import ms
-from ..specs import format_bytes
-from .console import FINE, WRONG, AsJson, CommandError, progress, say, say_json, table
+from ..specs import columns, format_bytes
+from ..terminal import progress
+from .console import FINE, WRONG, AsJson, CommandError, say, say_json
 
 if TYPE_CHECKING:
     from .launched import Launched
@@ -218,7 +219,7 @@ def _speed(findings: Findings) -> list[str]:
             spread = f"{_short(one.low)} - {_short(one.high)}"
             rate = f"{format_bytes(one.bytes_per_second)}/s" if one.nbytes > 4 else "-"
             rows.append((name, format_bytes(one.nbytes), _short(one.median), spread, rate))
-    return [*lines, "", table(rows)]
+    return [*lines, "", columns(rows)]
 
 
 def _short(seconds: float) -> str:

@@ -16,8 +16,9 @@ from ..options import names_of_sparse
 from ..plan import BucketPlan, plan_buckets
 from ..report import ms, share
 from ..sizing import PROBE_BYTES, AllReduceCost
-from ..specs import MIB, ParameterSpec, describe_parameters, format_bytes
-from .console import FINE, AsJson, CommandError, progress, say, say_json, table
+from ..specs import MIB, ParameterSpec, columns, describe_parameters, format_bytes
+from ..terminal import progress
+from .console import FINE, AsJson, CommandError, say, say_json
 from .forms import MODEL
 from .link import Link, parse_bandwidth, parse_latency
 
@@ -108,7 +109,7 @@ def _costs(made: BucketPlan, link: Link, words: str) -> str:
         end += "\nBackward can hide nothing of it: the only bucket leaves when backward has ended."
     else:
         end += f"\nBackward can hide all but the last bucket's {ms(link.all_reduce(sizes[-1]))}."
-    return f"{head}\n{table(rows, left=())}\n{end}"
+    return f"{head}\n{columns(rows, left=())}\n{end}"
 
 
 def _caps(cap_mb: float) -> list[float]:
@@ -122,9 +123,8 @@ def _other_caps(specs: Sequence[ParameterSpec], link: Link, cap_mb: float) -> st
         number = len(sizes)
         times = (number * link.waiting(), link.all_reduces(sizes), link.all_reduce(sizes[-1]))
         rows.append((f"{cap:g}", str(number), *map(ms, times)))
-    return "Small buckets leave earlier and pay latency more often; the last one is never hidden:\n" + table(
-        rows, left=()
-    )
+    head = "Small buckets leave earlier and pay latency more often; the last one is never hidden:"
+    return f"{head}\n{columns(rows, left=())}"
 
 
 def _as_value(made: BucketPlan, link: Link, specs: Sequence[ParameterSpec], cap_mb: float) -> dict[str, Any]:

@@ -12,15 +12,15 @@ import typer
 from ..analysis import reports_from
 from ..chrome import write_chrome
 from ..page import to_html
-from ..plots import save_picture
+from ..plots import FORMATS, save_picture
 from ..sketch import sketch
+from ..terminal import progress
 from ..timeline import Timeline, timeline_of
 from ..trace import RankTrace, TraceError, WhichPasses, files_of, read_trace
-from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, progress, say, say_json, write
+from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, write
 
 WIDTH = 100
 """Of the picture in the terminal, at most: a line that wraps cannot be read as a bar."""
-PICTURES = (".png", ".svg")
 MOST_DRAWN = 3
 """Passes in a picture; of more, the typical one is drawn."""
 
@@ -127,7 +127,7 @@ def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
     for kind, path in asked.items():
         if places.count(path.resolve()) > 1:
             raise CommandError(f"{path} is asked for twice: give each picture a file of its own")
-        if kind == "picture" and path.suffix.lower() not in PICTURES:
+        if kind == "picture" and path.suffix.lower() not in FORMATS:
             raise CommandError(f"{path}: a picture ends in .png or .svg")
         if path.resolve() in recorded:
             raise CommandError(f"{path} is part of the trace: write to another file")

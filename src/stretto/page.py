@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import importlib.resources
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -37,18 +38,13 @@ def to_html(timeline: Timeline, passes: Collection[int] | None = None) -> str:
     """
     shown = timeline.only(passes)
     filled = {
-        "@HEADLINE@": html.escape(shown.headline()),
-        "@ABOUT@": html.escape(about(shown)),
-        "@NOTES@": "".join(f"<p>{html.escape(note)}</p>" for note in shown.notes()),
-        "@TIMELINE@": _json(_timeline(shown)),
+        "HEADLINE": html.escape(shown.headline()),
+        "ABOUT": html.escape(about(shown)),
+        "NOTES": "".join(f"<p>{html.escape(note)}</p>" for note in shown.notes()),
+        "TIMELINE": _json(_timeline(shown)),
     }
     page = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    before, rest = page.split("@HEADLINE@")
-    pieces = [before, filled["@HEADLINE@"]]
-    for place in ("@ABOUT@", "@NOTES@", "@TIMELINE@"):  # one after the other: what is filled in is not searched
-        before, rest = rest.split(place)
-        pieces += [before, filled[place]]
-    return "".join([*pieces, rest])
+    return re.sub("@([A-Z]+)@", lambda place: filled[place[1]], page)  # at once: what is filled in is not searched
 
 
 def _json(value: Any) -> str:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from .testing import RecordingTransport, read_results, run_rank
@@ -60,9 +59,8 @@ class SeparateHosts(RecordingTransport):
         return [self._seen_from_here(rank, one) for rank, one in enumerate(gathered)]
 
     def _seen_from_here(self, rank: int, value: Any) -> Any:
-        if not isinstance(value, Offer) or value.address is None:
-            return value
-        if self._host_of[rank] == self._host_of[self.rank]:
+        here = self._host_of[rank] == self._host_of[self.rank]
+        if here or not isinstance(value, Offer) or value.address is None:
             return value
         return replace(value, address=replace(value.address, pid=_NOBODY))
 
@@ -101,9 +99,7 @@ class EmulatedHosts:
     def __enter__(self) -> EmulatedHosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Making

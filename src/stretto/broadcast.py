@@ -37,7 +37,7 @@ class CoalescedMessages:
     @property
     def nbytes(self) -> int:
         """Bytes sent, all messages together."""
-        return sum(message.flat.numel() * message.flat.element_size() for message in self.messages)
+        return sum(message.flat.nbytes for message in self.messages)
 
     def add(self, others: CoalescedMessages) -> None:
         """Finish those together with these."""

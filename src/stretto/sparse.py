@@ -235,7 +235,7 @@ class SparseGradients:
             if any(dense for _, dense, _ in facts):
                 flat = _whole(member, own).reshape(-1)
                 self._dense.append((member, flat, self._transport.all_reduce(flat)))
-                self.total_bytes += flat.numel() * flat.element_size()
+                self.total_bytes += flat.nbytes
                 continue
             by_rank = [own if r == rank else member.nothing(entries) for r, (entries, _, _) in enumerate(facts)]
             self._by_row.append((member, by_rank))
@@ -243,7 +243,7 @@ class SparseGradients:
                 tensors += [share.rows, share.values]
         for root, tensors in enumerate(to_send):
             self._messages.add(start_broadcast(tensors, self._transport, root=root))
-        self.total_bytes += sum(tensor.numel() * tensor.element_size() for tensor in to_send[rank])
+        self.total_bytes += sum(tensor.nbytes for tensor in to_send[rank])
 
     def exchange_given_up(self) -> None:
         """This rank's backward failed: say so in place of the counts, and all ranks send nothing more."""

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -129,8 +130,7 @@ def run_rank(worker: Callable[..., Any], rank: int, world_size: int, folder: str
         time.sleep(LETTING_GO_SECONDS)  # a hook may keep the group, whose threads abort an interpreter that ends
         dist.destroy_process_group()
     except BaseException:
-        with open(f"{folder}/failure{rank}", "w") as file:
-            file.write(traceback.format_exc())
+        Path(folder, f"failure{rank}").write_text(traceback.format_exc())
         raise
 
 
@@ -147,7 +147,8 @@ def read_results(folder: str, exit_codes: Sequence[int | None], late: Sequence[i
         RuntimeError: a rank failed; with the traceback of each that did.
         TimeoutError: some did not end.
     """
-    told = [_read_failure(folder, rank) for rank in range(len(exit_codes))]
+    paths = [Path(folder, f"failure{rank}") for rank in range(len(exit_codes))]
+    told = [path.read_text() if path.exists() else "" for path in paths]
     if any(told):
         raise RuntimeError("\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(told) if text))
     if late:
@@ -156,14 +157,6 @@ def read_results(folder: str, exit_codes: Sequence[int | None], late: Sequence[i
     if died:
         raise RuntimeError(f"ranks died without a traceback, exit codes by rank: {died}")
     return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(len(exit_codes))]
-
-
-def _read_failure(folder: str, rank: int) -> str:
-    path = f"{folder}/failure{rank}"
-    if not os.path.exists(path):
-        return ""
-    with open(path) as file:
-        return file.read()
 
 
 class RecordingTransport:
@@ -202,12 +195,12 @@ class RecordingTransport:
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Recorded."""
-        self.calls.append(("all_reduce", tensor.numel() * tensor.element_size()))
+        self.calls.append(("all_reduce", tensor.nbytes))
         return self.inner.all_reduce(tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Recorded."""
-        self.calls.append(("broadcast", tensor.numel() * tensor.element_size()))
+        self.calls.append(("broadcast", tensor.nbytes))
         return self.inner.broadcast(tensor, root)
 
     def all_gather_object(self, value: Any) -> list[Any]:

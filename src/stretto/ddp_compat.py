@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -175,11 +176,9 @@ class TorchSurface(TorchDDP):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """torch's C++ hooks have twins in Python, which compute the same."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # with it comes numpy
-
         kinds: dict[Any, Hook] = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,  # type: ignore[attr-defined]
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
+            dist.BuiltinCommHookType.ALLREDUCE: allreduce_hook,  # type: ignore[attr-defined]
+            dist.BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,  # type: ignore[attr-defined]
         }
         self.register_comm_hook(self.process_group, kinds[comm_hook_type])
         self.logger.comm_hook = str(comm_hook_type)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -36,11 +36,6 @@ class Span:
 
     begin: int
     end: int
-
-    @property
-    def seconds(self) -> float:
-        """How long."""
-        return (self.end - self.begin) * NANO
 
     def by(self, clock: Clockwise) -> Span:
         """The same by another clock."""
@@ -99,7 +94,7 @@ class PassRecord:
     """Steps of optimizers that hold parameters of the module."""
     gradients: tuple[tuple[str, int], ...] = ()
     """Names as their gradients came, and when; empty if single gradients were not recorded."""
-    launches: tuple[Launch, ...] = field(default=())
+    launches: tuple[Launch, ...] = ()
     """In launch order. Buckets that no rank used are not there."""
     buffers: int | None = None
     """When the module's buffers were put under way."""

@@ -234,8 +234,7 @@ class _File:
         if self._bad:
             shown = ", ".join(map(str, sorted(self._bad)[:_SHOWN]))
             more = f" and {len(self._bad) - _SHOWN} more" if len(self._bad) > _SHOWN else ""
-            what = "line" if len(self._bad) == 1 else "lines"
-            verb = "is" if len(self._bad) == 1 else "are"
+            what, verb = ("line", "is") if len(self._bad) == 1 else ("lines", "are")
             problems.append(f"{self._path}: {what} {shown}{more} {verb} no part of a trace: left out")
         return replace(header, plans=self._plans, passes=passes, end=self._end, later=self._later)
 
@@ -281,12 +280,10 @@ class _File:
             number, line = self._passes.popleft()
             try:
                 record = PassRecord.from_dict(json.loads(line)["pass"])
-                fits = self._fits(record)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                fits = False
-            if fits:
+                if not self._fits(record):
+                    raise ValueError(record.plan)
                 records.append(record)
-            else:
+            except (KeyError, TypeError, ValueError, AttributeError):
                 self._bad.append(number)
         return tuple(records)
 

@@ -129,7 +129,8 @@ def attach(
     """
 
     def options() -> Options:
-        _refuse_others(others)
+        if strange := [type(one).__name__ for one in others if not isinstance(one, Synchronizer)]:
+            raise SetupError(f"attach: beside= takes handles, as returned by attach(), not {strange[0]}")
         return Options(
             bucket_cap_mb=bucket_cap_mb,
             last_bucket_cap_mb=last_bucket_cap_mb,
@@ -245,11 +246,6 @@ def _refuse_kinds(module: object, transport: object) -> None:
         raise SetupError(f"attach: the first argument must be a torch.nn.Module, not {type(module).__name__}")
     if not isinstance(transport, str) and not hasattr(transport, "all_reduce"):
         refuse_unknown_name(transport, "attach")
-
-
-def _refuse_others(beside: Iterable[object]) -> None:
-    if strange := [type(one).__name__ for one in beside if not isinstance(one, Synchronizer)]:
-        raise SetupError(f"attach: beside= takes handles, as returned by attach(), not {strange[0]}")
 
 
 def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:

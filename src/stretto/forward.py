@@ -81,7 +81,7 @@ class ForwardWatch:
 
     @compiled_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = None if self._module is None else self._module()  # as _found(): this runs in every step
+        module = None if self._module is None else self._module()
         assert module is not None, "it is being called"
         call, passes = self._compiled or module._call_impl, self._passes()
         learns = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -107,12 +107,9 @@ class ForwardWatch:
             events.emit(events.forward_ended, queue.pass_number + 1)
         return result
 
-    def _found(self) -> torch.nn.Module | None:
-        return None if self._module is None else self._module()
-
     def remove(self) -> None:
         """Clear the slot. Harmless twice."""
-        module = self._found()
+        module = None if self._module is None else self._module()
         if module is not None and module.__dict__.get("_compiled_call_impl") is self:
             module.__dict__["_compiled_call_impl"] = self._compiled
 

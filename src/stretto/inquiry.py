@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 
 from .blame import apart, crosses, elsewhere
@@ -54,19 +54,14 @@ class Inquiry:
         Raises:
             PeerError: what is awaited will never come.
         """
-        for note in self._failed_in_forward(notes):
-            log.warning("%s: this rank waits, since forward has failed on another.\n  %s", where, note)
+        for note in notes:
+            failed = note.phase == "forward" and not note.leaves and note.number == self._seat.passes
+            if failed and str(note) not in self._quoted:  # that rank may go on, or end
+                self._quoted.add(str(note))
+                log.warning("%s: this rank waits, since forward has failed on another.\n  %s", where, note)
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, self._rank, channel, told)
             log.warning("%s: %s.", where, places(self._rank, channel, told, waited))
-
-    def _failed_in_forward(self, notes: Iterable[Note]) -> Iterator[Note]:
-        """What awaited ranks tell of a forward of this pass that failed there, once. They may go on, or end."""
-        for note in notes:
-            if note.phase == "forward" and not note.leaves and note.number == self._seat.passes:
-                if str(note) not in self._quoted:
-                    yield note
-                self._quoted.add(str(note))
 
     def _ask(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
         """Or look for answers; those that there are, once, when all are there or should be."""

@@ -5,7 +5,7 @@ Each function is collective, and every rank calls it with the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from .launch import LaunchQueue
 from .scaling import Scaling
 from .slots import hand_out
 from .sparse import SparseGradients
-from .transport.base import Work
 
 WHAT = "what the old buckets did not carry"
 
@@ -140,12 +139,11 @@ class LooseRows:
         factor: torch.Tensor | float | None,
         beside: Sequence[str] = (),
     ) -> dict[str, torch.Tensor]:
-        wait: Callable[[Work, str], object] = self._queue.wait_for
         rows = SparseGradients(self._parameters, self._queue.transport, scaling, self._dtypes)
         rows.claim(names)
         if self._queue.preset is not None:
             rows.before = lambda parameter: self._before.get(id(parameter))
-        rows.exchange(rows.prepare(weight, only={*names, *beside}), wait)
-        found = rows.results(factor, wait)
+        rows.exchange(rows.prepare(weight, only={*names, *beside}), self._queue.wait_for)
+        found = rows.results(factor, self._queue.wait_for)
         rows.remove()
         return found

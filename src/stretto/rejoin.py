@@ -88,7 +88,6 @@ class Rejoin:
         self._queue = queue
         self._tracker = tracker
         self._rows = rows
-        self._events = queue.events
         self._changes = Changes(members, queue, rows)
         self._arrived: set[str] = set()
         """Names of planned ones that have got a gradient in the pass in which a change was noticed."""
@@ -346,5 +345,5 @@ class Rejoin:
         if queue.transport.rank == 0:
             log.info("%s: the plan follows the module: %s", queue.where, words)
             warn_of_unseen(queue.where, unseen)
-        if self._events.plan_changed:
-            self._events.emit(self._events.plan_changed, queue.pass_number, plan)
+        if queue.events.plan_changed:
+            queue.events.emit(queue.events.plan_changed, queue.pass_number, plan)

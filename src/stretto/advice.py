@@ -92,9 +92,7 @@ def _too_much(report: Report) -> Said:
     exposed = mine.exposed - _waiting(report)
     if report.straggler is not None or not mine.backward or mine.hidden + exposed <= TOO_MUCH * mine.backward:
         return None
-    fewer = "less, by register_comm_hook(None, bf16_compress_hook), or "
-    if report.transport == IN_MEMORY:
-        fewer = ""
+    fewer = "" if report.transport == IN_MEMORY else "less, by register_comm_hook(None, bf16_compress_hook), or "
     return (
         exposed,
         f"Communication is {(mine.hidden + exposed) / mine.backward:.1f}x backward: overlap cannot hide it. Send "

@@ -91,18 +91,16 @@ class Kinds:
                 [*map(_nbytes, gradients)] == self._nbytes
                 and [*map(_dtype, gradients)] == self._dtypes
                 and (not self._devices or [*map(_device, gradients)] == self._devices)
-                and (not self._broadcast or self._same_shapes(gradients, self._broadcast))
+                and (not self._broadcast or self.same_shapes(gradients, self._broadcast))
             )
         except AttributeError:  # of None
             raise MisfitError from None
         if not fit:
             raise MisfitError
 
-    def same_shapes(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Asked where a copy has failed."""
-        return self._same_shapes(gradients, range(len(self._slots)))
-
-    def _same_shapes(self, gradients: Sequence[Any], places: Iterable[int]) -> bool:
+    def same_shapes(self, gradients: Sequence[Any], places: Iterable[int] | None = None) -> bool:
+        """At these places, or where a copy has failed at all."""
+        places = range(len(self._slots)) if places is None else places
         return all(gradients[place].shape == self._slots[place].shape for place in places)
 
 

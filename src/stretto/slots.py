@@ -91,10 +91,8 @@ class Slots:
         numel = self._offsets[-1]
         if self._wire is not None:
             return Memory(torch.zeros(numel, dtype=self.dtype, device=self._device))
-        flat = self._allocate(
-            numel + sum(self._tail), self.dtype, self._device
-        ).data  # autograd's views would hold their base
-        return Memory(flat)
+        # Autograd's views would hold their base.
+        return Memory(self._allocate(numel + sum(self._tail), self.dtype, self._device).data)
 
     def _cut(self) -> list[torch.Tensor]:
         """Everything that lies in the memory now, in a fixed order."""

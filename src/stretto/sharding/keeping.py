@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 
 from .inner import Inner
-from .kinds import Kind, first_states, groups_of
+from .kinds import Kind, groups_of, states_after_steps
 from .layout import Layout
 from .ownership import Piece
 from .state import Held, Kept, State, by_element
@@ -56,11 +56,9 @@ class Keeping:
             parts = held.get(index) or [Held(piece.first, piece.numel, {}, {}) for piece in pieces]
             found.append(Kept(one, spec.shape, spec.strides, _joined(parts), is_new=index not in held))
         by_piece = {id(one.parameter) for one in found} if self.kind is Kind.ELEMENTWISE else set[int]()
-        found += [one for one in map(self._apart, apart) if not one.is_new or one.parameter.requires_grad]
+        others = [kept_whole(one, self.inner.state.get(one)) for one in apart]
+        found += [one for one in others if not one.is_new or one.parameter.requires_grad]
         return with_first_states(self.optimizer, found, by_piece)
-
-    def _apart(self, parameter: torch.nn.Parameter) -> Kept:
-        return kept_whole(parameter, self.inner.state.get(parameter))
 
 
 def _joined(parts: Sequence[Held]) -> Held:
@@ -91,7 +89,7 @@ def with_first_states(
         one.parameter.detach().new_empty(one.held.numel) if id(one.parameter) in by_piece else one.parameter.detach()
         for one in new
     ]
-    states = iter(first_states(optimizer, like, [group_of[id(one.parameter)] for one in new]))
+    states = iter(states_after_steps(optimizer, like, [group_of[id(one.parameter)] for one in new]))
     complete = []
     for one in found:
         if one.is_new:

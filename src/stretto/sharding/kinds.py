@@ -167,29 +167,25 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
 
 
-def first_states(
-    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], groups: Sequence[int]
+def states_after_steps(
+    optimizer: torch.optim.Optimizer,
+    tensors: Sequence[torch.Tensor],
+    groups: Sequence[int],
+    states: Sequence[dict[str, Any]] = (),
+    *,
+    sparse: bool = False,
+    steps: int = 1,
 ) -> list[dict[str, Any]]:
-    """What such an optimizer keeps for tensors after a first step with zeros: which keys, of which shapes and dtypes.
+    """What such an optimizer keeps for tensors after steps with zeros: which keys, of which shapes and dtypes.
 
     Args:
         optimizer: with its groups; nothing of it is stepped.
         tensors: of their shapes and dtypes; their values are not looked at.
         groups: the parameter group of each.
+        states: from which it goes on, one for each, which may be written to; default, none.
+        sparse: whether gradients come by rows.
+        steps: how many.
     """
-    return states_after_steps(optimizer, tensors, groups, [{}] * len(tensors))
-
-
-def states_after_steps(
-    optimizer: torch.optim.Optimizer,
-    tensors: Sequence[torch.Tensor],
-    groups: Sequence[int],
-    states: Sequence[dict[str, Any]],
-    *,
-    sparse: bool = False,
-    steps: int = 1,
-) -> list[dict[str, Any]]:
-    """The same after later steps, of these states, which may be written to; ``sparse``: with gradients by rows."""
     parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
     for one in parameters:
         one.grad = torch.zeros_like(one).to_sparse(1) if sparse else torch.zeros_like(one)
@@ -197,7 +193,7 @@ def states_after_steps(
     for one, group in zip(parameters, groups, strict=True):
         divided[group]["params"].append(one)
     like = build_like(optimizer, divided)
-    like.state.update({one: state for one, state in zip(parameters, states, strict=True) if state})
+    like.state.update({one: state for one, state in zip(parameters, states, strict=bool(states)) if state})
     if parameters:
         with torch.random.fork_rng(devices=[]):
             for _ in range(steps):
@@ -218,8 +214,7 @@ def keys_by_element(
         return {}
     group_of = groups_of(optimizer)
     like = [one.detach().new_empty(2) for one in parameters]
-    groups, fresh = [group_of[id(one)] for one in parameters], [dict[str, Any]() for _ in parameters]
-    states = states_after_steps(optimizer, like, groups, fresh, steps=_STEPS)
+    states = states_after_steps(optimizer, like, [group_of[id(one)] for one in parameters], steps=_STEPS)
     return {
         one: {key for key, value in state.items() if torch.is_tensor(value) and value.shape == (2,)}
         for one, state in zip(parameters, states, strict=True)

@@ -27,7 +27,7 @@ from ..slots import which_lie_in
 from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from .ownership import Piece
-from .state import laid_flat
+from .state import laid_flat, shaped
 
 _ALIGNMENT = 128
 log = logging.getLogger("stretto")
@@ -101,8 +101,7 @@ class Layout:
     def _view(self, index: int) -> torch.Tensor:
         spec = self.plan.parameters[index]
         number, start = self._places[index]
-        flat = self.flat(number, start, start + spec.numel, index)
-        return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
+        return shaped(self.flat(number, start, start + spec.numel, index), spec)
 
     def flat(self, bucket: int, start: int, stop: int, index: int) -> torch.Tensor:
         """Elements of a bucket from ``start`` on, the first of them of the parameter ``index``."""

@@ -47,11 +47,6 @@ class Met(NamedTuple):
 ALIKE = Met(alike=True, idle=0)
 
 
-def _unknown() -> bool:
-    """What a process group carries may have begun."""
-    return False
-
-
 class Meetings:
     """Those of one optimizer.
 
@@ -109,7 +104,7 @@ class Meetings:
             self._peers.wait_for(work, "the optimizer's step")
         except BaseException as error:
             self.fail(error)
-            if work is None or not getattr(work, "will_never_begin", _unknown)():
+            if work is None or not getattr(work, "will_never_begin", bool)():  # what a group carries may have begun
                 self.spoil(error, parameters)
             raise
         others, total = self._said

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..report import Footprint, Report
 from ..specs import format_bytes
 from .layout import Layout
+
+if TYPE_CHECKING:
+    from .optimizer import ShardedOptimizer
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
@@ -37,17 +40,7 @@ def footprint_of(
     return held, Footprint(dense + whole, dense, of_every_rank)
 
 
-class Holder(Protocol):
-    """An optimizer that may have shares."""
-
-    def footprint(self) -> tuple[Footprint, Footprint] | None:
-        """What this rank holds, and would without shares but for the state of others; None if it has no share."""
-
-    def describe_gradients(self) -> str:
-        """How they arrive; empty if whole, as asked."""
-
-
-def with_memory(report: Report, holders: Sequence[Holder], gather: Callable[[Any], list[Any]]) -> Report:
+def with_memory(report: Report, holders: Sequence[ShardedOptimizer], gather: Callable[[Any], list[Any]]) -> Report:
     """The report with what each rank would hold, and what each does. Collective, if an optimizer has shares.
 
     Args:

@@ -33,11 +33,10 @@ def misfit(keeping: Keeping, states: Mapping[torch.Tensor, State]) -> Exception 
         if not whole:
             _try_one_element_each(optimizer, given, states)
         apart = groups.keys() - {id(one) for one in keeping.layout.parameters.values()}  # stepped by every rank
-        others = [("a parameter", one) for one in states if id(one) in apart and states[one]]
         for name, one in given.items() if whole else ():
             _try(optimizer, groups[id(one)], one, states[one], name)
-        for name, other in others:
-            _try_either_way(optimizer, groups[id(other)], other, states[other], name)
+        for other in (one for one in states if id(one) in apart and states[one]):
+            _try_either_way(optimizer, groups[id(other)], other, states[other], "a parameter")
     except Exception as error:  # whatever it is: the other ranks are to hear of it
         return error
     return None

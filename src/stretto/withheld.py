@@ -46,11 +46,7 @@ class Withheld(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse((*args, *(kwargs or {}).values()))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        _refuse((*args, *(kwargs or {}).values()))
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
 
 def _refuse(values: Sequence[Any]) -> NoReturn:

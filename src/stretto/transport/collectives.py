@@ -149,13 +149,11 @@ class Collectives:
         nbytes = max(STAGED_BYTES // len(tensors), 64)
         parts = zip(_pieces(result, nbytes), *(_pieces(tensor, nbytes) for tensor in tensors), strict=True)
         place = self._host.place
-        self._run(
-            (
-                Reduction(self._host, self._staging, strips, place * into.numel(), into, operation, "rs ")
-                for into, *strips in parts
-            ),
-            timeout,
+        pieces = (
+            Reduction(self._host, self._staging, strips, place * into.numel(), into, operation, "rs ")
+            for into, *strips in parts
         )
+        self._run(pieces, timeout)
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Return when all ranks have called."""

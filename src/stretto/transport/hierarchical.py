@@ -75,11 +75,9 @@ class HierarchicalTransport(HostMemoryTransport):
     def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
         if tensor.numel() and self.host.page.arena.locate(tensor) is not None:
             return self._post([Sum(self._team, tensor, numel)])
-        pieces, step = torch.split(tensor, PIECE_BYTES // tensor.itemsize), PIECE_BYTES // tensor.itemsize
-        starts = range(0, len(pieces) * step, step)
-        return self._post(
-            [Sum(self._team, piece, numel - start, staged=True) for piece, start in zip(pieces, starts, strict=True)]
-        )
+        step = PIECE_BYTES // tensor.itemsize
+        pieces = enumerate(torch.split(tensor, step))
+        return self._post([Sum(self._team, piece, numel - n * step, staged=True) for n, piece in pieces])
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """The mean of this rank's share of the first ``numel`` elements, the sum of what follows; the rest is lost."""
@@ -99,9 +97,8 @@ class HierarchicalTransport(HostMemoryTransport):
         """Each slice leaves the root's host by its owner there."""
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, root)
-        return self._post(
-            [CopyAcross(self._team, part, root) for part in torch.split(tensor.view(torch.uint8), PIECE_BYTES)]
-        )
+        parts = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
+        return self._post([CopyAcross(self._team, part, root) for part in parts])
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
         """Of the groups that this stands on, those that have something under way are not freed any more."""

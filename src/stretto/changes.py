@@ -89,16 +89,13 @@ class Changes:
             "removed": [name for name in before if name not in everything],
             "added frozen": sorted(members.strangers()),
         }
-        kinds = self._kinds_before()
+        planned = {spec.name: (spec.shape, spec.dtype) for spec in self._queue.plan.parameters}
+        kinds = planned | self._rows.kinds()
         for name, parameter in now.items():
             if name not in outside and name in kinds:
                 told.setdefault(_difference(parameter, *kinds[name]), []).append(name)
         told.pop("", None)
         return told
-
-    def _kinds_before(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        planned = {spec.name: (spec.shape, spec.dtype) for spec in self._queue.plan.parameters}
-        return planned | self._rows.kinds()
 
 
 def _difference(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -155,9 +155,8 @@ def _computed(rank: int, compute: int, one: RankPass) -> Iterator[Event]:
         if part:
             yield _span(part, part, inside[0].begin, inside[-1].end, rank, compute, {})
         for piece in inside:
-            yield _span(_label(piece), piece.kind, piece.begin, piece.end, rank, compute, {}) | {
-                "cname": COLOURS[piece.kind]
-            }
+            span = _span(_label(piece), piece.kind, piece.begin, piece.end, rank, compute, {})
+            yield span | {"cname": COLOURS[piece.kind]}
 
 
 def _part(piece: Piece) -> str:

@@ -37,8 +37,7 @@ def sketch(timeline: Timeline, width: int = 72, passes: Collection[int] | None =
 
         print(sketch(timeline_of(read_trace("trace"))))
     """
-    chosen = passes if passes is None else sorted(passes)[:1]
-    shown = timeline.only(chosen)
+    shown = timeline.only(passes if passes is None else sorted(passes)[:1])
     drawn = [rank for rank in shown.ranks if rank.passes]
     if not drawn:
         return "\n".join([shown.headline(), *shown.notes()])

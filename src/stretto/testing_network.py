@@ -108,7 +108,7 @@ class EmulatedHosts:
         command = ["unshare", "--net", "--pid", "--mount", "--mount-proc", "--fork", "sh", "-c", "echo; exec cat"]
         if os.geteuid() != 0:  # root inside a user namespace, which both hosts share
             owner = ["unshare", "--user", "--map-root-user"]
-            command = (self._enter(0, "--user", "--preserve-credentials") if number else owner) + command
+            command = (self._enter(0) if number else owner) + command
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
         self._processes.append(process)
@@ -117,7 +117,8 @@ class EmulatedHosts:
         self._inside.append(_innermost(process.pid))
 
     def _enter(self, host: int, *namespaces: str) -> list[str]:
-        return ["nsenter", "--target", str(self._inside[host]), *namespaces]
+        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+        return ["nsenter", "--target", str(self._inside[host]), *namespaces, *user]
 
     def _plug_in(self) -> None:
         self._on(0, "ip", "link", "add", INTERFACE, "type", "veth", "peer", INTERFACE, "netns", str(self._inside[1]))
@@ -129,8 +130,7 @@ class EmulatedHosts:
 
     def _on(self, host: int, *command: str) -> None:
         """Run a command in the network of a host, and elsewhere as if outside."""
-        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-        done = subprocess.run([*self._enter(host, "--net", *user), *command], capture_output=True, text=True)
+        done = subprocess.run([*self._enter(host, "--net"), *command], capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"emulated host {host}: {' '.join(command)}: {done.stderr.strip()}")
 
@@ -154,8 +154,7 @@ class EmulatedHosts:
 
     def command(self, host: int, *command: str) -> list[str]:
         """The command that runs this one on a host."""
-        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-        return [*self._enter(host, "--net", "--pid", "--mount", *user), *command]
+        return [*self._enter(host, "--net", "--pid", "--mount"), *command]
 
     def spawn_ranks(self, worker: Callable[..., T], sizes: Sequence[int], *args: Any, timeout: float = 90.0) -> list[T]:
         """Run ``worker(rank, *args)`` on so many ranks of each host, with a Gloo group over the cable, in this folder.

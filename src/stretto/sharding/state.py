@@ -42,11 +42,6 @@ class Kept(NamedTuple):
         return self.held.flat | self.held.rest
 
 
-class _Header(NamedTuple):
-    dtypes: dict[str, torch.dtype]
-    rest: State
-
-
 def whole_states(
     held: Mapping[int, Sequence[Held]],
     specs: Mapping[int, ParameterSpec],
@@ -63,9 +58,9 @@ def whole_states(
         gather: the values of all ranks, for the rest.
         wait_for: waits for a collective, named by a noun.
     """
-    told: dict[int, _Header] = {}
+    told: dict[int, tuple[dict[str, torch.dtype], State]] = {}
     mine = {
-        index: _Header({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
+        index: ({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
         for index, parts in held.items()
     }
     for theirs in gather(mine):

@@ -21,6 +21,8 @@ ADVICE = (
     "that only some ranks do."
 )
 SAME_MODEL = "hold the same model"
+_MOST = 12
+"""Lines of a difference that are shown."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +90,10 @@ def agree(
         return
     tables: list[Statement] = gather(statement)
     facts = [table.facts for table in tables]
-    raise ModelMismatchError(difference(facts, occasion=occasion, advice=advice, wanted=wanted))
+    raise ModelMismatchError(difference(facts, occasion, advice, wanted))
 
 
-def difference(
-    tables: list[tuple[tuple[str, str], ...]],
-    most: int = 12,
-    *,
-    occasion: str = "attach",
-    advice: str = ADVICE,
-    wanted: str = SAME_MODEL,
-) -> str:
+def difference(tables: list[tuple[tuple[str, str], ...]], occasion: str, advice: str, wanted: str) -> str:
     """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
     by_rank = [dict(table) for table in tables]
     names = list(dict.fromkeys(name for table in tables for name, _ in table))
@@ -113,8 +108,8 @@ def difference(
     ignored = any(line.startswith("  option ignore:") for line in lines)  # then tensors are missing too
     if wanted == SAME_MODEL and (ignored or all(line.startswith("  option ") and _asked(line) for line in lines)):
         wanted, advice = "ask for the same", "Give the same arguments to attach, or to the drop-in, on every rank."
-    if len(lines) > most:
-        lines[most:] = [f"  (+{len(lines) - most} more)"]
+    if len(lines) > _MOST:
+        lines[_MOST:] = [f"  (+{len(lines) - _MOST} more)"]
     return f"{occasion}: the {len(tables)} ranks do not {wanted}.\n" + "\n".join(lines) + "\n" + advice
 
 

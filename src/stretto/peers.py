@@ -259,10 +259,10 @@ class Peers:
                 self.tell_failed("waiting", error)
             raise
 
-    def wait_for(self, work: Work, what: str, patience: float | None = None) -> None:
+    def wait_for(self, work: Work, what: str) -> None:
         """The same for ``what``, a noun; raises ``CommunicationError``, which says who did not come."""
         try:
-            self.wait(work, patience)
+            self.wait(work)
         except RuntimeError as error:
             self.fail(f"{what} could not be reduced", error, blame.EXPECTED.get(what))
 

@@ -194,8 +194,7 @@ def _clocks_shared(found: list[RankTrace]) -> list[RankTrace]:
 def _newest(found: list[RankTrace], number: int | None) -> list[RankTrace]:
     if number is None:
         return found
-    numbers = sorted({record.number for one in found for record in one.passes})[-number:]
-    wanted = {*numbers}
+    wanted = {*sorted({record.number for one in found for record in one.passes})[-number:]}
     return [replace(one, passes=tuple(p for p in one.passes if p.number in wanted)) for one in found]
 
 

@@ -1,4 +1,4 @@
-"""How the commands speak: errors of one line, tables, JSON, progress bars, files that are never half written.
+"""How the commands speak: errors of one line, JSON, files that are never half written.
 
 Results go to stdout, everything else to stderr. With ``--json`` stdout holds one JSON value and nothing else, of an
 error, too.

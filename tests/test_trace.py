@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -432,6 +433,11 @@ def test_the_files_of_the_run_that_has_most_are_kept(tmp_path: Path) -> None:
     assert [one.rank for one in reports_from(traces)] == [1, 2]
     assert timeline_of(traces).notes()[0] == "of ranks [0] there is no trace"
     assert all(transfer.joined is None for one in timeline_of(traces).passes for transfer in one.transfers)
+
+
+def test_a_rank_has_one_file(written: Path) -> None:
+    shutil.copy(written / "rank1.jsonl", written / "rank01.jsonl")
+    assert [one.rank for one in read_trace(written)] == [0, 1]
 
 
 def test_where_nothing_can_be_shown_the_folder_is_refused(written: Path) -> None:

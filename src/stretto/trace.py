@@ -33,7 +33,7 @@ from .plan import BucketPlan
 from .record import PassRecord, is_whole
 
 VERSION = 1
-_FILE = re.compile(r"rank(\d+)\.jsonl")
+_FILE = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
 _NUMBER = re.compile(rb'{"pass":{"number":(\d+),')
 """How the line of a pass begins: it need not be understood whole to know which it is."""
 _MOST_RANKS = 2**20

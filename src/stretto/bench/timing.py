@@ -47,7 +47,7 @@ class Effort:
     rounds: int = 30
     """At most; in each all contestants run once."""
     seconds: float = 30.0
-    """Fewer rounds are run, but never fewer than five, if they would take longer."""
+    """Fewer rounds are run, but never fewer than five, if they would take longer: as those of warm-up tell."""
     block: float = 0.05
     """Seconds: a contestant trains so many steps at a time, since ranks that start together are not what training
     looks like."""
@@ -77,7 +77,7 @@ def interleave(
         rounds: so often, or fewer if they would take more than ``seconds``.
         warm_up: rounds before these.
         title: beside the progress bar.
-        seconds: for all rounds but those of warm-up.
+        seconds: for all rounds but those of warm-up, which tell what one takes: without any, all are run.
         watched: whether rank 0 draws a bar.
     """
     shuffle = random.Random(0)

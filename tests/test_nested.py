@@ -271,6 +271,26 @@ def test_a_detach_that_is_refused_leaves_sharded_optimizers_as_they_are() -> Non
     assert run_ranks(worker, 2, timeout=20) == [[False, True]] * 2
 
 
+@pytest.mark.parametrize(
+    ("inner", "outer", "wanted"), [("none", "rank0", 0.0), ("rank0", "none", 0.0), ("mean", "rank0", 0.5)]
+)
+def test_buffers_of_a_part_follow_its_own_handle_unless_that_leaves_them(inner: str, outer: str, wanted: float) -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1)
+            self.register_buffer("seen", torch.zeros(1))
+
+    def worker(transport):
+        model = nn.Sequential(Counting(), nn.Linear(1, 1))
+        stretto.attach(model[0], transport=transport, buffers=inner)
+        stretto.attach(model, transport=transport, buffers=outer)
+        model[0].seen.fill_(transport.rank)
+        model(torch.ones(1, 1)).sum().backward()
+        return model[0].seen.item()
+
+    assert run_ranks(worker, 2) == [wanted] * 2
+
+
 def test_three_levels_and_two_inner_models_beside_each_other() -> None:
     def worker(transport):
         model = Model()

@@ -55,9 +55,10 @@ def attach(
     The module is not wrapped: hooks sit on its parameters, so any method may run forward, names in ``state_dict`` stay,
     and evaluation on one rank alone just works. All ranks start from rank 0's parameters and buffers.
 
-    Parts of the module may be attached already: their handles go on with their parameters and their own ``no_sync``,
-    and this one takes the rest, which leaves when backward has ended unless it goes through shared memory or has
-    another process group. Passes of such handles begin and end together. Detach the outer one first.
+    Parts of the module may be attached already: their handles go on with their parameters and their own ``no_sync``
+    (and ``buffers``, unless ``"none"``), and this one takes the rest, which leaves when backward has ended unless it
+    goes through shared memory or has another process group. Passes of such handles begin and end together. Detach the
+    outer one first.
     The module may change afterwards, alike on all ranks: parameters that are frozen, unfrozen, added, replaced or
     converted are followed in the pass that meets them first, and new ones take rank 0's values when it ends.
 

@@ -43,6 +43,7 @@ PAGES = [
         "docs/cli.md",
         "docs/design.md",
         "docs/frameworks.md",
+        "docs/lessons.md",
         "docs/overlap.md",
         "docs/sharding.md",
         "docs/transports.md",

@@ -219,6 +219,16 @@ def test_parameters_without_state_are_not_written_and_begin_without_one(tmp_path
     shared(worker, 2)
 
 
+def test_where_nothing_is_kept_there_is_no_state_after_loading_either(tmp_path: Path) -> None:
+    model, optimizer = sharded_net("SGD")
+    train(model, optimizer, 0, range(1))
+    before = optimizer.state_dict()
+    assert before["state"] == {}
+    dcp.save({"optimizer": optimizer.stateful()}, checkpoint_id=tmp_path)
+    dcp.load({"optimizer": optimizer.stateful()}, checkpoint_id=tmp_path)
+    assert optimizer.state_dict() == before
+
+
 def test_torchs_own_functions_do_not_step_to_have_a_state() -> None:
     def worker(transport: Any) -> None:
         model, sync = attached(transport)

@@ -199,7 +199,7 @@ class OnlyRank:
     def take(self, kept: Sequence[Kept]) -> None:
         """In place of what the optimizer had."""
         self._optimizer.state.clear()
-        self._optimizer.state.update({one.parameter: one.state for one in kept})
+        self._optimizer.state.update({one.parameter: one.state for one in kept if one.state})
 
 
 def _shares_of(one: Kept) -> State:

@@ -120,12 +120,12 @@ class ArrivalTracker:
     # During a pass
 
     def begin(self) -> None:
-        """A pass begins."""
+        """A pass begins. A schedule would take even what is loose, since a pass that was given up."""
         self._running = True
         self._task = current_task()
         if not self._careful:
             self._careful = self._checkpoints.alive()
-        self._in_order = self._schedule is not None and not (self._careful and self.hands_out)
+        self._in_order = self._schedule is not None and not (self._queue.loose or (self._careful and self.hands_out))
 
     def foresee(self) -> set[int]:
         """Which come, or came without synchronisation before; see presence.py, [Note: nested tasks and absence]."""

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ class Stopped:
     def clone(self) -> Stopped:
         return self
 
-    def set(self, key: str) -> str:
+    def set(self, key: str, _: object = None) -> str:
         assert self.goes_on.wait(30)
         self.written.append(key)
         return key
@@ -224,7 +225,7 @@ def test_a_silent_store_is_waited_for_once_and_what_is_to_be_written_is_written_
     monkeypatch.setattr(line, "ANSWER_SECONDS", 0.1)
     store = Stopped()
     through = connected(store, Polling())
-    word = Word(through, "word")  # type: ignore[arg-type]
+    word = Word(through, "word", reads=False)
     assert not word.is_completed() and through.is_silent
     monkeypatch.setattr(line, "ANSWER_SECONDS", 60.0)  # nobody waits again
     with pytest.raises(Silent, match=r"^the process group's store does not answer$"):
@@ -239,6 +240,35 @@ def test_a_silent_store_is_waited_for_once_and_what_is_to_be_written_is_written_
     assert store.written == ["word", "written", "last", "word"]
     through.lookout.stop()  # type: ignore[union-attr]
     assert through.set("by itself") == "by itself"
+
+
+def test_a_word_is_there_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may fall silent behind the answer that all have come: that is no reason to give up."""
+
+    class StopsAmid(Stopped):
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            assert self.goes_on.wait(30)
+            return key.encode()
+
+        def delete_key(self, key: str) -> None:
+            self.written.append(f"no {key}")
+
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 0.1)
+    store = StopsAmid()
+    through = connected(store, Polling())
+    unread, word = Word(through, "word", reads=False), Word(through, "word")
+    assert unread.is_completed() and not word.is_completed() and through.is_silent
+    through.put("written", "later")
+    assert not word.is_completed() and not store.written
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 60.0)
+    store.goes_on.set()
+    word.wait(timedelta(seconds=30))
+    assert word.said() == ["word"] and word.take() == b"word" and word.is_completed()
+    assert store.written == ["written", "no word"]
+    through.lookout.stop()  # type: ignore[union-attr]
 
 
 def test_what_is_asked_as_the_store_goes_is_refused() -> None:

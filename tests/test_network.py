@@ -18,7 +18,8 @@ import torch.distributed as dist
 import warm_hosts
 
 import stretto
-from stretto.testing_network import EmulatedHosts, sent_bytes
+from stretto.testing_network import INTERFACE, EmulatedHosts, sent_bytes
+from stretto.trace import read_trace
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 STEPS = 4
@@ -242,6 +243,40 @@ def test_programs_end_without_a_sound(
 ) -> None:
     hosts.spawn_ranks(end_without_a_word, [2, 2] if in_shares else [2, 1], how, in_shares)
     assert capfd.readouterr() == ("", "")
+
+
+# The cable is cut
+
+
+def set_cable(how: str) -> None:
+    """On this rank's host."""
+    subprocess.run(["ip", "link", "set", INTERFACE, how], check=True)
+
+
+def end_a_trace_on_a_cut_cable(rank: int, folder: str) -> float:
+    """Returns how long the end took. The store is that of real programs: rank 0 has it, behind the cable."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method="tcp://10.0.0.1:29400", rank=rank, world_size=2)
+    stretto.clocks.identity = lambda: f"kernel {rank}"
+    sync = stretto.attach(model := small_model())
+    with sync.trace(folder):
+        loss(model, batch(rank, 0)).backward()
+        dist.barrier()
+        if rank == 1:
+            set_cable("down")
+        began = time.monotonic()
+    took = time.monotonic() - began
+    if rank == 1:
+        set_cable("up")
+    return took
+
+
+def test_nobody_stays_at_the_end_of_a_trace_where_the_cable_is_cut(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    """There clocks are compared once more, for some seconds."""
+    assert max(hosts.spawn_ranks(end_a_trace_on_a_cut_cable, [1, 1], str(tmp_path), timeout=50)) < 15
+    first, second = read_trace(tmp_path)
+    assert first.end == second.end == "closed"
+    assert second.clock is not None and second.later is None
 
 
 # The hosts themselves

@@ -658,7 +658,7 @@ def test_a_pass_that_goes_well_does_not_touch_the_store(tmp_path: Path) -> None:
             raise AssertionError("the store was used")
 
         step()
-        line = sync._peers._channel._line
+        line = sync._peers._channel.line
         line.lookout.stop()
         for name in ("add", "set", "get", "check", "wait"):
             setattr(type(line.store), name, refuse)

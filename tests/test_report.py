@@ -31,6 +31,7 @@ from stretto import steps
 from stretto.advice import advise
 from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, tied_names
 from stretto.clocks import NOBODY, Clock, ClockTalk, identity
+from stretto.line import Line
 from stretto.plan import BucketPlan, plan_buckets
 from stretto.record import Launch, PassRecord, Span, covered, percent_hidden
 from stretto.recorder import Flight, Recorder
@@ -642,7 +643,7 @@ def test_times_for_people() -> None:
 def talk_of(transport: Any, store: Any, skew: int, kernel: str, drift: float = 0.0) -> ClockTalk:
     """Of a rank whose clock shows ``skew`` more, and runs so much faster."""
     return ClockTalk(
-        store,
+        None if store is None else Line(store),
         transport.rank,
         transport.all_gather_object,
         lambda word, seconds: word.wait(timedelta(seconds=seconds)),

@@ -400,7 +400,7 @@ def test_whoever_has_attached_finds_nobody_of_that_where_the_next_begins(tmp_pat
         sync.detach()
         go, catch_up = Channel.go, Channel.catch_up
         def look(channel, *counts):
-            print([channel._line.check([f"here/{one}"]) for one in range(world)])
+            print([channel.line.check([f"here/{one}"]) for one in range(world)])
             catch_up(channel, *counts)
         if rank == 1:
             Channel.go = lambda channel: (time.sleep(0.5), go(channel))

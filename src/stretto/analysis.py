@@ -61,7 +61,7 @@ def compare_clocks(peers: Peers, transport: Transport) -> tuple[ClockTalk, list[
     Raises:
         CommunicationError: a rank does not come, or ends.
     """
-    talk = ClockTalk(getattr(transport, "store", None), transport.rank, peers.gather, peers.wait)
+    talk = ClockTalk(peers.line, transport.rank, peers.gather, peers.wait)
     try:
         return talk, talk.compare()
     except RuntimeError as error:

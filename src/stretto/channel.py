@@ -32,7 +32,7 @@ from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
 from .transport.base import Leftover
 from .whereabouts import count, myself, standing
-from .word import Silent, Word
+from .word import Word
 
 
 class Channel(People):
@@ -81,7 +81,7 @@ class Channel(People):
             # os._exit and run their finalizers alone.
             atexit.register(self.end)
             self._finalizer = Finalize(None, self.end, exitpriority=1000)
-            self._line.lookout = Lookout(self, self._line)  # last: it may not be had, and the end tells that
+            self.line.lookout = Lookout(self, self.line)  # last: it may not be had, and the end tells that
 
     def count_attempt(self, seat: Seat) -> int:
         """The number of one to attach, when this rank comes together with the others, or fails before; counted once."""
@@ -132,8 +132,8 @@ class Channel(People):
         atexit.unregister(self.end)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if (lookout := self._line.lookout) is not None:
-            lookout.stop(waits=not self._line.is_silent)
+        if (lookout := self.line.lookout) is not None:
+            lookout.stop(waits=not self.line.is_silent)
 
     def _stay_with_store(self, *, failed: bool) -> None:
         """It goes with this channel where the groups are destroyed, or a rank that has failed ends; see ``close``."""
@@ -156,13 +156,13 @@ class Channel(People):
             return
         text = json.dumps(asdict(replace(note, process=self.me.name)))
         with contextlib.suppress(RuntimeError):
-            self._line.run(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
+            self.line.run(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
 
     def read(self) -> None:
         """What is new."""
         if not self.store_is_gone():
             with contextlib.suppress(RuntimeError):
-                self._line.run(self._read)
+                self.line.run(self._read)
 
     def _read(self, store: Store) -> None:
         with self._lock:
@@ -221,17 +221,17 @@ class Channel(People):
         keys = [f"{call}/{rank}" for rank in range(self._world_size)]
         site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
         said = f"{site} {standing(caller)}"
-        with contextlib.suppress(Silent):
-            self._line.run(lambda store: store.set(keys[self.rank], said), later=True)
+        self.line.put(keys[self.rank], said)
         with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
-            self._line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self.rank}")
-        return Word(self._line, *keys, meanwhile=meanwhile)  # type: ignore[arg-type]  # it has a store's methods
+            self.line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self.rank}")
+        # Where ranks have no name yet, one that gives up takes its key along, and whoever read that would wait for it.
+        return Word(self.line, *keys, meanwhile=meanwhile, reads=bool(seat.handle))
 
     def go(self) -> None:
         """See ``come``. Harmless to one that has not come."""
         if self.can_meet():
             with contextlib.suppress(RuntimeError):  # some stores cannot forget
-                self._line.run(lambda store: store.delete_key(f"here/{self.rank}"), later=True)
+                self.line.run(lambda store: store.delete_key(f"here/{self.rank}"), later=True)
 
     def why_silent(self, rank: int) -> str:
         """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""
@@ -243,7 +243,7 @@ class Channel(People):
 
     def ask(self, handle: str) -> dict[int, str]:
         """Ask the others where they are with a handle; returns the key under which each will answer."""
-        return self._line.run(lambda store: self._ask(store, handle))
+        return self.line.run(lambda store: self._ask(store, handle))
 
     def _ask(self, store: Store, handle: str) -> dict[int, str]:
         keys = {}
@@ -263,8 +263,8 @@ class Channel(People):
             if person is not None and person.pid == self.me.pid and person.host == self.me.host:
                 frame = sys._current_frames().get(person.thread)
                 told[rank] = Answer(f"is {standing(frame)}" if frame else "has ended", [], {}, {})
-            elif self._line.check([key]):
-                told[rank] = Answer(*json.loads(self._line.get(key)))
+            elif self.line.check([key]):
+                told[rank] = Answer(*json.loads(self.line.get(key)))
         return told
 
     def gather(self, handle: str, seconds: float) -> dict[int, Answer]:
@@ -335,7 +335,7 @@ class Channel(People):
     def _set(self, key: str, value: str) -> None:
         if not self.store_is_gone():
             with contextlib.suppress(RuntimeError):
-                self._line.run(lambda store: store.set(key, value), later=True)
+                self.line.run(lambda store: store.set(key, value), later=True)
 
 
 def channel_of(store: Store, rank: int, world_size: int) -> Channel:

@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch._C._distributed_c10d import Store
+from typing import TYPE_CHECKING, Any
 
 from .word import Word
+
+if TYPE_CHECKING:
+    from .line import Line
 
 QUESTIONS = 16
 PATIENCE = 30.0
@@ -68,7 +69,7 @@ class ClockTalk:
     """Rank 0 and those who ask it for the time.
 
     Args:
-        store: through which hosts can ask. None: clocks of other hosts are unknown.
+        line: to the store, through which hosts can ask. None: clocks of other hosts are unknown.
         rank: this one.
         gather: brings the values of all ranks together.
         wait: waits for a key that another rank sets, at most so many seconds, and looks whether that rank lives.
@@ -79,7 +80,7 @@ class ClockTalk:
 
     def __init__(
         self,
-        store: Store | None,
+        line: Line | None,
         rank: int,
         gather: Callable[[Any], list[Any]],
         wait: Callable[[Word, float], object],
@@ -88,7 +89,7 @@ class ClockTalk:
         now: Now = time.perf_counter_ns,
     ) -> None:
         self.clock = identity() if clock is None else clock
-        self._store = store
+        self._line = line
         self._rank = rank
         self._gather = gather
         self._wait = wait
@@ -102,10 +103,10 @@ class ClockTalk:
         Raises:
             CommunicationError: a rank does not come, or ends.
         """
-        everyone: list[tuple[str, str, bool]] = self._gather((self.clock, os.urandom(8).hex(), self._store is not None))
+        everyone: list[tuple[str, str, bool]] = self._gather((self.clock, os.urandom(8).hex(), self._line is not None))
         clocks = [one for one, _, _ in everyone]
         others = [clocks.index(one) for one in dict.fromkeys(clocks) if one != clocks[0]]
-        self._talk = f"stretto/clock/{everyone[0][1]}"
+        self._talk = f"clock/{everyone[0][1]}"
         self._asking = others if all(has_store for _, _, has_store in everyone) else []
         told = self._talk_once("first", PATIENCE)
         found: list[Clock | None] = self._gather(told) if others else [None] * len(clocks)
@@ -149,13 +150,13 @@ class ClockTalk:
             self._put(f"{talk}/{number}/told", str(self._now()).encode())
 
     def _put(self, key: str, value: bytes) -> None:
-        assert self._store is not None, "nobody asks without"
-        self._store.set(key, value)  # type: ignore[arg-type]  # it takes bytes, its stubs say str
+        assert self._line is not None, "nobody asks without"
+        self._line.put(key, value)
 
     def _take(self, key: str, until: float, otherwise: str) -> bytes:
         """Wait for a key, and delete it. Should it not come, leave ``NOBODY`` under another."""
-        assert self._store is not None, "nobody asks without"
-        word = Word(self._store, key)
+        assert self._line is not None, "nobody asks without"
+        word = Word(self._line, key)
         try:
             if not word.comes_soon():
                 self._wait(word, max(0.0, until - time.monotonic()))

@@ -12,6 +12,7 @@ is also how the channel of a store is found again: nothing else keeps a list of 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -101,6 +102,11 @@ class Line:
             except queue.Empty:
                 self._unanswered = answers
         raise Silent("the process group's store does not answer")
+
+    def put(self, key: str, value: str | bytes) -> None:
+        """Write it, where the store is silent as soon as it answers again."""
+        with contextlib.suppress(Silent):
+            self.run(lambda store: store.set(key, value), later=True)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self.run(lambda store: getattr(store, name)(*arguments))

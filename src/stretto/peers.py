@@ -26,6 +26,7 @@ from .alarm import Alarm
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, places, words_of
+from .line import Line
 from .notes import Note, text_of
 from .seat import Seat, nothing
 from .transport.base import Leftover, Transport, Work, abandon, done_within, flush
@@ -52,6 +53,7 @@ class Peers:
         self._occasion, self.alarm = occasion, Alarm(self._blame)
         self._offer, self._pid = secrets.token_hex(8), os.getpid()
         self._channel: Channel | None = None
+        self.line: Line | None = None  # to the store, once this is open
         self.use(transport)
 
     def open(self) -> None:
@@ -59,6 +61,7 @@ class Peers:
         store = getattr(self._transport, "store", None)
         if self._channel is None and store is not None and self._transport.world_size > 1:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
+            self.line = self._channel.line
             self._parting = weakref.finalize(self, self._channel.close, self.seat, "dropped")
             self._parting.atexit = False  # the channel knows when the process ends
             self._channel.open(self.seat, self.leftovers[:1])

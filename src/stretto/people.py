@@ -32,7 +32,8 @@ class People:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.in_one_process = isinstance(store, HashStore)
         self._given = store
-        self._line = Line(PrefixStore("stretto", store))
+        self.line = Line(PrefixStore("stretto", store))
+        """All calls to the store, but those of its own thread, go this way."""
         self.rank = rank
         self._world_size = world_size
         self._people: dict[int, Person] = {}
@@ -50,7 +51,7 @@ class People:
     def person(self, rank: int, store: Store | None = None, *, fresh: bool = False) -> Person | None:
         """Who that is, if it has said so and has a handle."""
         if fresh or rank not in self._people:
-            over = store or self._line
+            over = store or self.line
             with contextlib.suppress(RuntimeError):
                 if said := over.get(f"who/{rank}") if over.check([f"who/{rank}"]) else b"":
                     self._people[rank] = Person(**json.loads(said))  # at once: the thread looks here too
@@ -74,13 +75,13 @@ class People:
     def store_is_gone(self) -> bool:
         """Whether the store's server is known to have ended, as with rank 0; calls would print warnings from C++."""
         host = self._people.get(0)
-        if self._line.has_gone or time.monotonic() > self._goes_at:
+        if self.line.has_gone or time.monotonic() > self._goes_at:
             return True
         if self.rank == 0 or host is None or not self.rank_0_has_store():
             return False
         if host.is_here() and _nobody_listens(self._server(), host):
-            self._line.has_gone = True  # never back to False: the thread may have found it broken meanwhile
-        return self._line.has_gone or host.is_dead()
+            self.line.has_gone = True  # never back to False: the thread may have found it broken meanwhile
+        return self.line.has_gone or host.is_dead()
 
     def rank_0_has_store(self) -> bool:
         """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
@@ -103,7 +104,7 @@ class People:
         key = f"attempts/{rank}"
         if not self.store_is_gone():
             with contextlib.suppress(RuntimeError):
-                return self._line.run(lambda store: int(store.get(key)) if store.check([key]) else 0)
+                return self.line.run(lambda store: int(store.get(key)) if store.check([key]) else 0)
         return 0
 
     def _all_have_tried(self, attempt: int) -> bool:
@@ -118,7 +119,7 @@ class People:
     @property
     def is_silent(self) -> bool:
         """Whether the store does not answer."""
-        return self._line.is_silent
+        return self.line.is_silent
 
     def why_silent(self, rank: int) -> str:
         """Of a rank that does not answer; the end of a sentence that begins with it."""

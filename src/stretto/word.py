@@ -7,8 +7,12 @@ import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
+
+if TYPE_CHECKING:
+    from .line import Line
 
 _HURRY_SECONDS = 0.4
 """After so long one asks more rarely: with many ranks the store has a key of each to look for, for each of them."""
@@ -22,16 +26,21 @@ class Word:
     """Keys of a store that other ranks will set, to be waited for as if it were a collective.
 
     Args:
-        store: that all ranks see.
+        store: that all ranks see, or the line to it.
         keys: what is waited for.
         meanwhile: called again and again while one waits.
+        reads: it is complete when it has been read as well: a store may fall silent between the two.
     """
 
     is_carried = False
     """By a transport: nothing is under way in one that is given up."""
 
-    def __init__(self, store: Store, *keys: str, meanwhile: Callable[[], object] = bool) -> None:
-        self._store = store
+    def __init__(
+        self, store: Store | Line, *keys: str, meanwhile: Callable[[], object] = bool, reads: bool = True
+    ) -> None:
+        self._store: Any = store
+        self._reads = reads
+        self._said: list[bytes] = []
         self._keys = [*keys]
         self._meanwhile = meanwhile
         self._began = math.inf
@@ -46,8 +55,13 @@ class Word:
 
     def is_completed(self) -> bool:
         """Whether all are there, as far as is known."""
+        if self._said:
+            return True
         try:
-            return bool(self._store.check(self._keys))
+            is_there = bool(self._store.check(self._keys))
+            if is_there and self._reads:
+                self._said = self._read()
+            return is_there
         except Silent:
             return False
 
@@ -67,15 +81,16 @@ class Word:
             time.sleep(self._pause)
             self._pause = min(1.2 * self._pause, 5e-3 if now - self._began < _HURRY_SECONDS else 50e-3)
 
+    def _read(self) -> list[bytes]:
+        several: bool = len(self._keys) > 1 and self._store.has_extended_api()
+        return [*(self._store.multi_get(self._keys) if several else map(self._store.get, self._keys))]
+
     def said(self) -> list[str]:
         """What they say, when all are there."""
-        several: bool = self._store.has_extended_api()  # type: ignore[attr-defined]  # torch has it, its stubs do not
-        said = self._store.multi_get(self._keys) if several else map(self._store.get, self._keys)
-        return [one.decode() for one in said]
+        return [one.decode() for one in self._said]
 
     def take(self) -> bytes:
         """What the first says; then it is gone."""
-        value = bytes(self._store.get(self._keys[0]))
         with contextlib.suppress(RuntimeError):  # some stores cannot forget
             self._store.delete_key(self._keys[0])
-        return value
+        return self._said[0]

@@ -23,6 +23,7 @@ from stretto.inquiry import Inquiry
 from stretto.line import Line, Lookout
 from stretto.notes import Note
 from stretto.seat import Seat
+from stretto.sockets import cloned, is_closed
 from stretto.word import Silent, Word
 
 pytestmark = pytest.mark.timeout(60)
@@ -183,6 +184,43 @@ def test_a_store_that_has_gone_is_called_once() -> None:
     with pytest.raises(RuntimeError, match=r"^the process group's store has gone$"):
         through.add("notes", 1)
     assert store.calls == 1 and through.is_silent
+
+
+def test_that_a_store_has_gone_shows_without_a_call(capfd: pytest.CaptureFixture[str]) -> None:
+    """Which would print a stack from C++."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.PrefixStore("b", dist.PrefixStore("a", dist.TCPStore("127.0.0.1", server.port, is_master=False)))
+    through = connected(store, Polling())
+    clone, number = cloned(store)
+    clone.set("key", "value")
+    assert number is not None and not is_closed(number) and through.get("key") == b"value" and not through.has_gone
+    del server
+    until = time.monotonic() + 10
+    while not through.has_gone and time.monotonic() < until:
+        time.sleep(0.01)
+    assert is_closed(number) and through.is_silent
+    with pytest.raises(RuntimeError, match=r"^the process group's store has gone$"):
+        through.get("key")
+    through.lookout.stop()  # type: ignore[union-attr]
+    assert through.socket is None and through.has_gone
+    assert capfd.readouterr() == ("", "")
+
+
+def test_of_which_socket_a_store_makes_use_is_not_guessed(tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    class Several:
+        port = server.port
+
+        def clone(self) -> Several:
+            self.opened = [socket.create_connection(("127.0.0.1", self.port)) for _ in range(2)]
+            return self
+
+    store = Several()
+    assert cloned(store) == (store, None)
+    for one in store.opened:
+        one.close()
+    assert cloned(dist.FileStore(str(tmp_path / "store"), 1))[1] is None
 
 
 class Stopped:

@@ -245,6 +245,27 @@ def test_programs_end_without_a_sound(
     assert capfd.readouterr() == ("", "")
 
 
+def end_after_the_store(rank: int) -> None:
+    """Rank 0, which has the store as in real programs, is through long before the other."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method="tcp://10.0.0.1:29401", rank=rank, world_size=2)
+    sync = stretto.attach(model := small_model())
+    loss(model, batch(rank, 0)).backward()
+    if rank == 1:
+        time.sleep(3)
+    sync.detach()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_rank_that_ends_after_the_store_of_another_host_has_gone_says_nothing(
+    hosts: EmulatedHosts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hosts.spawn_ranks(end_after_the_store, [1, 1])
+    told = capfd.readouterr().err.splitlines()
+    assert [line for line in told if "hostname of the client socket" not in line] == []  # torch's, of hosts without DNS
+
+
 # The cable is cut
 
 

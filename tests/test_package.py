@@ -52,6 +52,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
         "alarm",
         "notes",
         "seat",
+        "sockets",
         "line",
         "people",
         "channel",

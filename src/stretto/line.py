@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from .sockets import cloned, is_closed
 from .word import Silent
 
 if TYPE_CHECKING:
@@ -58,9 +59,20 @@ class Line:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.lookout: Lookout | None = None
-        self.has_gone = False
-        """Whether the connection is broken. Each further call would print a stack from C++."""
+        self.socket: int | None = None
+        """Of the thread's connection, while there is one and this is known."""
+        self._has_gone = False
         self._unanswered: queue.SimpleQueue[Any] | None = None
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether the connection is broken. Each further call would print a stack from C++."""
+        self._has_gone = self._has_gone or ((number := self.socket) is not None and is_closed(number))
+        return self._has_gone
+
+    @has_gone.setter
+    def has_gone(self, gone: bool) -> None:
+        self._has_gone = gone
 
     @property
     def is_silent(self) -> bool:
@@ -148,7 +160,7 @@ class Lookout(threading.Thread):
 
     def _connect(self) -> None:
         try:
-            self.connection = self._line.store.clone()  # type: ignore[attr-defined]  # torch has it, its stubs do not
+            self.connection, self._line.socket = cloned(self._line.store)
         except dist.DistNetworkError:
             self._line.has_gone = True
         except RuntimeError:
@@ -169,6 +181,7 @@ class Lookout(threading.Thread):
         while not (self._is_stopped and self.jobs.empty()):
             if not self._is_over() and self.channel.store_is_gone():
                 self.channel.alarm()  # who has died shows without it
+        self._line.socket = None
         self._line.lookout = None  # else the connection would stay until Python's collector finds that circle
 
     def _do(self, asked: Job | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from .line import Line
+from .sockets import server_of
 from .whereabouts import Person
 
 LINGER_SECONDS = 2.0
@@ -79,19 +80,13 @@ class People:
             return True
         if self.rank == 0 or host is None or not self.rank_0_has_store():
             return False
-        if host.is_here() and _nobody_listens(self._server(), host):
+        if host.is_here() and _nobody_listens(server_of(self._given), host):
             self.line.has_gone = True  # never back to False: the thread may have found it broken meanwhile
         return self.line.has_gone or host.is_dead()
 
     def rank_0_has_store(self) -> bool:
         """Whether the store's server lives in a rank, most likely rank 0, and not in torchrun's agent."""
-        return isinstance(self._server(), TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    def _server(self) -> Any:
-        store = self._given
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        return store
+        return isinstance(server_of(self._given), TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def _stay_until(self, done: Callable[[], bool]) -> None:
         """The store ends with this process, which stays a little."""

@@ -1013,6 +1013,25 @@ def test_a_word_that_is_given_up_leaves_the_process_group_as_it_is() -> None:
     assert not abandoned
 
 
+def test_who_waits_for_what_others_have_stepped_says_what_they_were_to_call() -> None:
+    class Carrier:
+        rank, world_size, patience, name = 0, 2, 0.1, "carrier"
+
+    class Lost:
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self, timeout: object = None) -> None:
+            raise RuntimeError("the network is down")
+
+    with pytest.raises(stretto.CommunicationError) as caught:
+        Peers(Carrier()).wait_for(Lost(), "what other ranks have stepped")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "rank 0, attach: what other ranks have stepped could not be reduced over carrier: the network is down\n"
+        "Expected every rank to call optimizer.step(). Look at the first error in the other ranks' logs."
+    )
+
+
 def test_what_a_transport_raises_is_told_with_the_pass_and_keeps_its_cause() -> None:
     class Broken:
         rank, world_size, patience, name, store = 0, 2, 10.0, "broken", dist.HashStore()

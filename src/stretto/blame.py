@@ -15,6 +15,7 @@ from .whereabouts import count
 
 NORM = "the norm of gradients"
 STEPPED_ELSEWHERE = "what other hosts have stepped"
+STEPPED_BY_OTHERS = "what other ranks have stepped"
 EXPECTED = {
     "pass": "backward for this pass",
     "attach": "stretto.attach",
@@ -22,6 +23,7 @@ EXPECTED = {
     "reduce": "stretto.reduce",
     NORM: "sync.clip_grad_norm_",
     STEPPED_ELSEWHERE: "optimizer.step()",
+    STEPPED_BY_OTHERS: "optimizer.step()",
 }
 """What every rank is to call on these occasions, or for this."""
 SAME_CALLS = (

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..blame import STEPPED_ELSEWHERE
+from ..blame import STEPPED_BY_OTHERS, STEPPED_ELSEWHERE
 from ..errors import StrettoError
 from ..listeners import before_forks
 from ..transport import Transport, Work
@@ -172,7 +172,7 @@ class Spread:
         others = [flat for root, flats in enumerate(shares.flats) if root != rank for flat in flats]
 
         def arrive() -> None:
-            self._wait_for(work, "what other ranks have stepped")
+            self._wait_for(work, STEPPED_BY_OTHERS)
             _put(received, others)
 
         return arrive

@@ -105,6 +105,21 @@ def test_a_forward_that_fails_on_every_rank_is_nobodys_news(world: int) -> None:
         assert seen[1::2] == [20 + (world - 1) / 2, 40 + (world - 1) / 2]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_where_forward_fails_on_all_it_is_counted(world: int) -> None:
+    """A second failure on one rank alone left out a batch of that rank, and the rest was mixed in silence."""
+
+    def fails(rank: int, number: int) -> bool:
+        return number == 2 or (rank == world - 1 and number == 3)
+
+    found = run_ranks(lambda t: goes_on(t, fails, 4 + (t.rank == world - 1)), world)
+    notes = "".join(NOTE.format(rank, 2) for rank in range(world))
+    told = FAILED.format("{0}", 2, f"rank {world - 1} more often than elsewhere", notes)
+    for rank, seen in enumerate(found):
+        assert seen[2 + (rank == world - 1)] == f"PeerError: {told.format(rank)}"
+        assert seen[-1] == pytest.approx(sum(range(world)) / world + 40 + 10 / world)
+
+
 def test_a_failure_before_the_first_pass_of_a_copy_is_quoted() -> None:
     """It has no name yet by which ranks could tell of it: they agree on one in the first pass."""
 

@@ -203,8 +203,8 @@ class Consensus:
             if words.own_failure:
                 return True
             raise self.failure(round(said[Control.GAVE_UP]))
-        if self._on_some(said[Control.FORWARD_FAILED]):
-            raise self._forward_failure(round(said[Control.FORWARD_FAILED]))
+        if said[Control.FORWARD_FAILED]:
+            self._refuse_failed_forward(round(said[Control.FORWARD_FAILED]))
         if self._on_some(said[Control.MORE_FORWARDS]):
             self._forward.warn()
         if not said[Control.CHANGED]:
@@ -224,10 +224,17 @@ class Consensus:
             "Do not step with these gradients: zero_grad() and go on, on all ranks."
         )
 
-    def _forward_failure(self, ranks: int) -> PeerError:
-        """The same on all ranks, those that failed included: none of them shall step."""
-        on, told = self._told_of("forward", ranks)
-        return PeerError(
+    def _refuse_failed_forward(self, ranks: int) -> None:
+        """Raise the same on all ranks, those that failed included: none of them shall step. Collective."""
+        if self._on_some(ranks):
+            on, told = self._told_of("forward", ranks)
+        else:
+            often = self._queue.peers.gather(self._forward.failures)
+            more = [rank for rank, number in enumerate(often) if number > min(often)]
+            if not more:
+                return
+            on, (_, told) = f"{describe_ranks(more)} more often than elsewhere", self._told_of("forward", ranks)
+        raise PeerError(
             f"{self._queue.where}: forward failed on {on} before this pass and was caught, so this pass may mix "
             f"batches.\n{told}"
             "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again "

@@ -4,7 +4,8 @@
 
 [Note: no answer out of turn]  A rank whose forward has failed has sent nothing, and must not: what the others do next
 may be another model's pass, or the user's own ``all_reduce``. So it says so in its next pass, whenever that comes, and
-where some ranks say so and others do not, all raise at the end of that pass, and nobody steps.
+where some ranks say so and others do not, all raise at the end of that pass, and nobody steps. Where all say so they
+compare how often it failed.
 
 [Note: what is not seen]  An exception outside the module (in the loss, or in backward before it reaches a parameter) is
 the user's own. It leaves one trace: more forwards than usual before the next pass. That is no proof of an error, so it
@@ -66,10 +67,12 @@ class ForwardWatch:
         self._compiled: Any = None
         self._runs = 0
         self._before: int | None = None
-        self._has_failed = False
+        self._failures = 0
         self._last = 0
         self.runs = (0, 0)
         """How often forward ran before this pass, and before the one before."""
+        self.failures = 0
+        """How often it failed before this pass."""
         self._told_once = False
         if module is not None:
             self._compiled = module._compiled_call_impl
@@ -100,7 +103,7 @@ class ForwardWatch:
             result = call(*args, **kwargs)
         except Exception as error:
             if counts:
-                self._has_failed = True
+                self._failures += 1
                 self._failed(error)
             raise
         if events.forward_ended:
@@ -118,10 +121,10 @@ class ForwardWatch:
         if number == self._last:
             return []  # it was said, and then the pass was given up
         self._last = number
-        failed, more = self._has_failed, self._before is not None and self._runs > self._before
-        self.runs = self._runs, self._before or 0
-        self._before, self._runs, self._has_failed = self._runs, 0, False
-        return [Control.FORWARD_FAILED] * failed + [Control.MORE_FORWARDS] * more
+        more = self._before is not None and self._runs > self._before
+        self.runs, self.failures = (self._runs, self._before or 0), self._failures
+        self._before, self._runs, self._failures = self._runs, 0, 0
+        return [Control.FORWARD_FAILED] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
 
     def warn(self) -> None:
         """Say once that some ranks ran forward more often than they used to, and others did not. Collective."""

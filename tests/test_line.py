@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 import time
@@ -221,6 +222,30 @@ def test_of_which_socket_a_store_makes_use_is_not_guessed(tmp_path: Path) -> Non
     for one in store.opened:
         one.close()
     assert cloned(dist.FileStore(str(tmp_path / "store"), 1))[1] is None
+
+
+def pipes() -> list[str]:
+    found = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sorted(link for link in (os.readlink(path) for path in found if os.path.exists(path)) if "pipe" in link)
+
+
+def test_to_look_for_a_socket_touches_no_descriptor() -> None:
+    """A copy of a pipe's end would keep who reads the other from seeing that it was closed."""
+    socket.setdefaulttimeout(1.0)  # a socket object made around one would no longer block
+    try:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ends, (one, other) = os.pipe(), socket.socketpair()
+        for end in (one, other):
+            end.settimeout(None)
+        before = pipes()
+        clone, number = cloned(server)
+        assert clone is not None and number is not None and pipes() == before
+        assert os.get_blocking(one.fileno()) and os.get_blocking(other.fileno())
+    finally:
+        socket.setdefaulttimeout(None)
+    for end in ends:
+        os.close(end)
+    one.close(), other.close()
 
 
 class Stopped:

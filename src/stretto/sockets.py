@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import select
-import socket
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -42,21 +42,33 @@ def is_closed(number: int) -> bool:
 
 
 def _leading_to(port: int | None) -> set[int]:
-    """The numbers of sockets with that port at their other end."""
-    try:
-        numbers = [] if port is None else [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
+    """The numbers of this process's sockets with that port at their other end.
+
+    Read in /proc, which touches none of them: a socket object around one could change whether it blocks.
+    """
+    if port is None:
         return set()
-    return {number for number in numbers if _peer_port(number) == port}
+    sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(table, port)}
+    return {number for number in _numbers() if _is_one_of(number, sockets)} if sockets else set()
 
 
-def _peer_port(number: int) -> int | None:
+def _inodes(table: str, port: int) -> list[str]:
     try:
-        copy = socket.socket(fileno=os.dup(number))
-    except OSError:  # it is closed, or no socket
-        return None
-    with copy:
-        try:
-            return int(copy.getpeername()[1])
-        except (OSError, IndexError, TypeError, ValueError):  # of another family
-            return None
+        lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
+    except OSError:  # no /proc, or no such table
+        return []
+    return [columns[9] for columns in map(str.split, lines) if columns[2].endswith(f":{port:04X}")]
+
+
+def _numbers() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return []
+
+
+def _is_one_of(number: int, sockets: set[str]) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}") in sockets
+    except OSError:  # it is closed by now
+        return False

@@ -533,13 +533,17 @@ def assert_adds_up(mine: Breakdown) -> None:
 
 
 def test_waiting_for_a_rank_is_no_matter_of_the_link() -> None:
+    """Of the passes that are recorded the shortest and the longest are left out, so these times leave some of both."""
+    late = {4: (1, 0.03), 5: (0, 0.06), 6: (1, 0.034), 7: (0, 0.015), 8: (1, 0.09)}
+
     def worker(transport: Any) -> Report:
         model = Layers(2, 0.0)
         sync = stretto.attach(model, transport=transport)
-        for number in range(9):
+        for number in range(1, 10):
             out = model(torch.ones(2, 8)).sum()
-            if number % 2 == transport.rank:
-                time.sleep(0.03)
+            who, seconds = late.get(number, (0, 0.0))
+            if who == transport.rank:
+                time.sleep(seconds)
             out.backward()
         return sync.report()
 

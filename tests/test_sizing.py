@@ -26,7 +26,7 @@ COSTS = st.builds(AllReduceCost, st.floats(0, 1), st.floats(1e3, 1e12))
 Caps = tuple[int, int]
 """Of a plan's buckets, and of its last."""
 SLOW = (17 * MIB // 16, 17 * MIB // 64)
-"""What 130 MB/s need."""
+"""What 110 MB/s need; in the middle of what gives that size, as machines that do much else time it with noise."""
 
 
 def deep_model() -> torch.nn.Module:
@@ -67,7 +67,7 @@ def attached(seconds: Callable[[int], float], **options: Any) -> list[tuple[Caps
 
 
 def test_all_ranks_follow_the_slowest(caplog: pytest.LogCaptureFixture) -> None:
-    fast, slow = attached(lambda nbytes: 0.0), attached(lambda nbytes: nbytes / 130e6)
+    fast, slow = attached(lambda nbytes: 0.0), attached(lambda nbytes: nbytes / 110e6)
     for one, other in (fast, slow):
         assert one == other
     assert slow[0][0] == SLOW
@@ -75,7 +75,7 @@ def test_all_ranks_follow_the_slowest(caplog: pytest.LogCaptureFixture) -> None:
     assert slow[0][2] == sizing.PROBES
 
     caplog.set_level(logging.INFO, "stretto")
-    attached(lambda nbytes: nbytes / 130e6)
+    attached(lambda nbytes: nbytes / 110e6)
     (told,) = [record.getMessage() for record in caplog.records if "moves" in record.getMessage()]
     assert re.sub(r"moves [\d.]+ MB", "moves N MB", told) == (
         "attach: an all-reduce over local (threads of one process) moves N MB/s, so buckets hold at most 1.1 MB; "
@@ -97,21 +97,21 @@ def test_nothing_is_timed_where_it_does_not_matter(options: dict[str, Any]) -> N
 def test_defaults_of_torch_change_nothing() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        ((caps, _, times), _) = attached(lambda nbytes: nbytes / 130e6)
+        ((caps, _, times), _) = attached(lambda nbytes: nbytes / 110e6)
     finally:
         torch.set_default_dtype(torch.float32)
     assert (caps, times) == (SLOW, sizing.PROBES)
 
 
 def test_a_last_bucket_that_was_named_stays() -> None:
-    for caps, _, times in attached(lambda nbytes: nbytes / 130e6, last_bucket_cap_mb=0.125):
+    for caps, _, times in attached(lambda nbytes: nbytes / 110e6, last_bucket_cap_mb=0.125):
         assert (caps, times) == ((SLOW[0], MIB // 8), sizing.PROBES)
 
 
 def test_a_changed_module_keeps_the_size() -> None:
     def worker(inner: LocalTransport) -> list[tuple[Caps, int]]:
         inner.caps_follow_link = True  # type: ignore[attr-defined]
-        link = DelayTransport(inner, lambda nbytes: nbytes / 130e6 if nbytes == PROBE_BYTES else 0.0)
+        link = DelayTransport(inner, lambda nbytes: nbytes / 110e6 if nbytes == PROBE_BYTES else 0.0)
         model = deep_model()
         sync, seen = stretto.attach(model, transport=link), []
         for _ in range(2):

@@ -584,3 +584,14 @@ def test_nothing_of_a_contestant_is_under_way_when_it_has_trained() -> None:
     training = Training(model, model, lambda called: called(torch.ones(1, 2)).sum())
     training.steps(0)
     assert came == [True]
+
+
+WORKLOADS = sorted(re.findall(r"^def (\w+)", (Path(__file__).parents[1] / "benchmarks/workloads.py").read_text(), re.M))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_workloads_of_benchmarks_take_a_step(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    model, loss = workload_of(f"{Path(__file__).parents[1]}/benchmarks/workloads.py:{name}")()
+    loss(model).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

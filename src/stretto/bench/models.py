@@ -102,14 +102,14 @@ class Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
 
 
-def resnet18() -> Workload:
+def resnet18(batch: int = 4) -> Workload:
     """ResNet18 (He et al., 2015), 10 classes, batch 4 of 64 x 64."""
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     blocks = [Residual(*width) for width in widths]
     model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-    images, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
+    images, labels = torch.randn(batch, 3, 64, 64), torch.randint(10, (batch,))
     return model, lambda m: F.cross_entropy(m(images), labels)
 
 

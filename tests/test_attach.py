@@ -463,23 +463,24 @@ def test_unknown_arguments_and_values() -> None:
     ("arguments", "message"),
     [
         (
-            {"find_unused_parameters": True, "static_graph": False, "device_ids": [0]},
-            "attach: there is no argument find_unused_parameters=, static_graph=, device_ids=.\n"
-            "Leave it out: any graph is right without it.\n"
+            {"find_unused_parameters": True, "static_graph": False, "device_id": 0},
+            "attach: there is no argument find_unused_parameters=. Leave it out: any graph is right without it.\n"
+            "attach: there is no argument static_graph=. Leave it out: any graph is right without it.\n"
+            "attach: there is no argument device_id=. "
             "Leave it out: the module stays where it is, so model.to(device) before.",
         ),
         (
             {"broadcast_buffers": False},
-            "attach: there is no argument broadcast_buffers=.\n"
+            "attach: there is no argument broadcast_buffers=. "
             'Write buffers="rank0", as is the default, or buffers="none".',
         ),
         (
             {"bucket_cap": 3},
-            "attach: there is no argument bucket_cap=.\nWhat there is: bucket_cap_mb.",
+            "attach: there is no argument bucket_cap=. What there is: bucket_cap_mb.",
         ),
         (
             {"lr": 3},
-            "attach: there is no argument lr=.\nWhat there is: module, process_group, process_groups, transport, "
+            "attach: there is no argument lr=. What there is: module, process_group, process_groups, transport, "
             "bucket_cap_mb, last_bucket_cap_mb, buffers, init_sync, ignore, reduce, weighted, predivide_factor, "
             "reduce_dtype, delay, launch_after, check_every, sparse, beside.",
         ),

@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import warm_hosts
 
 import stretto
+from stretto.line import POLL_SECONDS
 from stretto.testing_network import INTERFACE, EmulatedHosts, sent_bytes
 from stretto.trace import read_trace
 
@@ -251,11 +253,23 @@ def end_after_the_store(rank: int) -> None:
     dist.init_process_group("gloo", init_method="tcp://10.0.0.1:29401", rank=rank, world_size=2)
     sync = stretto.attach(model := small_model())
     loss(model, batch(rank, 0)).backward()
+    until = time.monotonic() + 30
+    while rank == 1 and somebody_listens("10.0.0.1", 29401):
+        assert time.monotonic() < until
+        time.sleep(0.05)
     if rank == 1:
-        time.sleep(3)
+        time.sleep(1.5 * POLL_SECONDS)  # in which the thread looks again
     sync.detach()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def somebody_listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), 5):
+            return True
+    except ConnectionRefusedError:
+        return False
 
 
 def test_a_rank_that_ends_after_the_store_of_another_host_has_gone_says_nothing(

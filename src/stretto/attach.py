@@ -147,8 +147,8 @@ def attach(
             launch_after=names_of(module, launch_after),
         )
 
-    transport = "auto" if transport is None else transport
     refuse_arguments(attach, unknown)
+    transport = "auto" if transport is None else transport
     _refuse_kinds(module, transport)
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = carrier_of(transport, process_group, process_groups)

@@ -335,7 +335,7 @@ class Channel(People):
     def _set(self, key: str, value: str) -> None:
         if not self.store_is_gone():
             with contextlib.suppress(RuntimeError):
-                self.line.run(lambda store: store.set(key, value), later=True)
+                self.line.put(key, value)
 
 
 def channel_of(store: Store, rank: int, world_size: int) -> Channel:

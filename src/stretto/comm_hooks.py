@@ -296,12 +296,12 @@ def refuse_hook(hook: object, options: Options, rank: int) -> None:
     """Raise what keeps it from being registered with these options, if anything."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {hook!r}")
-    try:
+    signature = None
+    with contextlib.suppress(ValueError, TypeError):  # a builtin has none
         signature = inspect.signature(hook, follow_wrapped=False)
-    except (ValueError, TypeError):  # a builtin
-        signature = inspect.signature(lambda state, bucket: None)
     try:
-        signature.bind(None, None)
+        if signature is not None:
+            signature.bind(None, None)
     except TypeError as error:
         raise TypeError(
             f"comm hook {hook_name(hook)} cannot be called as hook(state, bucket): {error}.\n"

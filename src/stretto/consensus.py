@@ -233,7 +233,8 @@ class Consensus:
             more = [rank for rank, number in enumerate(often) if number > min(often)]
             if not more:
                 return
-            on, (_, told) = f"{describe_ranks(more)} more often than elsewhere", self._told_of("forward", ranks)
+            on = f"{describe_ranks(more)} more often than elsewhere"
+            told = self._told_of("forward", ranks)[1]
         raise PeerError(
             f"{self._queue.where}: forward failed on {on} before this pass and was caught, so this pass may mix "
             f"batches.\n{told}"

@@ -93,15 +93,15 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
     Raises:
         PeerError: some have called other things than this rank.
     """
-    pairs = functools.partial(zip, strict=False)
-    others = {one: answer.progress for one, answer in told.items() if crosses(pairs(seat.progress, answer.progress))}
+    progress, pairs = seat.progress, functools.partial(zip, strict=False)
+    others = {one: answer.progress for one, answer in told.items() if crosses(pairs(progress, answer.progress))}
     if others:
-        raise apart(where, seat.progress, others, places(rank, channel, told))
+        raise apart(where, progress, others, places(rank, channel, told))
     mine, ended = channel.beside(), channel.ended()
     for other, answer in told.items():
         known = mine.keys() & answer.beside
         counts = chain.from_iterable(pairs(mine[one], answer.beside[one]) for one in known)
-        has_not_come = any(begun > theirs for begun, theirs in pairs(seat.progress, answer.progress))
+        has_not_come = any(begun > theirs for begun, theirs in pairs(progress, answer.progress))
         # A pass that it is at the end of, and this rank amid: behind what this rank waits for.
         awaits = any(ended[one] < answer.ended[one] for one in known & ended.keys() & answer.ended.keys())
         if crosses(counts) or (has_not_come and awaits):

@@ -166,6 +166,8 @@ class Lookout(threading.Thread):
         except RuntimeError:
             pass  # one that cannot be cloned is not to be shared: a call could block
         finally:
+            if self._is_stopped:  # meanwhile: nobody else forgets a number that may be another's soon
+                self._line.socket = None
             self._tried.set()
             self.jobs.put(Job(lambda store: None, queue.SimpleQueue()))  # it is waited for
 

@@ -42,11 +42,11 @@ def refuse_arguments(call: Callable[..., object], unknown: Collection[str]) -> N
     if not unknown:
         return
     known = [*inspect.signature(call).parameters][:-1]
-    lines = [f"{call.__name__}: there is no argument {', '.join(f'{name}=' for name in unknown)}."]
+    lines = []
     for name in unknown:
-        near = difflib.get_close_matches(name, known, 1) or [", ".join(known)]
-        lines.append(INSTEAD.get(name, f"What there is: {near[0]}."))
-    raise UnsupportedError("\n".join(dict.fromkeys(lines)))
+        near = (difflib.get_close_matches(name, [*known, *INSTEAD], 1) or [", ".join(known)])[0]
+        lines.append(f"{call.__name__}: there is no argument {name}=. {INSTEAD.get(near, f'What there is: {near}.')}")
+    raise UnsupportedError("\n".join(lines))
 
 
 @dataclass(frozen=True)

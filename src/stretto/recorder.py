@@ -25,7 +25,7 @@ import torch
 from .plan import BucketPlan
 from .record import Launch, PassRecord, Span
 from .reducer import Reducer
-from .steps import leave, listen, stop_listening
+from .steps import listen, stop_listening
 
 FIRST_PASSES = range(4, 9)
 """Looked at without being asked: the plan is learnt by then, memory is warm."""
@@ -338,7 +338,6 @@ class Sampler:
     def stop(self) -> None:
         """Look no more. Harmless twice."""
         self._recorder.stop()
-        leave()
 
 
 def _keep_last(records: dict[int, tuple[PassRecord, BucketPlan]], record: PassRecord, plan: BucketPlan) -> None:

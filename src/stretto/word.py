@@ -9,8 +9,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import Store
-
 if TYPE_CHECKING:
     from .line import Line
 
@@ -26,7 +24,7 @@ class Word:
     """Keys of a store that other ranks will set, to be waited for as if it were a collective.
 
     Args:
-        store: that all ranks see, or the line to it.
+        line: to a store that all ranks see.
         keys: what is waited for.
         meanwhile: called again and again while one waits.
         reads: it is complete when it has been read as well: a store may fall silent between the two.
@@ -35,10 +33,8 @@ class Word:
     is_carried = False
     """By a transport: nothing is under way in one that is given up."""
 
-    def __init__(
-        self, store: Store | Line, *keys: str, meanwhile: Callable[[], object] = bool, reads: bool = True
-    ) -> None:
-        self._store: Any = store
+    def __init__(self, line: Line, *keys: str, meanwhile: Callable[[], object] = bool, reads: bool = True) -> None:
+        self._store: Any = line
         self._reads = reads
         self._said: list[bytes] = []
         self._keys = [*keys]

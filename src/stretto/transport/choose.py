@@ -95,7 +95,8 @@ def carrier_of(
 def warn_of_tasks() -> None:
     """Log where ``srun``, ``mpirun`` or torch's ``spawn`` has started processes, of which no group is initialised.
 
-    No error as with torchrun: their tasks may each have a model of its own, on purpose.
+    No error as with torchrun: their tasks may each have a model of its own, on purpose. One that torch has
+    spawned cannot see whether there are others.
     """
     target: object = getattr(multiprocessing.current_process(), "_target", None)
     if getattr(target, "__module__", None) == "torch.multiprocessing.spawn":
@@ -104,6 +105,7 @@ def warn_of_tasks() -> None:
             "If such processes are to train together, call torch.distributed.init_process_group() before "
             "stretto.attach(model)."
         )
+        return
     for name in _TASKS:
         if (started := os.environ.get(name, "").strip()) not in ("", "0", "1"):
             log.warning(

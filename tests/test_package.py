@@ -21,6 +21,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
         "specs",
         "plan",
         "engine",
+        "system_memory",
         "streams",
         "arrivals",
         "survivors",

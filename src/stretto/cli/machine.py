@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..bench.machine import versions
 from ..cores import cores
-from ..transport.memory import available_bytes, control_groups
+from ..system_memory import available_bytes, control_groups
 
 _UNLIMITED = 2**60  # version 1 of control groups writes the largest number of pages there is
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1

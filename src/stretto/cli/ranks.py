@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from ..quiet import quietly
 from ..specs import format_bytes
+from ..system_memory import available_bytes
 from ..terminal import progress
 from ..testing import spawn_ranks
-from ..transport.memory import available_bytes
 from .console import CommandError
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 import tty
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from stretto.cli.reach import GlooInterface, Reached, reach_the_store, what_gloo
 from stretto.cli.speed import Speed, Timing, _transports
 from stretto.cli.streams import Streams, Traceback, last_traceback
 from stretto.cores import cores
+from stretto.system_memory import control_groups
 from stretto.testing import run_ranks
 from stretto.testing_network import INTERFACE, EmulatedHosts, SeparateHosts
 from stretto.trace import read_trace
@@ -129,6 +131,48 @@ def test_run_names_the_rank_that_failed_first(tmp_path: Path, what: str) -> None
         ["--- traceback of rank 1 ---", *failure.traceback.splitlines()] if failure.traceback else []
     )
     assert failure.traceback.endswith(last)
+
+
+@pytest.fixture
+def narrow_group(tmp_path: Path) -> Iterator[Path]:
+    """A control group in which a process can have 200 MiB."""
+    limit, _, _ = control_groups()[0]
+    group = limit.parent / tmp_path.name
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        try:
+            (group / limit.name).write_text("200M")
+        except OSError as error:
+            pytest.skip(f"control groups of this machine limit no memory: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.alone  # the kernel counts for the whole machine whom it has killed
+@pytest.mark.ranks
+def test_run_says_that_memory_was_short(tmp_path: Path, narrow_group: Path) -> None:
+    path = script(
+        tmp_path,
+        f"""
+        import os, time
+        if os.environ["RANK"] == "1":
+            open("{narrow_group}/cgroup.procs", "w").write("0")
+            taken = bytearray(os.urandom(1024)) * 2**19
+        time.sleep(60)
+        """,
+    )
+    done = command("run", "--ranks", 2, "--json", path)
+    failure = Failure(**json.loads(done.stdout)["first_failure"])
+    assert (done.returncode, failure.rank, failure.how, failure.starved) == (137, 1, "killed by SIGKILL", True)
+    assert done.stderr.splitlines()[-2:] == [
+        f"stretto: rank 1 failed first (killed by SIGKILL, pid {failure.pid}); all were ended",
+        "The kernel has killed a process of this machine for want of memory meanwhile, most likely this one (dmesg "
+        "names it): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less.",
+    ]
 
 
 def test_run_ends_all_with_ctrl_c_and_even_when_it_is_killed(tmp_path: Path) -> None:

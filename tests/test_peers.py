@@ -261,6 +261,24 @@ def test_a_killed_process_is_named(tmp_path: Path, when: str, world: int, meetin
 
 
 @pytest.mark.ranks
+def test_who_is_killed_while_memory_is_short_is_told_so(tmp_path: Path) -> None:
+    """The kernel's count is that of all processes of the machine, so here it is written down."""
+    body = """
+        from stretto import people
+        step()
+        people.kills_for_want_of_memory = lambda: 2**40
+        told(fail="kill" if rank == 1 else False)
+    """
+    found = ranks(tmp_path, body)
+    assert within(found[0][1], "PeerError", 3) == (
+        "rank 0, pass 2: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
+        "The kernel has killed a process of this machine for want of memory meanwhile, most likely this one (dmesg "
+        "names it): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less. Start again, "
+        "on all ranks."
+    )
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("transport", "after"), [("auto", 1.5), ("process_group", 0.0)])
 def test_the_rank_that_has_the_store_is_killed(tmp_path: Path, transport: str, after: float) -> None:
     body = f"""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from .agreement import describe_ranks
 from .errors import CommunicationError, PeerError
 from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted
+from .system_memory import WANT_OF_MEMORY
 from .transport.base import Leftover
 from .whereabouts import count
 
@@ -35,7 +36,14 @@ SAME_CALLS = (
 
 
 def who_is_to_blame(
-    where: str, occasion: str, passes: int, left: Sequence[Note], dead: Sequence[tuple[int, int]], *, by_itself: bool
+    where: str,
+    occasion: str,
+    passes: int,
+    left: Sequence[Note],
+    dead: Sequence[tuple[int, int]],
+    starved: Callable[[], bool],
+    *,
+    by_itself: bool,
 ) -> tuple[PeerError | None, bool]:
     """An error for ranks that have left or died, and whether they surely have no part in what is awaited.
 
@@ -45,6 +53,7 @@ def who_is_to_blame(
         passes: the number of this rank's pass; 0 before the first.
         left: notes of ranks that say in them that they have left.
         dead: rank and pid of those that do not run any more.
+        starved: tells whether the kernel has killed somebody here for want of memory.
         by_itself: what is awaited goes on when a rank has left in peace.
     """
     silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
@@ -52,7 +61,7 @@ def who_is_to_blame(
     if left and (not silent or any(note.failed and note.first_hand for note in left)):
         missing = [note for note in left if note.passes is not None and note.passes < passes]
         return left_early(where, occasion, missing or left, passes), bool(missing)
-    return (killed(where, occasion, silent), True) if silent else (None, False)
+    return (killed(where, occasion, silent, starved=starved()), True) if silent else (None, False)
 
 
 def is_told(error: CommunicationError) -> bool:
@@ -111,14 +120,16 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
     )
 
 
-def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]]) -> PeerError:
-    """An error for ranks that ended without a note, given by rank and pid."""
+def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]], *, starved: bool) -> PeerError:
+    """An error for ranks that ended without a note, given by rank and pid; ``starved``: memory was short."""
     told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
-    return PeerError(
-        f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n"
-        "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
+    why = (
+        f"{WANT_OF_MEMORY} Start again, on all ranks."
+        if starved
+        else "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
         "dmesg). Start again, on all ranks."
     )
+    return PeerError(f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n{why}")
 
 
 def told_of(error: CommunicationError, what: str) -> CommunicationError:

@@ -336,15 +336,15 @@ class Peers:
 
     def _blame(self, *, by_itself: bool = False, own: bool = False, far: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`. ``far``: it is a device that waits, for a pass."""
-        channel = self._channel
+        channel, seat = self._channel, self.seat
         if channel is None:
             return None, False
         dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
         channel.read()  # last words were written before the death
         channel.look_again()
-        told = channel.told(self.seat, others=True)
-        left = [note for note in told if note.leaves and not self.seat.has_refused(note)]
+        told = channel.told(seat, others=True)
+        left = [note for note in told if note.leaves and not seat.has_refused(note)]
         if own:
             left, dead = blame.without_excused(self._transport.rank, left, dead)
-        kind = "pass" if far and self.seat.passes else self.seat.kind(self._occasion)
-        return blame.who_is_to_blame(self.where, kind, self.seat.passes, left, dead, by_itself=by_itself)
+        kind = "pass" if far and seat.passes else seat.kind(self._occasion)
+        return blame.who_is_to_blame(self.where, kind, seat.passes, left, dead, channel.starved, by_itself=by_itself)

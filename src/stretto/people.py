@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from .line import Line
 from .sockets import server_of
+from .system_memory import kills_for_want_of_memory
 from .whereabouts import Person
 
 LINGER_SECONDS = 2.0
@@ -40,6 +41,7 @@ class People:
         self._people: dict[int, Person] = {}
         self._goes_at = math.inf
         """When the store goes, by ``time.monotonic()``, if rank 0 has it and has told its last words."""
+        self._kills = kills_for_want_of_memory()
 
     def others(self) -> list[int]:
         """All ranks but this one."""
@@ -72,6 +74,10 @@ class People:
         # It may have gone in peace, or another process may be that rank by now.
         sure = [(rank, self.person(rank, fresh=not gone)) for rank in seem]
         return [(rank, person.pid) for rank, person in sure if person is not None and person.is_dead()]
+
+    def starved(self) -> bool:
+        """Whether the kernel has killed a process of this machine for want of memory since this was made."""
+        return kills_for_want_of_memory() > self._kills
 
     def store_is_gone(self) -> bool:
         """Whether the store's server is known to have ended, as with rank 0; calls would print warnings from C++."""

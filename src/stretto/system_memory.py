@@ -1,9 +1,15 @@
-"""What memory this machine, and the control groups that hold this process, have left."""
+"""What memory this machine, and the control groups that hold this process, have left; who was killed for want of it."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+
+WANT_OF_MEMORY = (
+    "The kernel has killed a process of this machine for want of memory meanwhile, most likely this one (dmesg names "
+    "it): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less."
+)
+"""What to say of one that was killed, where ``kills_for_want_of_memory`` has risen."""
 
 
 def available_bytes() -> int | None:
@@ -42,3 +48,12 @@ def control_groups() -> list[tuple[Path, Path, Path]]:
             for one in (group, *[parent for parent in group.parents if parent.is_relative_to(root)]):
                 groups.append((one / limit, one / used, one / "memory.stat"))
     return groups
+
+
+def kills_for_want_of_memory() -> int:
+    """How many processes of this machine, in whatever container, the kernel has killed so; 0 if that is hidden."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

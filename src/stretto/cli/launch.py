@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ..system_memory import kills_for_want_of_memory
 from .agent import Agent
 from .streams import Streams, Traceback
 
@@ -38,6 +39,8 @@ class Failure:
     signal: int | None
     """Its number."""
     traceback: str
+    starved: bool = False
+    """Whether that was SIGKILL, which the kernel has sent to somebody for want of memory."""
 
     @property
     def how(self) -> str:
@@ -98,7 +101,7 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
         out: gets what they print.
         err: gets what they print to stderr.
     """
-    streams = Streams(ranks, out, err)
+    streams, kills = Streams(ranks, out, err), kills_for_want_of_memory()
     command = ["-u", *program]
     if sys.platform.startswith("linux"):
         command = ["-I", "-S", "-c", _TIED_TO_US, str(os.getpid()), *command]
@@ -115,7 +118,8 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
         streams.close()
     if not failures:
         return Outcome(is_lost=any(sink.is_full for sink in streams.sinks))
-    return Outcome(first_failure(failures, [stream.traceback() for stream in streams.err], agent.ends.failed))
+    failure = first_failure(failures, [stream.traceback() for stream in streams.err], agent.ends.failed)
+    return Outcome(replace(failure, starved=failure.signal == signal.SIGKILL and kills_for_want_of_memory() > kills))
 
 
 def first_failure(

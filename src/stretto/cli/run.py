@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from ..cores import threads_per_rank
+from ..system_memory import WANT_OF_MEMORY
 from .console import AsJson, CommandError, note, say_json
 from .ranks import check_descriptors, check_room
 
@@ -47,6 +48,7 @@ def run(
         note(f"stopped by {signal_name(outcome.stopped_by)}; all ranks have ended")
     elif (failure := outcome.failure) is not None:
         told = f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended"
+        told += f"\n{WANT_OF_MEMORY}" if failure.starved else ""
         note(told + (f"\n--- traceback of rank {failure.rank} ---\n{failure.traceback}" if failure.traceback else ""))
     if as_json:
         first = asdict(outcome.failure) if outcome.failure else None

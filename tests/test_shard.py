@@ -1179,6 +1179,20 @@ def test_a_new_layout_does_not_forget_that_the_compiler_is_at_work() -> None:
     run_ranks(worker, 2)
 
 
+def test_while_something_is_compiled_nothing_is_awaited() -> None:
+    """torch calls back for the first compilation alone of those that are under way at once, in whatever thread."""
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport, bucket_cap_mb=0.008)
+        optimizer = stretto.shard(OPTIMIZERS["SGD"](model.parameters()), sync)
+        train(model, optimizer, transport.rank, range(2))
+        assert type(model.first.weight) is torch.nn.Parameter
+
+    with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"):
+        run_ranks(worker, 2)
+
+
 # What a reader of the code has found
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+_PENDING = "_CompilationCallbackHandler__pending_callbacks_counter"
 log = logging.getLogger("stretto")
 
 
@@ -19,7 +20,8 @@ class CompilerWatch:
     def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
 
-        self.is_at_work = False
+        self._handler = callback_handler
+        self._was_at_work = False
         self._begins: weakref.WeakMethod[Callable[[], None]] | None = None
         watch = weakref.ref(self)
 
@@ -31,13 +33,21 @@ class CompilerWatch:
         self._end = weakref.finalize(self, _forget, callback_handler, start)
         self._end.atexit = False
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it has begun to compile something, or is amid that, in whatever thread, so that a next one is silent.
+
+        torch calls back when the first of those under way begins. After an end that failed none is the first again.
+        """
+        return self._was_at_work or getattr(self._handler, _PENDING, 0) > 0
+
     def call(self, begins: Callable[[], None]) -> None:
         """From now on call this bound method, held weakly, before anything is compiled."""
         self._begins = weakref.WeakMethod(begins)
 
     def _start(self) -> None:
-        if not self.is_at_work:
-            self.is_at_work = True
+        if not self._was_at_work:
+            self._was_at_work = True
             log.info("torch.compile is in use: what ranks have stepped is waited for in step(), not in forward.")
         act = self._begins and self._begins()
         if act:

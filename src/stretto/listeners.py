@@ -38,11 +38,17 @@ class Listeners:
             self._methods = (*alive, *([] if more is None else [weakref.WeakMethod(more)]))
 
 
+def at_forks(**told: Callable[[], object]) -> None:
+    """As :func:`os.register_at_fork`, where processes can fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**told)
+
+
 @functools.cache
 def before_forks() -> Listeners:
     """Told before this process forks. Python keeps such an entry for good, so there is one for all."""
     listeners = Listeners()
-    os.register_at_fork(before=listeners.tell)
+    at_forks(before=listeners.tell)
     return listeners
 
 
@@ -50,5 +56,5 @@ def before_forks() -> Listeners:
 def in_children() -> Listeners:
     """Told in a child that was forked."""
     listeners = Listeners()
-    os.register_at_fork(after_in_child=listeners.tell)
+    at_forks(after_in_child=listeners.tell)
     return listeners

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,8 @@ def quietly(
     """
     children: list[BaseProcess] = []
     told: dict[str, Any] = {} if end else {"started": children.append}
-    resource_tracker.ensure_running()  # to start it later would unblock the signal again
+    if sys.platform != "win32":  # which has none
+        resource_tracker.ensure_running()  # to start it later would unblock the signal again
     with ThreadPoolExecutor(1, initializer=_block_ctrl_c) as pool:
         found = pool.submit(spawn, _on_rank, ranks, worker, args, timeout=timeout, **told)
         try:
@@ -60,7 +62,8 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
 
 
 def _block_ctrl_c() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes that this thread starts inherit it
+    if sys.platform != "win32":  # processes that this thread starts inherit it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _on_rank(rank: int, worker: Callable[..., T], args: tuple[Any, ...]) -> T:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .listeners import at_forks
 from .plan import BucketPlan
 from .record import Launch, PassRecord, Span
 from .reducer import Reducer
@@ -248,7 +248,7 @@ class InTheAir:
         self.add = self._flights.add
         self.discard = self._flights.discard
         atexit.register(self._see_them_land)
-        os.register_at_fork(after_in_child=self._flights.clear)  # the threads stay with the parent
+        at_forks(after_in_child=self._flights.clear)  # the threads stay with the parent
 
     def _see_them_land(self) -> None:
         if not self._flights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -30,28 +31,32 @@ class Machine:
     python: str
     torch: str
     stretto: str
-    load: float
-    """Average of the minute before, which includes what was measured just before."""
-    busy: float
-    """The share of all cores that was in use by others right before, 0 to 1."""
+    load: float | None
+    """Average of the minute before, which includes what was measured just before; None where it is not counted."""
+    busy: float | None
+    """The share of all cores that was in use by others right before, 0 to 1; None where the system does not tell."""
     when: str
     """UTC."""
 
     @property
     def quiet(self) -> bool:
-        """Whether others left the machine alone when measuring began."""
-        return self.busy < QUIET
+        """Whether others left the machine alone when measuring began, as far as is known."""
+        return self.busy is None or self.busy < QUIET
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        state = "quiet" if self.quiet else "NOT QUIET: figures are doubtful"
+        known = [] if self.load is None else [f"load {self.load:.2f}"]
+        if self.busy is None:
+            known.append("whether it was quiet is not known")
+        else:
+            state = "quiet" if self.quiet else "NOT QUIET: figures are doubtful"
+            known.append(f"others used {100 * self.busy:.0f} % of the cores at the start ({state})")
         return (
             f"{self.cpu}, {self.cores} cores, {self.system}, Python {self.python}, torch {self.torch}, stretto "
-            f"{self.stretto}; {self.when} UTC; load {self.load:.2f}, others used {100 * self.busy:.0f} % of the cores "
-            f"at the start ({state})"
+            f"{self.stretto}; {self.when} UTC; {', '.join(known)}"
         )
 
 
@@ -59,14 +64,15 @@ def this_machine(watch_seconds: float = 0.5) -> Machine:
     """As it is now. Waits ``watch_seconds`` to see how busy others keep it; call it while this program does nothing."""
     before = _ticks()
     time.sleep(watch_seconds)
-    idle, total = (now - then for now, then in zip(_ticks(), before, strict=True))
+    after = _ticks()
+    idle, total = (0, 0) if before is None or after is None else (after[0] - before[0], after[1] - before[1])
     return Machine(
         cpu=_cpu(),
         cores=cores(),
         system=f"{platform.system()} {platform.release().partition('-')[0]}",  # the rest names a build
         **versions(),
-        load=os.getloadavg()[0],
-        busy=1 - idle / total if total else 0.0,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        busy=1 - idle / total if total else None,
         when=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
     )
 
@@ -76,13 +82,17 @@ def versions() -> dict[str, str]:
     return {"stretto": version("stretto"), "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _ticks() -> tuple[int, int]:
-    """Of all cores since boot: idle ones, and all."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return fields[3] + fields[4], sum(fields)
+def _ticks() -> tuple[int, int] | None:
+    """Of all cores since boot: idle ones, and all; None where there is no such count, as on macOS."""
+    with contextlib.suppress(OSError):
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return fields[3] + fields[4], sum(fields)
+    return None
 
 
 def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    names = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

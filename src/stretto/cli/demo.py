@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ENOUGH = 0.9
 """Of unseen digits that have to be read right; a guess is right in a tenth."""
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 BUSY = 0.5
 """Programs that want to run, for each core."""
 

@@ -186,7 +186,7 @@ def _machine(machine: LocalMachine) -> list[str]:
         ("cores", f"{machine.cores} of {machine.all_cores}; torch uses {machine.threads} threads a process"),
         ("OMP_NUM_THREADS", machine.omp_num_threads or "not set (`stretto run` divides the cores among the ranks)"),
         ("memory", memory + (f", control group's limit {format_bytes(limit)}" if limit else ", no limit below that")),
-        ("open files", f"at most {machine.open_files} a process"),
+        ("open files", "no limit" if machine.open_files is None else f"at most {machine.open_files} a process"),
     ]
     return [f"{name:<16}{text}" for name, text in rows]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
-import resource
 import socket
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,10 @@ import torch.distributed as dist
 from ..bench.machine import versions
 from ..cores import cores
 from ..system_memory import available_bytes, control_groups
+
+if sys.platform != "win32":
+    import fcntl
+    import resource
 
 _UNLIMITED = 2**60  # version 1 of control groups writes the largest number of pages there is
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
@@ -57,8 +60,8 @@ class LocalMachine:
     available_memory: int | None
     memory_limit: int | None
     """Of the control groups; None if they allow all that there is."""
-    open_files: int
-    """So many a process may have."""
+    open_files: int | None
+    """So many a process may have; None if it may have as many as it likes."""
     hostname: str
     interfaces: tuple[Interface, ...]
 
@@ -82,10 +85,18 @@ def look_at_machine() -> LocalMachine:
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         available_memory=available_bytes(),
         memory_limit=_memory_limit(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        open_files=most_open_files(),
         hostname=socket.gethostname(),
         interfaces=look_at_interfaces(),
     )
+
+
+def most_open_files() -> int | None:
+    """See :attr:`LocalMachine.open_files`."""
+    if sys.platform == "win32":
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _memory_limit() -> int | None:
@@ -103,7 +114,9 @@ def _system() -> str:
 
 
 def look_at_interfaces() -> tuple[Interface, ...]:
-    """All of this network namespace, in the kernel's order."""
+    """All of this network namespace, in the kernel's order; none on Windows, which is asked in another way."""
+    if sys.platform == "win32":
+        return ()
     ipv6 = _ipv6_addresses()
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from ..system_memory import available_bytes
 from ..terminal import progress
 from ..testing import spawn_ranks
 from .console import CommandError
+from .machine import most_open_files
 
 T = TypeVar("T")
 STORE_FILES, RANK_FILES = 20, 7
@@ -47,9 +47,9 @@ def check_descriptors(ranks: int) -> None:
         for _ in range(needed):
             held.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise CommandError(
-            f"--ranks {ranks}: takes {needed} more open files, and {len(held)} are left of {limit} (ulimit -n)"
+            f"--ranks {ranks}: takes {needed} more open files, and {len(held)} are left of {most_open_files()} "
+            "(ulimit -n)"
         ) from error
     finally:
         for one in held:

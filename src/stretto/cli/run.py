@@ -33,6 +33,8 @@ def run(
     """
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: at least one rank runs")
+    if sys.platform == "win32":
+        raise CommandError(f"stretto run is not made for Windows: torchrun --nproc-per-node {ranks} {program} is")
     check_room(ranks)
     check_descriptors(ranks)
     _check(program, module)

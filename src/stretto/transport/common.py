@@ -42,7 +42,8 @@ class CommonMemory:
 
 def own_memory(nbytes: int) -> CommonMemory:
     """Memory of this process alone."""
-    return CommonMemory(memoryview(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE)))
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # Windows knows no forks
+    return CommonMemory(memoryview(mmap.mmap(-1, max(nbytes, 1), **private)))
 
 
 class OfferMemory(Message):

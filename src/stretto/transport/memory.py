@@ -21,10 +21,10 @@ import bisect
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +36,9 @@ from ..errors import CommunicationError
 from ..specs import MIB
 from ..system_memory import available_bytes
 from .ordinary import all_bytes
+
+if sys.platform != "win32":  # which has none of what this file is for: see choose.py
+    import fcntl
 
 CHUNK_BYTES = 4 * MIB
 """Segments for several tensors are at least so large; later ones a quarter of all in use, up to the following."""

@@ -138,6 +138,39 @@ def test_who_has_taken_over_the_memory_of_a_parameter_has_its_own_in_the_end() -
     assert shared(worker, 2) == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("other", ["frozen", "of another optimizer", "of one that steps first"])
+def test_data_are_swapped_for_those_of_a_parameter_that_is_not_stepped_with_it(carrier: Any, other: str) -> None:
+    """It lies where this one is stepped, and must not be written over."""
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, _ = attached(transport)
+        optimizers = []
+        for net in (model, plain):
+            alone = [net.back.bias]
+            rest = [one for one in net.parameters() if one is not net.back.bias]
+            both = [torch.optim.AdamW(rest, lr=0.01), torch.optim.SGD(alone, lr=0.1, momentum=0.5)]
+            optimizers.append([stretto.shard(one, sync) for one in both] if net is model else both)
+            if other == "of one that steps first":
+                optimizers[-1].reverse()
+        for step in range(7):
+            for net, several in zip((model, plain), optimizers, strict=True):
+                net.back.bias.requires_grad_(other != "frozen" or step < 2)
+                for one in several:
+                    one.zero_grad()
+                if step == 4:
+                    net.first.bias.data, net.back.bias.data = net.back.bias.data, net.first.bias.data
+                backward(net, transport.rank, step)
+                for one in several:
+                    one.step()
+            assert_same(model, plain)
+        transport.all_gather_object(None)
+        sync.detach()
+        assert_same(model, plain)
+
+    carrier(worker, 3)
+
+
 def test_two_parameters_in_one_memory_are_refused(carrier: Any) -> None:
     def worker(transport: Any) -> None:
         model, sync = attached(transport)

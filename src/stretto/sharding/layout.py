@@ -181,13 +181,23 @@ class Layout:
                 "values.\nCall .to(memory_format=...) before a backward, and not between that and the step."
             )
 
-    def copies(self, strayed: Iterable[int], pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
+    def copies(
+        self,
+        strayed: Collection[int],
+        pieces: Sequence[Piece],
+        others: Callable[[], Mapping[str, torch.nn.Parameter]],
+    ) -> dict[Piece, torch.Tensor]:
         """The values of what strayed, as they lie in a bucket. To be taken before any rank writes: see ``bring_back``.
 
         Args:
             strayed: parameters that lie otherwise.
             pieces: this rank's.
+            others: all parameters of the module. One that is not of this layout and lies where some of these will (it
+                was swapped for one: frozen, or another optimizer's) gets memory of its own.
         """
+        if strayed:
+            taken = {self.views[index].data_ptr() for index in strayed}
+            self._part_from(others().values(), taken, but=self.parameters.values())
         among, found = {*strayed}, dict[Piece, torch.Tensor]()
         for index, own in groupby(pieces if among else (), lambda piece: piece.index):
             if index in among:
@@ -215,8 +225,15 @@ class Layout:
         """
         addresses = {view.data_ptr() for view in self.views.values()}
         own = [one for index, one in self.parameters.items() if index not in keep]
-        for parameter in (*own, *others):
-            if not is_lazy(parameter) and parameter.data_ptr() in addresses:
+        self._part_from((*own, *others), addresses)
+
+    def _part_from(
+        self, parameters: Iterable[torch.nn.Parameter], addresses: Collection[int], but: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Those that lie at these addresses get memory of their own."""
+        stay = {*map(id, but)}
+        for parameter in parameters:
+            if id(parameter) not in stay and not is_lazy(parameter) and parameter.data_ptr() in addresses:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
 

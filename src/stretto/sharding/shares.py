@@ -211,7 +211,7 @@ class Shares:
             moves = has_moved or self._reducer.plan is not self.layout.plan
             strayed = self.layout.strayed()
             self._refuse(strayed, has_moved=has_moved)
-            copies = {} if moves else self.layout.copies(strayed, self._pieces)
+            copies = {} if moves else self.layout.copies(strayed, self._pieces, self._reducer.members.everything)
             number = self._groups.number(has_moved=has_moved)
         met = self._agree(number, moves=moves, meets=meets, idle=idle)
         told = self.transport, self._peers, self._fail

@@ -462,6 +462,55 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
         assert took < 5 and code == 0
 
 
+def leave_out_a_step_on_one_host(rank: int, tell: Tell, sizes: tuple[int, ...], keep_grads: bool) -> str:
+    stretto.inquiry.ASK_SECONDS = 0.3
+    model = Scrambled()
+    transport = choose(SeparateHosts(ProcessGroupTransport(), sizes), "auto")
+    sync = stretto.attach(model, transport=transport, bucket_cap_mb=0.02, last_bucket_cap_mb=0.01)
+    optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync, keep_grads=keep_grads)
+    for _ in range(5):
+        step(model, optimizer, rank)
+    try:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+            if rank < sizes[0] or number:
+                optimizer.step()
+        model.state_dict()
+    except stretto.PeerError as error:
+        text = str(error)
+    tell(text)
+    time.sleep(3)  # the others have raised, too
+    return text
+
+
+def ranks_of_hosts_of_which_one_does_not_step(folder: str, sizes: tuple[int, ...], keep_grads: bool) -> list[str]:
+    ranks = fork_ranks(leave_out_a_step_on_one_host, sum(sizes), folder, sizes, keep_grads)
+    found = [rank.hear(20) for rank in ranks]
+    for rank in ranks:
+        rank.hear()
+        assert rank.end() == 0
+        assert "terminate called" not in rank.complaints.read_text()
+    return found
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_a_host_that_begins_a_pass_where_others_step_is_named(
+    tmp_path: Path, sizes: tuple[int, ...], keep_grads: bool
+) -> None:
+    """No rank beside it on its host tells that; and gradients met the numbers with which ranks come to a step."""
+    found = in_warm_process(ranks_of_hosts_of_which_one_does_not_step, str(tmp_path), sizes, keep_grads)
+    apart = re.compile(
+        r"ranks have gone apart, so nobody can complete this: .*"
+        r"7 passes and 5 steps of sharded optimizers.*6 passes and 6 steps of sharded optimizers"
+        r"|6 passes and 6 steps of sharded optimizers.*7 passes and 5 steps of sharded optimizers"
+    )
+    for rank, text in enumerate(found):
+        assert text.startswith(f"rank {rank}, pass {6 if rank < sizes[0] else 7}: "), text
+        assert apart.search(text), text
+
+
 def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
     stretto.inquiry.ASK_SECONDS = 0.3
     model, sync, optimizer = build(Way("process_group", keep_grads=instead != "clip_grad_norm_"))

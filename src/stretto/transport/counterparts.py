@@ -64,6 +64,11 @@ class Counterparts:
         work: Work = self._group.allreduce([tensor], self._sum)
         return self._in_flight.add(work)
 
+    def all_gather(self, received: list[torch.Tensor], sent: torch.Tensor) -> Work:
+        """What each of them sends, in the order of hosts."""
+        work: Work = self._group.allgather([received], [sent])
+        return self._in_flight.add(work)
+
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, numels: Sequence[int]) -> Work:
         """One part of ``sent`` to each of them, given their lengths, and equally long ones from all."""
         parts = [len(received) // len(numels)] * len(numels)

@@ -11,12 +11,17 @@ a host sends 2 (H - 1) / H of the message with H hosts, however many ranks it ha
 Inside a host slices are summed in rank order, half types in float32; between hosts travels what the message holds, half
 types as such. Gloo computes each element on one rank and copies it to the others, so the bits are the same everywhere.
 See host.py for how the ranks of a host meet; the all-reduce between hosts is the work that a message has outside.
+
+[Note: another kind]  Inside a host a message has a name, and whoever calls something else is told. Between hosts a rank
+that is alone on its own, or all of one host, could begin a pass while others step: Gloo ends a process that receives
+more than it expects. But it keeps the kinds of its collectives apart. So where ranks meet numbers are gathered, which
+nothing else is, and each adds them up: what does not fit together waits, and then ranks are told where the others are.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +90,15 @@ class HierarchicalTransport(HostMemoryTransport):
         if not divisible or tensor.nbytes <= SMALL_BYTES or self.host.page.arena.locate(tensor) is None:
             return self.all_reduce_mean(tensor, numel)
         return self._post([HostShares(self._team, tensor, numel)])
+
+    def meet(self, numbers: MutableSequence[int], action: bytes) -> Work:
+        """The sums of numbers, in place. See [Note: another kind].
+
+        Args:
+            numbers: of 64 bits, in one memory.
+            action: at most 16 bytes.
+        """
+        return self._post([SumOfFew(self._team, torch.frombuffer(numbers, dtype=torch.int64), action)])
 
     def spreading(self, messages: int, wait_for: Callable[[Work, str], None]) -> Spreading | None:
         """For shares that go into memory that each host has in common; None where hosts have unequal numbers of ranks.
@@ -246,6 +260,27 @@ class Sum(AcrossHosts):
         for block in share.blocks:
             block.add_up()
         return self._team.counterparts.all_reduce(share.source)
+
+
+class SumOfFew(Sum):
+    """A sum over all ranks, by a name of its own. See [Note: another kind]."""
+
+    def __init__(self, team: Team, numbers: torch.Tensor, action: bytes) -> None:
+        super().__init__(team, numbers, 0, staged=True)
+        self.action = action
+        self._brought: list[torch.Tensor] = []
+
+    def _leave(self, share: OwnSlice) -> Work:
+        for block in share.blocks:
+            block.add_up()
+        self._brought = [torch.empty_like(share.source) for _ in self._team.hosts]
+        return self._team.counterparts.all_gather(self._brought, share.source)
+
+    def end(self) -> None:
+        """What all hosts have brought, added up; then as any."""
+        if self._share is not None:
+            torch.sum(torch.stack(self._brought), 0, out=self._share.source)
+        super().end()
 
 
 class CopyAcross(AcrossHosts):

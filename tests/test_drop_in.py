@@ -330,7 +330,7 @@ def wrapped_twice(rank):
     try:
         DistributedDataParallel(outer.module[1])
     except AlreadyAttachedError as error:
-        return grads, str(error), again.synchronizer.world_size
+        return grads, str(error), again.synchronizer.world_size, inner.synchronizer.statistics.passes
 
 
 def trunk_with_two_heads(rank, joint):
@@ -478,6 +478,7 @@ class TestTogether:
             "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
             "Or wrap the outer module last."
         )
+        assert [scene["wrapped twice"][3] for scene in scenes] == [0, 0]  # those of the one that has ended
 
     @pytest.mark.parametrize("joint", [True, False], ids=["one backward for both", "in turn"])
     def test_two_wrappers_have_layers_in_common(self, scenes, joint):

@@ -47,8 +47,6 @@ class Consensus:
         forward: ForwardWatch,
         beside: Beside,
     ) -> None:
-        self.plans = 1
-        """Plans used, the first one included."""
         self._queue = queue
         self._tracker = tracker
         self._events = queue.events
@@ -213,7 +211,7 @@ class Consensus:
             self._rejoin.refuse()
         self._rejoin.all_together(release=release)
         self._replan_policy = ReplanPolicy()
-        self.plans += 1
+        self._queue.replans += 1
         return True
 
     def failure(self, ranks: int) -> PeerError:
@@ -276,7 +274,7 @@ class Consensus:
         with torch.no_grad():
             self._queue.adopt(plan)
             carry_over(counts, self._queue.buckets)
-        self.plans += 1
+        self._queue.replans += 1
         self._tracker.follow_again()
         if self._events.plan_changed:
             self._events.emit(self._events.plan_changed, self._queue.pass_number, plan)

@@ -71,7 +71,7 @@ class LaunchQueue:
         self.comm_hook: CommHook | None = None
         self.tells = True
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
-        self.pass_number = self.launched = self.total_launched = self.total_bytes = 0
+        self.pass_number = self.launched = self.total_launched = self.total_bytes = self.replans = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.in_shares = Alive()  # parameters of whose gradients each rank needs its share alone

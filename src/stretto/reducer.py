@@ -112,7 +112,7 @@ class Reducer:
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching."""
-        return statistics_of(self.queue, self._passes, self.sparse.total_bytes, self._consensus.plans)
+        return statistics_of(self.queue, self._passes, self.sparse.total_bytes)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -45,10 +45,10 @@ class Statistics:
     """Bytes that buckets hold now: gradients with what travels behind them, and what users kept of earlier passes."""
 
 
-def statistics_of(queue: LaunchQueue, passes: int, nbytes_beside: int, plans: int) -> Statistics:
+def statistics_of(queue: LaunchQueue, passes: int, nbytes_beside: int) -> Statistics:
     """Counts of a queue, with those that others keep."""
     memory = sum(bucket.memory.nbytes for bucket in queue.buckets)
-    return Statistics(passes, queue.total_launched, queue.total_bytes + nbytes_beside, plans, memory)
+    return Statistics(passes, queue.total_launched, queue.total_bytes + nbytes_beside, queue.replans + 1, memory)
 
 
 def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:

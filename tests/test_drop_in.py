@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 
-from stretto import AlreadyAttachedError, DistributedDataParallel, SetupError, UnsupportedError, attach
+from stretto import AlreadyAttachedError, DistributedDataParallel, PeerError, SetupError, UnsupportedError, attach
 from stretto.ddp_compat import REFUSED
 from stretto.ddp_faces import REFUSED_OF_REDUCER
 from stretto.testing import spawn_ranks
@@ -389,6 +389,33 @@ def own_options(rank):
     return [[p.grad.clone() for p in one.parameters()] for one in (model, summed, apart)]
 
 
+def inside_and_outside(rank):
+    """Gradients of backwards outside ``no_sync``; at the end forward fails on rank 1 first."""
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    x = torch.full((1, 1), rank + 1.0)
+
+    def gradient(output):
+        ddp.zero_grad()
+        output.sum().backward()
+        return ddp.module.weight.grad.item()
+
+    with ddp.no_sync():
+        inside = ddp(x)
+    found = [gradient(inside), gradient(ddp.module(x)), gradient(ddp(x))]
+    with ddp.no_sync():
+        gradient(ddp(x))
+    found.append(gradient(ddp.module(x)))
+    with ddp.no_sync():
+        inside = ddp(x)
+    gradient(inside)
+    with contextlib.suppress(RuntimeError):
+        ddp(x if rank == 0 else torch.ones(1, 2))
+    try:
+        gradient(ddp(x))
+    except PeerError as error:
+        return found, str(error).splitlines()[0]
+
+
 def all_scenes(rank):
     return {
         "frameworks": lightning_and_accelerate(rank),
@@ -404,6 +431,7 @@ def all_scenes(rank):
         "two groups": two_groups(rank),
         "wrapped in turn": wrapped_in_turn(rank),
         "own options": own_options(rank),
+        "inside and outside": inside_and_outside(rank),
     }
 
 
@@ -453,6 +481,16 @@ class TestTogether:
 
     def test_passes_that_are_not_synchronised_need_no_word(self, scenes):
         assert not same_bits(scenes[0]["accumulating"], scenes[1]["accumulating"])
+
+    def test_what_ran_forward_inside_no_sync_waits_for_a_forward_outside(self, scenes):
+        """Past the wrapper too, unless its backward was inside as well."""
+        for rank, scene in enumerate(scenes):
+            found, told = scene["inside and outside"]
+            assert found == [rank + 1.0, rank + 1.0, 1.5, 1.5]
+            assert told == (
+                f"rank {rank}, pass 3: forward failed on rank 1 before this pass and was caught, so this pass may mix "
+                "batches."
+            )
 
     def test_an_early_end_is_raised_on_all_ranks(self, scenes):
         assert scenes[0]["early end"] == (2, "Rank 0 exhausted all inputs.")

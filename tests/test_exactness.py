@@ -296,9 +296,36 @@ def no_sync_around_backward(driver):
 
 def forward_inside_no_sync(driver):
     for step in range(3):
-        with driver.no_sync() if driver.face != "torch" else contextlib.nullcontext():
+        with driver.no_sync() if driver.face == "attach" else contextlib.nullcontext():
             value = driver.loss(step)
         value.backward()
+        yield
+
+
+def wrapper_inside_no_sync(driver):
+    """By torch's rule for its wrapper, as diffusion trainers have it: what ran forward inside is not reduced."""
+    if driver.face == "attach":
+        yield from no_sync_around_both(driver)
+        return
+    for step in range(6):
+        with driver.no_sync() if step % 3 < 2 else contextlib.nullcontext():
+            value = driver.loss(step)
+        value.backward()
+        yield
+        if step == 2:
+            driver.model.zero_grad()
+
+
+def one_of_two_forwards_inside_no_sync(driver):
+    """A forward outside that no pass has followed is reduced, and with it what ran inside."""
+    for step in range(4):
+        first = driver.loss(2 * step) if step % 2 else None
+        with driver.no_sync() if driver.face != "attach" else contextlib.nullcontext():
+            value = driver.loss(2 * step + 1)
+        (value + (driver.loss(2 * step) if first is None else first)).backward()
+        yield
+        with driver.no_sync():
+            driver.loss(step).backward()
         yield
 
 
@@ -323,6 +350,8 @@ MODES = {
         no_sync_around_both,
         no_sync_around_backward,
         forward_inside_no_sync,
+        wrapper_inside_no_sync,
+        one_of_two_forwards_inside_no_sync,
         no_sync_left_by_an_exception,
     )
 }

@@ -22,7 +22,7 @@ FAILED = (
     "rank {0}, pass {1}: forward failed on {2} before this pass and was caught, so this pass may mix batches.\n"
     "{3}"
     "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again on one "
-    "rank belongs into no_sync(), backward outside."
+    "rank belongs into no_sync() of the handle (a wrapper's .synchronizer), backward outside."
 )
 NOTE = "  rank {0}, pass {1}, forward: ValueError: bad token (test_forward.py:LINE in forward)\n"
 MORE = (

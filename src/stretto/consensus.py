@@ -237,7 +237,7 @@ class Consensus:
             f"{self._queue.where}: forward failed on {on} before this pass and was caught, so this pass may mix "
             f"batches.\n{told}"
             "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again "
-            "on one rank belongs into no_sync(), backward outside."
+            "on one rank belongs into no_sync() of the handle (a wrapper's .synchronizer), backward outside."
         )
 
     def _told_of(self, phase: str, ranks: int) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from torch.nn.parallel.distributed import _BucketCapacityConfig, _MixedPrecision
 
 from .comm_hooks import Hook, check_hook
 from .ddp_compat import TorchSurface
-from .ddp_faces import Logger, ReducerFace
+from .ddp_faces import Armed, Logger, ReducerFace
 from .engine import compiled_inside
 from .errors import SetupError
 from .options import Buffers, listed, patterns
@@ -43,7 +43,7 @@ class DistributedDataParallel(TorchSurface):
     - ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``,
       ``skip_all_reduce_unused_params`` and ``delay_all_reduce_named_params`` are accepted and change nothing: any graph
       is right, and ``.grad`` is a view of its bucket.
-    - ``no_sync`` counts where ``backward`` runs; forward may be outside.
+    - ``no_sync`` counts where ``backward`` runs; what only a forward inside has made is not reduced either.
     - Forward never communicates (but inside ``join()``, and for a buffer hook): ``forward_sync_buffers``
       (``broadcast_buffers``) sends rank 0's buffers at the end of backward. Evaluation on one rank alone works.
     - Without a process group, or in a world of one, it is a plain wrapper.
@@ -144,7 +144,7 @@ class DistributedDataParallel(TorchSurface):
     def _hold(self, module: torch.nn.Module, mixed_precision: Any, ignore: Iterable[str]) -> None:
         """The module, and which of its parameters are reduced."""
         self.logger = Logger(self)
-        self.reducer = ReducerFace(self)
+        self.reducer, self._armed = ReducerFace(self), Armed(self)
         self._comm_hooks = []
         self.module = module
         names = [name for kind in (module.named_parameters, module.named_buffers) for name, _ in kind()]
@@ -229,19 +229,23 @@ class DistributedDataParallel(TorchSurface):
     @functools.partial(compiled_inside, inlined=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As torch's, but for a note to the profiler where there is none, and for a context: 40 us, in each step."""
+        self._armed.forward_begins()
         if torch.autograd.profiler._is_profiler_enabled:
-            return super().forward(*inputs, **kwargs)
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+            output = super().forward(*inputs, **kwargs)
+        else:
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        self._armed.forward_ran()
+        return output
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward reduces. ``no_sync`` clears it; wrappers set it by hand."""
-        return self._synchronizer.synchronize
+        return bool(self._armed.value)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._synchronizer.synchronize = value
+        self._armed.value = value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -256,8 +260,8 @@ class DistributedDataParallel(TorchSurface):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As :meth:`stretto.Synchronizer.no_sync`."""
-        with self._synchronizer.no_sync():
+        """As :meth:`stretto.Synchronizer.no_sync`, and a backward outside of what ran forward inside stays here too."""
+        with self._armed.no_sync():
             yield
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -276,7 +280,7 @@ class DistributedDataParallel(TorchSurface):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
-        here = {"process_group", "_synchronizer", "reducer", "logger", "_substitutes"}
+        here = {"process_group", "_synchronizer", "reducer", "logger", "_armed", "_substitutes"}
         out = here | {"_comm_hooks", "_join_config", "_join_left"}
         return {key: value for key, value in self.__dict__.items() if key not in out}
 
@@ -285,7 +289,7 @@ class DistributedDataParallel(TorchSurface):
         Joinable.__init__(self)
         self.process_group = _group_of(None, (), None)
         self.logger = Logger(self)
-        self.reducer = ReducerFace(self)
+        self.reducer, self._armed = ReducerFace(self), Armed(self)
         self._comm_hooks = []
         self._substitute()
         # One rank alone may make a copy, to keep an average of the weights: nothing is asked of the others.

@@ -44,6 +44,7 @@ class TorchSurface(TorchDDP):
     _comm_hooks: list[tuple[Hook, Any]]
     logger: Any
     reducer: Any
+    _armed: Any
     process_group: Any
     mixed_precision: Any
     parameters_to_ignore: set[str]

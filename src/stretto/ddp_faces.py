@@ -5,9 +5,10 @@ docs/drop-in.md has a row for each member of torch's reducer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,14 +16,82 @@ import torch.distributed as dist
 
 from .analysis import torch_times
 from .comm_hooks import sum_hook
+from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
 
 if TYPE_CHECKING:
     from .ddp_compat import TorchSurface
+    from .handle import Synchronizer
 
 
 class UnsupportedMemberError(UnsupportedError, AttributeError):
     """A member of torch's class without a counterpart. As an ``AttributeError`` it makes ``hasattr`` say no."""
+
+
+class Armed:
+    """Whether the next backward reduces: by what was set, as with any handle, and by torch's rule as well.
+
+    torch's forward arms its reducer, so what ran forward inside ``no_sync`` is not reduced by a backward outside
+    (micro-batches of diffusion trainers). A forward outside that no pass has followed so far is reduced all the same.
+    Where backward ran inside too there is nothing left to keep: then a backward of any other forward reduces.
+    """
+
+    def __init__(self, ddp: TorchSurface) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._inside = False
+        """Whether this ``no_sync`` has seen a forward, and none outside waits for its pass."""
+        self._kept = False
+        """Whether it has ended, so that no backward reduces before a forward outside."""
+        self._awaited = -1
+        """The last pass before a forward outside."""
+
+    @property
+    def value(self) -> bool:
+        """As it was set."""
+        return self._kept or self._handle.synchronize
+
+    @value.setter
+    def value(self, value: bool) -> None:
+        self._kept, self._handle.synchronize = False, value
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Neither a backward inside reduces, nor one outside of what only forwards inside have made."""
+        before, (_, kept) = self.value, self._handle.backwards
+        self.value = self._inside = False
+        try:
+            yield
+        finally:
+            self.value = before
+            if before and self._inside and self._handle.backwards[1] == kept:
+                self._kept, self._handle.synchronize = True, False
+
+    @left_uncompiled
+    def forward_begins(self) -> None:
+        """Of the wrapper. Before the module's own, whose failure is one of the pass to which it belongs."""
+        if self.value:
+            self.arm()
+
+    @left_uncompiled
+    def forward_ran(self) -> None:
+        """Of the wrapper. One with gradients that backward calls, for a checkpoint, is a part of that pass."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            begun, _ = self._handle.backwards
+            if self.value:
+                self._awaited = begun
+            elif self._awaited != begun:
+                self._inside = True
+
+    def arm(self) -> None:
+        """The next backward reduces, wherever forward ran; inside ``no_sync`` it does not."""
+        if self._kept:
+            self.value = True
+
+    @property
+    def _handle(self) -> Synchronizer:
+        ddp = self._ddp()
+        assert ddp is not None, "it is asking"
+        return ddp.synchronizer
 
 
 class ReducerFace:
@@ -35,7 +104,9 @@ class ReducerFace:
         """Nothing to do."""
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Nothing to do: unused parameters are found in backward."""
+        """Unused parameters are found in backward; but whoever calls this wants it to reduce."""
+        if (ddp := self._ddp()) is not None:
+            ddp._armed.arm()
 
     def _rebuild_buckets(self) -> bool:
         """Plans change at the end of passes: never now."""

@@ -67,7 +67,6 @@ class Synchronizer:
         """Records passes now and then; None where there is one rank."""
         if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
-            rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
             self._reducer = Reducer(
                 trained,
                 plan,
@@ -79,7 +78,7 @@ class Synchronizer:
                 peers,
                 delay=options.delay,
                 inspection=Inspection(module, options, self._buffer_places, peers.gather),
-                sparse=rows,
+                sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)),
             )
             self.sampler = Sampler(self._reducer)
             self._reducer.start_watching(self.sampler)
@@ -114,8 +113,7 @@ class Synchronizer:
     def weight(self) -> float:
         """What this rank's gradients count for in the next pass: its number of samples or tokens.
 
-        Set it before ``backward``, on a model attached with ``weighted=True``; it stays until it is set again.
-        At least 0, and less than 2**31.
+        Set it before ``backward``, with ``weighted=True``; it stays until it is set again. From 0, below 2**31.
 
         Example::
 
@@ -139,8 +137,7 @@ class Synchronizer:
         """Backward passes inside accumulate in ``.grad`` without communication.
 
         What counts is where ``backward()`` runs; forward may be inside or outside. The next backward outside reduces
-        the accumulated sum, including parameters that only the earlier passes reached. Not collective, but every
-        rank must skip the same passes.
+        the accumulated sum, including parameters that only the earlier passes reached. All ranks must skip the same.
 
         Example::
 
@@ -165,6 +162,11 @@ class Synchronizer:
     def synchronize(self, value: bool) -> None:
         if self._reducer is not None:
             self._reducer.synchronize = value
+
+    @property
+    def backwards(self) -> tuple[int, int]:
+        """How many passes have begun, and how many gradients have stayed here for want of one."""
+        return (0, 0) if self._reducer is None else (self._reducer.queue.pass_number, self._reducer.kept)
 
     @property
     def used_by(self) -> dict[str, int]:
@@ -198,8 +200,7 @@ class Synchronizer:
 
         Where their backward reaches handles on several process groups, call it on each in the order of attaching.
         To have the mean too, and step with the others, give zeros to any one of the parameters instead, outside
-        ``no_grad``: ``parameter.backward(torch.zeros_like(parameter))``.
-        Raises ``CommunicationError`` as ``backward`` does.
+        ``no_grad``: ``parameter.backward(torch.zeros_like(parameter))``. Raises as ``backward`` does.
         """
         refuse_idle(self.sharded, f"rank {self.rank}")
         if self._reducer is not None:
@@ -223,10 +224,9 @@ class Synchronizer:
             sync.register_comm_hook(None, fp16_compress_hook)
         """
         refuse_hook(hook, self._options, self.rank)
-        if self._reducer is None:
-            return
-        refuse_second_hook(self._reducer.comm_hook, self.rank)
-        self._reducer.comm_hook = CommHook(state, hook)
+        if self._reducer is not None:
+            refuse_second_hook(self._reducer.comm_hook, self.rank)
+            self._reducer.comm_hook = CommHook(state, hook)
 
     def check(self) -> None:
         """Compare all parameters, and the buffers unless each rank keeps its own, over the ranks. Collective.

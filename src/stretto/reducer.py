@@ -80,7 +80,7 @@ class Reducer:
         inspection: Inspection,
         sparse: SparseGradients,
     ) -> None:
-        self.synchronize, self.running, self._passes = True, False, 0
+        self.synchronize, self.running, self._passes, self.kept = True, False, 0, 0
         self.queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
         """The buckets of the plan in use."""
         self._events, self.stop_watching = events, events.remove
@@ -189,11 +189,11 @@ class Reducer:
             self._tracker.meet_nested()
             self._end.watch()
             self._arrivals.open()
-        elif not self.synchronize:
-            return False
-        else:
+        elif self.synchronize:
             self.family.begin()
-        return True
+        else:
+            self.kept += 1
+        return self.running
 
     def _outsider_arrived(self) -> None:
         """A parameter outside the plan has got a gradient; maybe nothing else does in this pass."""

@@ -231,7 +231,7 @@ def test_ratios_are_of_the_same_round() -> None:
 
 def test_machine_is_this_one() -> None:
     seen = this_machine(0.01)
-    assert seen.torch == torch.__version__ and seen.cores >= 1 and 0 <= seen.busy <= 1
+    assert seen.torch == torch.__version__ and seen.cores >= 1 and 0 <= (seen.busy or 0) <= 1
     assert Machine(**seen.to_dict()) == seen
 
 

@@ -272,9 +272,8 @@ def test_who_is_killed_while_memory_is_short_is_told_so(tmp_path: Path) -> None:
     found = ranks(tmp_path, body)
     assert within(found[0][1], "PeerError", 3) == (
         "rank 0, pass 2: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
-        "The kernel has killed a process of this machine for want of memory meanwhile, most likely this one (dmesg "
-        "names it): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less. Start again, "
-        "on all ranks."
+        "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
+        "dmesg), as it has killed some process of this machine since this rank attached. Start again, on all ranks."
     )
 
 

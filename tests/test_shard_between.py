@@ -138,18 +138,19 @@ def test_who_has_taken_over_the_memory_of_a_parameter_has_its_own_in_the_end() -
     assert shared(worker, 2) == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("other", ["frozen", "of another optimizer", "of one that steps first"])
+@pytest.mark.parametrize("other", ["frozen", "ignored", "of another optimizer", "of one that steps first"])
 def test_data_are_swapped_for_those_of_a_parameter_that_is_not_stepped_with_it(carrier: Any, other: str) -> None:
     """It lies where this one is stepped, and must not be written over."""
 
     def worker(transport: Any) -> None:
-        model, sync = attached(transport)
-        plain, _ = attached(transport)
+        ignored = other == "ignored"
+        model, sync = attached(transport, ignore=["back.bias"] * ignored)
+        plain, _ = attached(transport, ignore=["back.bias"] * ignored)
         optimizers = []
         for net in (model, plain):
             alone = [net.back.bias]
             rest = [one for one in net.parameters() if one is not net.back.bias]
-            both = [torch.optim.AdamW(rest, lr=0.01), torch.optim.SGD(alone, lr=0.1, momentum=0.5)]
+            both = [torch.optim.AdamW(rest, lr=0.01), torch.optim.SGD(alone, lr=0.1, momentum=0.5)][: 2 - ignored]
             optimizers.append([stretto.shard(one, sync) for one in both] if net is model else both)
             if other == "of one that steps first":
                 optimizers[-1].reverse()

@@ -462,7 +462,7 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
         assert took < 5 and code == 0
 
 
-def leave_out_a_step_on_one_host(rank: int, tell: Tell, sizes: tuple[int, ...], keep_grads: bool) -> str:
+def leave_out_a_step_on_one_host(rank: int, tell: Tell, folder: str, sizes: tuple[int, ...], keep_grads: bool) -> str:
     stretto.inquiry.ASK_SECONDS = 0.3
     model = Scrambled()
     transport = choose(SeparateHosts(ProcessGroupTransport(), sizes), "auto")
@@ -480,12 +480,15 @@ def leave_out_a_step_on_one_host(rank: int, tell: Tell, sizes: tuple[int, ...], 
     except stretto.PeerError as error:
         text = str(error)
     tell(text)
-    time.sleep(3)  # the others have raised, too
+    Path(folder, f"told{rank}").touch()
+    until = time.monotonic() + 20
+    while len([*Path(folder).glob("told*")]) < sum(sizes) and time.monotonic() < until:
+        time.sleep(0.05)  # who ends before the others have raised is what they raise
     return text
 
 
 def ranks_of_hosts_of_which_one_does_not_step(folder: str, sizes: tuple[int, ...], keep_grads: bool) -> list[str]:
-    ranks = fork_ranks(leave_out_a_step_on_one_host, sum(sizes), folder, sizes, keep_grads)
+    ranks = fork_ranks(leave_out_a_step_on_one_host, sum(sizes), folder, folder, sizes, keep_grads)
     found = [rank.hear(20) for rank in ranks]
     for rank in ranks:
         rank.hear()

@@ -10,7 +10,6 @@ from .agreement import describe_ranks
 from .errors import CommunicationError, PeerError
 from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted
-from .system_memory import WANT_OF_MEMORY
 from .transport.base import Leftover
 from .whereabouts import count
 
@@ -123,13 +122,12 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
 def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]], *, starved: bool) -> PeerError:
     """An error for ranks that ended without a note, given by rank and pid; ``starved``: memory was short."""
     told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
-    why = (
-        f"{WANT_OF_MEMORY} Start again, on all ranks."
-        if starved
-        else "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
-        "dmesg). Start again, on all ranks."
+    short = ", as it has killed some process of this machine since this rank attached" if starved else ""
+    return PeerError(
+        f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n"
+        "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
+        f"dmesg){short}. Start again, on all ranks."
     )
-    return PeerError(f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n{why}")
 
 
 def told_of(error: CommunicationError, what: str) -> CommunicationError:

@@ -145,6 +145,11 @@ class Membership:
         """The module, unless it was freed."""
         return self._module()
 
+    def all_parameters(self) -> list[torch.nn.Parameter]:
+        """Of the module, those that are left alone too."""
+        module = self._module()
+        return [] if module is None else [*module.parameters()]
+
     def everything(self) -> dict[str, torch.nn.Parameter]:
         """All parameters that are not to be left alone, here or by others."""
         module = self._module()

@@ -47,9 +47,9 @@ def check_descriptors(ranks: int) -> None:
         for _ in range(needed):
             held.append(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
+        limit = most_open_files() or "all"
         raise CommandError(
-            f"--ranks {ranks}: takes {needed} more open files, and {len(held)} are left of {most_open_files()} "
-            "(ulimit -n)"
+            f"--ranks {ranks}: takes {needed} more open files, and {len(held)} are left of {limit} (ulimit -n)"
         ) from error
     finally:
         for one in held:

@@ -33,15 +33,16 @@ def run(
     """
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: at least one rank runs")
+    command = [*(["-m"] if module else []), program, *(arguments or [])]
     if sys.platform == "win32":
-        raise CommandError(f"stretto run is not made for Windows: torchrun --nproc-per-node {ranks} {program} is")
+        line = f"--nproc-per-node {ranks} {' '.join(command)}"
+        raise CommandError(f"stretto run is not made for Windows: torchrun {line} is")
     check_room(ranks)
     check_descriptors(ranks)
     _check(program, module)
     from .launch import launch, signal_name  # torch's launcher takes a while to import
 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
-    command = [*(["-m"] if module else []), program, *(arguments or [])]
     sys.stdout.flush()
     out = sys.stderr.buffer if as_json else sys.stdout.buffer
     began = time.monotonic()

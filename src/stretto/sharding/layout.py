@@ -185,7 +185,7 @@ class Layout:
         self,
         strayed: Collection[int],
         pieces: Sequence[Piece],
-        others: Callable[[], Mapping[str, torch.nn.Parameter]],
+        others: Callable[[], Iterable[torch.nn.Parameter]],
     ) -> dict[Piece, torch.Tensor]:
         """The values of what strayed, as they lie in a bucket. To be taken before any rank writes: see ``bring_back``.
 
@@ -193,11 +193,11 @@ class Layout:
             strayed: parameters that lie otherwise.
             pieces: this rank's.
             others: all parameters of the module. One that is not of this layout and lies where some of these will (it
-                was swapped for one: frozen, or another optimizer's) gets memory of its own.
+                was swapped for one: frozen, ignored, or another optimizer's) gets memory of its own.
         """
         if strayed:
             taken = {self.views[index].data_ptr() for index in strayed}
-            self._part_from(others().values(), taken, but=self.parameters.values())
+            self._part_from(others(), taken, but=self.parameters.values())
         among, found = {*strayed}, dict[Piece, torch.Tensor]()
         for index, own in groupby(pieces if among else (), lambda piece: piece.index):
             if index in among:

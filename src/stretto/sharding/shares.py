@@ -180,7 +180,7 @@ class Shares:
             raise
         now = {id(one) for one in self.layout.parameters.values()}
         stay = {index for index, one in before.parameters.items() if id(one) in now}
-        before.release(self._reducer.members.everything().values(), stay)
+        before.release(self._reducer.members.all_parameters(), stay)
 
     def _catch_up(self, *, ask: bool) -> None:
         """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
@@ -211,7 +211,7 @@ class Shares:
             moves = has_moved or self._reducer.plan is not self.layout.plan
             strayed = self.layout.strayed()
             self._refuse(strayed, has_moved=has_moved)
-            copies = {} if moves else self.layout.copies(strayed, self._pieces, self._reducer.members.everything)
+            copies = {} if moves else self.layout.copies(strayed, self._pieces, self._reducer.members.all_parameters)
             number = self._groups.number(has_moved=has_moved)
         met = self._agree(number, moves=moves, meets=meets, idle=idle)
         told = self.transport, self._peers, self._fail
@@ -346,5 +346,5 @@ class Shares:
             self._spread.finish()
         self.stretches.forget()
         if not self.meetings.is_spoiled:
-            self.layout.release(self._reducer.members.everything().values())
+            self.layout.release(self._reducer.members.all_parameters())
             self._withholding.drop(self._everything())

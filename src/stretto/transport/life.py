@@ -49,7 +49,7 @@ class Life:
 def _exists(pid: int) -> bool:
     """Where nothing of it can be read: /proc may hide it, as another user's, or there is no descriptor left."""
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # never on Windows, where this ends it: there nobody is known to be of this host
     except ProcessLookupError:
         return False
     except PermissionError:  # it is there, and another user's

@@ -114,7 +114,8 @@ class Recorder:
         for place in reversed(range(len(self._open))):
             if self._open[place][0] is what:
                 begin = self._open.pop(place)[1]
-                spans[:] = [inner for inner in spans if inner.begin < begin]  # a sharded optimizer steps one inside
+                while spans and spans[-1].begin >= begin:  # a sharded optimizer steps one inside
+                    spans.pop()
                 spans.append(Span(begin, now()))
                 return
 

@@ -416,6 +416,39 @@ def inside_and_outside(rank):
         return found, str(error).splitlines()[0]
 
 
+def kept_until_a_forward_outside(rank):
+    """Gradients of what only forwards inside ``no_sync`` have made, after what does not arm the wrapper."""
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    x = torch.full((1, 1), rank + 1.0)
+
+    def gradient(output):
+        ddp.zero_grad()
+        output.sum().backward()
+        return ddp.module.weight.grad.item()
+
+    def inside(before=contextlib.nullcontext, after=contextlib.nullcontext):
+        with ddp.no_sync():
+            before()
+            output = ddp(x)
+            with after():
+                pass
+        return output
+
+    evaluated = inside()
+    with torch.no_grad():
+        ddp(x)
+    found = {"evaluated": gradient(evaluated), "nested": gradient(inside(after=ddp.no_sync))}
+    twice = inside()
+    with ddp.no_sync():
+        pass
+    found |= {"twice": gradient(twice), "after a backward": gradient(inside(before=lambda: gradient(ddp(x))))}
+    with ddp.no_sync():
+        ddp(x)
+        ddp.require_backward_grad_sync = True
+        by_hand = ddp(x)
+    return found | {"by hand": gradient(by_hand)}
+
+
 def all_scenes(rank):
     return {
         "frameworks": lightning_and_accelerate(rank),
@@ -432,6 +465,7 @@ def all_scenes(rank):
         "wrapped in turn": wrapped_in_turn(rank),
         "own options": own_options(rank),
         "inside and outside": inside_and_outside(rank),
+        "kept": kept_until_a_forward_outside(rank),
     }
 
 
@@ -491,6 +525,11 @@ class TestTogether:
                 f"rank {rank}, pass 3: forward failed on rank 1 before this pass and was caught, so this pass may mix "
                 "batches."
             )
+
+    def test_what_ran_forward_inside_stays_here_after_an_evaluation_and_another_no_sync(self, scenes):
+        for rank, scene in enumerate(scenes):
+            here = dict.fromkeys(("evaluated", "nested", "twice", "after a backward"), rank + 1.0)
+            assert scene["kept"] == here | {"by hand": 1.5}
 
     def test_an_early_end_is_raised_on_all_ranks(self, scenes):
         assert scenes[0]["early end"] == (2, "Rank 0 exhausted all inputs.")

@@ -33,13 +33,13 @@ class Armed:
 
     torch's forward arms its reducer, so what ran forward inside ``no_sync`` is not reduced by a backward outside
     (micro-batches of diffusion trainers). A forward outside that no pass has followed so far is reduced all the same.
-    Where backward ran inside too there is nothing left to keep: then a backward of any other forward reduces.
+    Where backward ran inside after them there is nothing left to keep: then a backward of any other forward reduces.
     """
 
     def __init__(self, ddp: TorchSurface) -> None:
         self._ddp = weakref.ref(ddp)
-        self._inside = False
-        """Whether this ``no_sync`` has seen a forward, and none outside waits for its pass."""
+        self._inside = -1
+        """How many gradients had stayed here when forward last ran inside; -1 if one outside waits for its pass."""
         self._kept = False
         """Whether it has ended, so that no backward reduces before a forward outside."""
         self._awaited = -1
@@ -57,30 +57,35 @@ class Armed:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Neither a backward inside reduces, nor one outside of what only forwards inside have made."""
-        before, (_, kept) = self.value, self._handle.backwards
-        self.value = self._inside = False
+        before = self.value
+        if before:  # else it is inside another, whose forwards count
+            self._inside = self._handle.backwards[1] if self._kept else -1
+        self.value = False
         try:
             yield
         finally:
             self.value = before
-            if before and self._inside and self._handle.backwards[1] == kept:
+            if before and self._inside == self._handle.backwards[1]:
                 self._kept, self._handle.synchronize = True, False
 
     @left_uncompiled
     def forward_begins(self) -> None:
-        """Of the wrapper. Before the module's own, whose failure is one of the pass to which it belongs."""
-        if self.value:
+        """Of the wrapper. Before the module's own, whose failure is one of the pass to which it belongs.
+
+        One without gradients, an evaluation or a teacher, says nothing of the next backward.
+        """
+        if self.value and torch.is_grad_enabled():
             self.arm()
 
     @left_uncompiled
     def forward_ran(self) -> None:
         """Of the wrapper. One with gradients that backward calls, for a checkpoint, is a part of that pass."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            begun, _ = self._handle.backwards
+            begun, kept = self._handle.backwards
             if self.value:
-                self._awaited = begun
+                self._awaited, self._inside = begun, -1
             elif self._awaited != begun:
-                self._inside = True
+                self._inside = kept
 
     def arm(self) -> None:
         """The next backward reduces, wherever forward ran; inside ``no_sync`` it does not."""

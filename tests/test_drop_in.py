@@ -389,8 +389,8 @@ def own_options(rank):
     return [[p.grad.clone() for p in one.parameters()] for one in (model, summed, apart)]
 
 
-def inside_and_outside(rank):
-    """Gradients of backwards outside ``no_sync``; at the end forward fails on rank 1 first."""
+def one_weight(rank):
+    """A wrapper, an input, and what tells the gradient of a backward alone: of this rank rank + 1, the mean 1.5."""
     ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     x = torch.full((1, 1), rank + 1.0)
 
@@ -399,6 +399,12 @@ def inside_and_outside(rank):
         output.sum().backward()
         return ddp.module.weight.grad.item()
 
+    return ddp, x, gradient
+
+
+def inside_and_outside(rank):
+    """Gradients of backwards outside ``no_sync``; at the end forward fails on rank 1 first."""
+    ddp, x, gradient = one_weight(rank)
     with ddp.no_sync():
         inside = ddp(x)
     found = [gradient(inside), gradient(ddp.module(x)), gradient(ddp(x))]
@@ -418,13 +424,7 @@ def inside_and_outside(rank):
 
 def kept_until_a_forward_outside(rank):
     """Gradients of what only forwards inside ``no_sync`` have made, after what does not arm the wrapper."""
-    ddp = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-    x = torch.full((1, 1), rank + 1.0)
-
-    def gradient(output):
-        ddp.zero_grad()
-        output.sum().backward()
-        return ddp.module.weight.grad.item()
+    ddp, x, gradient = one_weight(rank)
 
     def inside(before=contextlib.nullcontext, after=contextlib.nullcontext):
         with ddp.no_sync():

@@ -88,9 +88,13 @@ def build(way: Way) -> tuple[torch.nn.Module, stretto.Synchronizer, Any]:
     return model, sync, stretto.shard(torch.optim.AdamW(model.parameters()), sync, keep_grads=way.keep_grads)
 
 
-def step(model: torch.nn.Module, optimizer: Any, rank: int) -> None:
+def backward(model: torch.nn.Module, optimizer: Any, rank: int) -> None:
     optimizer.zero_grad()
     model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+
+
+def step(model: torch.nn.Module, optimizer: Any, rank: int) -> None:
+    backward(model, optimizer, rank)
     optimizer.step()
 
 
@@ -431,8 +435,7 @@ def step_on_some(rank: int, tell: Tell, way: Way) -> Any:
     began = time.monotonic()
     try:
         for number in range(3):
-            optimizer.zero_grad()
-            model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+            backward(model, optimizer, rank)
             if rank != 1 or number:
                 optimizer.step()
         model.state_dict()
@@ -472,8 +475,7 @@ def leave_out_a_step_on_one_host(rank: int, tell: Tell, folder: str, sizes: tupl
         step(model, optimizer, rank)
     try:
         for number in range(3):
-            optimizer.zero_grad()
-            model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+            backward(model, optimizer, rank)
             if rank < sizes[0] or number:
                 optimizer.step()
         model.state_dict()
@@ -521,8 +523,7 @@ def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
         step(model, optimizer, rank)
     try:
         for number in range(3):
-            optimizer.zero_grad()
-            model(torch.full((4, 64), 1.0 + rank)).square().mean().backward()
+            backward(model, optimizer, rank)
             if rank == 1 and not number and instead == "evaluation":
                 until = time.monotonic() + 20
                 while not any(path.read_text() for path in Path(folder).glob("*.0")) and time.monotonic() < until:

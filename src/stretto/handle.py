@@ -137,7 +137,7 @@ class Synchronizer:
         """Backward passes inside accumulate in ``.grad`` without communication.
 
         What counts is where ``backward()`` runs; forward may be inside or outside. The next backward outside reduces
-        the accumulated sum, including parameters that only the earlier passes reached. All ranks must skip the same.
+        the sum, with parameters that only the earlier passes reached. Not collective, but the same on all ranks.
 
         Example::
 

@@ -5,12 +5,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-WANT_OF_MEMORY = (
-    "The kernel has killed a process of this machine for want of memory meanwhile, most likely this one (see dmesg): "
-    "smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less."
-)
-"""What to say of one that was ended by SIGKILL, where ``kills_for_want_of_memory`` has risen since it began."""
-
 
 def available_bytes() -> int | None:
     """What the system, and the control group of this process, have left; None where that cannot be read."""

@@ -64,8 +64,7 @@ def this_machine(watch_seconds: float = 0.5) -> Machine:
     """As it is now. Waits ``watch_seconds`` to see how busy others keep it; call it while this program does nothing."""
     before = _ticks()
     time.sleep(watch_seconds)
-    after = _ticks()
-    idle, total = (0, 0) if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    idle, total = (now - then for now, then in zip(_ticks(), before, strict=True))
     return Machine(
         cpu=_cpu(),
         cores=cores(),
@@ -82,12 +81,12 @@ def versions() -> dict[str, str]:
     return {"stretto": version("stretto"), "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _ticks() -> tuple[int, int] | None:
-    """Of all cores since boot: idle ones, and all; None where there is no such count, as on macOS."""
+def _ticks() -> tuple[int, int]:
+    """Of all cores since boot: idle ones, and all; none where they are not counted, as on macOS."""
     with contextlib.suppress(OSError):
         fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         return fields[3] + fields[4], sum(fields)
-    return None
+    return 0, 0
 
 
 def _cpu() -> str:

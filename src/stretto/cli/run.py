@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from ..cores import threads_per_rank
-from ..system_memory import WANT_OF_MEMORY
 from .console import AsJson, CommandError, note, say_json
 from .ranks import check_descriptors, check_room
 
@@ -51,7 +50,11 @@ def run(
         note(f"stopped by {signal_name(outcome.stopped_by)}; all ranks have ended")
     elif (failure := outcome.failure) is not None:
         told = f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended"
-        told += f"\n{WANT_OF_MEMORY}" if failure.starved else ""
+        if failure.starved:
+            told += (
+                "\nThe kernel has killed a process of this machine for want of memory meanwhile, most likely this one "
+                "(see dmesg): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less."
+            )
         note(told + (f"\n--- traceback of rank {failure.rank} ---\n{failure.traceback}" if failure.traceback else ""))
     if as_json:
         first = asdict(outcome.failure) if outcome.failure else None

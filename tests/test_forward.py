@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import logging
 import pickle
 import re
 import time
+import unittest.mock
 
 import pytest
 import torch
@@ -26,7 +28,13 @@ FAILED = (
     "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again on one "
     "rank belongs into no_sync() of the handle (a wrapper's .synchronizer), backward outside."
 )
+EARLY = (
+    "rank {0}, pass {1}: backward failed on {2} before this pass and was caught, so this pass may mix batches.\n"
+    "{3}"
+    "Do not step with these gradients: zero_grad() and go on, on all ranks."
+)
 NOTE = "  rank {0}, pass {1}, forward: ValueError: bad token (test_forward.py:LINE in forward)\n"
+IN_BACKWARD = "  rank {0}, pass {1}, backward: ValueError: bad token (test_forward.py:LINE in backward)\n"
 MORE = (
     "rank {0}, pass {1}: some ranks ran forward more often for this pass than for the one before, others did not ({2})."
     "\nIf a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "
@@ -45,6 +53,32 @@ class Model(torch.nn.Module):
         return self.inner(x).sum()
 
 
+class Last(torch.autograd.Function):
+    """Behind all parameters: the first of the module that backward comes to."""
+
+    @staticmethod
+    def forward(ctx, value, fail):
+        ctx.fail = fail
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fail:
+            raise ValueError("bad token")
+        return gradient, None
+
+
+class FailsInBackward(Model):
+    """Before a gradient of a parameter is there."""
+
+    def __init__(self, wrapped=lambda loss: loss) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, x, fail=False):
+        return self.wrapped(Last.apply(super().forward(x), fail))
+
+
 class OwnState(Model):
     def __getstate__(self):
         return self.__dict__.copy()
@@ -58,9 +92,9 @@ def plain(text: str) -> str:
     return re.sub(r"\.py:\d+ in", ".py:LINE in", text)
 
 
-def goes_on(transport, fails, batches: int = 5, wrap=stretto.attach):
-    """Train, leave out batches whose forward fails, and return what was raised and the gradients of each batch."""
-    model = Model()
+def goes_on(transport, fails, batches: int = 5, wrap=stretto.attach, kind=Model):
+    """Train, leave out batches that fail, and return what was raised and the gradients of each batch."""
+    model = kind()
     wrap(model, transport=transport)
     seen = []
     for number in range(1, batches + 1):
@@ -120,6 +154,206 @@ def test_where_forward_fails_on_all_it_is_counted(world: int) -> None:
     for rank, seen in enumerate(found):
         assert seen[2 + (rank == world - 1)] == f"PeerError: {told.format(rank)}"
         assert seen[-1] == pytest.approx(sum(range(world)) / world + 40 + 10 / world)
+
+
+# Backward, before the first gradient
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_backward_that_reaches_no_parameter_on_one_rank_is_told_by_all(world: int) -> None:
+    """No hook of a parameter had run, so nobody knew of that backward, and batches were mixed but for a warning."""
+
+    def last(rank: int, number: int) -> bool:
+        return rank == world - 1 and number == 2
+
+    found = run_ranks(lambda t: goes_on(t, last, 4 + (t.rank == world - 1), kind=FailsInBackward), world)
+    told = EARLY.format("{0}", 2, f"rank {world - 1}", IN_BACKWARD.format(world - 1, 2))
+    first = sum(range(world)) / world
+    later = [first + 10 * number + 10 / world for number in (3, 4)]
+    for rank in range(world - 1):
+        assert found[rank] == [first + 10, f"PeerError: {told.format(rank)}", *map(pytest.approx, later)]
+    mine = ["ValueError: bad token", f"PeerError: {told.format(world - 1)}"]
+    assert found[-1] == [first + 10, *mine, *map(pytest.approx, later)]
+
+
+def test_forward_on_one_rank_and_backward_on_another_are_told_together() -> None:
+    def worker(transport):
+        kind = FailsInBackward if transport.rank == 2 else Model
+        return goes_on(transport, lambda rank, number: rank > 0 and number == 2, 3 + (transport.rank > 0), kind=kind)
+
+    notes = NOTE.format(1, 2) + IN_BACKWARD.format(2, 2)
+    for rank, seen in enumerate(run_ranks(worker, 3)):
+        told = FAILED.replace("forward failed", "forward or backward failed").format(rank, 2, "ranks 1, 2", notes)
+        assert f"PeerError: {told}" in seen
+
+
+def test_a_backward_that_reaches_no_parameter_on_any_rank_is_nobodys_news() -> None:
+    for seen in run_ranks(lambda t: goes_on(t, lambda rank, number: number in (1, 3), kind=FailsInBackward), 2):
+        assert seen == ["ValueError: bad token", 20.5, "ValueError: bad token", 40.5, 50.5]
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    names: tuple[str, ...] = ("a", "b")
+
+
+@pytest.mark.parametrize("wrapped", [lambda one: (1, [one]), lambda one: {"loss": one, "n": 2}, Output])
+def test_outputs_are_found_in_containers(wrapped) -> None:
+    def worker(transport):
+        model = FailsInBackward(wrapped)
+        stretto.attach(model, transport=transport)
+        for number in range(3 + transport.rank):
+            loss = model(x(1.0), fail=transport.rank == 1 and number == 1)
+            if isinstance(loss, Output):
+                loss = vars(loss)
+            (loss,) = torch.utils._pytree.tree_leaves(loss)[:1] if isinstance(loss, dict) else loss[1]
+            try:
+                loss.backward()
+            except (ValueError, stretto.PeerError) as error:
+                yield number, type(error).__name__
+
+    found = run_ranks(lambda t: [*worker(t)], 2)
+    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+
+
+def by_grad(sync, model, fail=True):
+    """Nothing is to arrive at the parameters."""
+    inputs = x(1.0).requires_grad_()
+    torch.autograd.grad(model(inputs, fail=fail), inputs)
+
+
+def within_no_sync(sync, model):
+    with sync.no_sync():
+        model(x(1.0), fail=True).backward()
+
+
+def frozen(sync, model, fail=True):
+    """As a discriminator is while the generator learns: the failure is told by the generator's own handle."""
+    model.requires_grad_(False)
+    try:
+        model(x(1.0).requires_grad_(), fail=fail).backward()
+    finally:
+        model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("how", [by_grad, within_no_sync, frozen])
+def test_a_backward_that_is_no_pass_may_fail_on_one_rank(how) -> None:
+    def worker(transport):
+        model = FailsInBackward()
+        sync = stretto.attach(model, transport=transport)
+        for number in range(3):
+            model.zero_grad()
+            if transport.rank == 1 and number == 1:
+                with pytest.raises(ValueError, match="bad token"):
+                    how(sync, model)
+            elif number == 1:  # else forwards differ, which is warned of
+                with sync.no_sync():
+                    model(x(1.0))
+            model(x(1.0 + transport.rank)).backward()
+            assert model.inner.weight.grad[0, 0] == 1.5
+
+    run_ranks(worker, 2)
+
+
+def test_a_backward_that_reached_an_output_and_no_parameter_in_the_end_is_no_pass() -> None:
+    def worker(transport):
+        model = Model()
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(3):
+            model.zero_grad()
+            if transport.rank == 1:
+                by_grad(sync, model, fail=False)
+                frozen(sync, model, fail=False)
+            model(x(1.0 + transport.rank)).backward()
+            assert model.inner.weight.grad[0, 0] == 1.5
+        assert sync.statistics.passes == 3
+
+    run_ranks(worker, 2)
+
+
+class Implicit(torch.autograd.Function):
+    """Its backward goes through the module again, as that of an equilibrium does."""
+
+    @staticmethod
+    def forward(ctx, value, model, fail):
+        ctx.model, ctx.fail = model, fail
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            by_grad(None, ctx.model, fail=False)
+        if ctx.fail:
+            raise ValueError("bad token")
+        return gradient, None, None
+
+
+class ImplicitModel(Model):
+    def forward(self, inputs, fail=None):
+        value = super().forward(inputs)
+        return value if fail is None else Implicit.apply(value, lambda one, fail: self(one), fail)
+
+
+def test_a_backward_that_calls_the_engine_again_is_watched_still() -> None:
+    found = run_ranks(lambda t: goes_on(t, lambda r, n: r == 1 and n == 2, 3 + t.rank, kind=ImplicitModel), 2)
+    note = IN_BACKWARD.format(1, 2)
+    assert found[0][:2] == [10.5, f"PeerError: {EARLY.format(0, 2, 'rank 1', note)}"]
+    assert found[1][1:3] == ["ValueError: bad token", f"PeerError: {EARLY.format(1, 2, 'rank 1', note)}"]
+
+
+def test_where_the_exception_is_not_seen_its_rank_is_named() -> None:
+    """A debugger has taken the place in which it would be seen."""
+
+    def worker(transport):
+        unseen = unittest.mock.patch("stretto.engine._is_traced", return_value=False)
+        with unseen if transport.rank == 1 else contextlib.nullcontext():
+            return goes_on(
+                transport, lambda r, number: r == 1 and number == 2, 2 + transport.rank, kind=FailsInBackward
+            )
+
+    note = "  rank 1, pass 2, backward: failed; its own log has the error\n"
+    found = run_ranks(worker, 2)
+    assert found[0][1] == f"PeerError: {EARLY.format(0, 2, 'rank 1', note)}"
+
+
+def test_the_programs_own_hooks_on_outputs_are_called_with_ours() -> None:
+    class Hooked(Model):
+        def forward(self, inputs, fail=False):
+            loss = super().forward(inputs)
+            loss.register_hook(lambda gradient: 2 * gradient)
+            return loss
+
+    def worker(transport):
+        model, seen = Hooked(), []
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(x(1.0 + transport.rank))
+            handle = loss.register_hook(lambda gradient: seen.append(float(gradient)))
+            loss.register_hook(lambda _: seen.append("removed")).remove()
+            loss.backward()
+            handle.remove()
+            assert model.inner.weight.grad[0, 0] == 3.0
+        assert seen == [2.0] * 3
+        kept = model(x(1.0))
+        sync.detach()
+        model.zero_grad()
+        kept.backward()
+        assert model.inner.weight.grad[0, 0] == 2.0
+
+    run_ranks(worker, 2)
+
+
+def test_an_output_can_be_saved_without_a_warning() -> None:
+    """torch warns of hooks that are lost."""
+
+    def worker(transport):
+        model = Model()
+        stretto.attach(model, transport=transport)
+        torch.save(model(x(1.0)), io.BytesIO())
+
+    run_ranks(worker, 2)
 
 
 def test_a_failure_before_the_first_pass_of_a_copy_is_quoted() -> None:

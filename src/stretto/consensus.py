@@ -26,6 +26,10 @@ from .usage import carry_over, ranks_that_had
 from .words import COUNTS, Control, ControlWords
 
 log = logging.getLogger("stretto")
+AGAIN = (
+    " What may fail and be tried again on one rank belongs into no_sync() of the handle (a wrapper's .synchronizer), "
+    "backward outside."
+)
 
 
 class Consensus:
@@ -161,7 +165,7 @@ class Consensus:
 
         Raises:
             CommunicationError: buckets were summed with those of another attached model; this rank has lost its place.
-            PeerError: another rank gave up the pass, or forward failed before it on some ranks only.
+            PeerError: another rank gave up the pass, or failed on some ranks only before it began.
         """
         presence, is_first = self._queue.presence, self._queue.pass_number == 1
         if not (words.were_carried or is_first):
@@ -201,8 +205,8 @@ class Consensus:
             if words.own_failure:
                 return True
             raise self.failure(round(said[Control.GAVE_UP]))
-        if said[Control.FORWARD_FAILED]:
-            self._refuse_failed_forward(round(said[Control.FORWARD_FAILED]))
+        if said[Control.FAILED_EARLY]:
+            self._refuse_early_failure(round(said[Control.FAILED_EARLY]))
         if self._on_some(said[Control.MORE_FORWARDS]):
             self._forward.warn()
         if not said[Control.CHANGED]:
@@ -216,34 +220,35 @@ class Consensus:
 
     def failure(self, ranks: int) -> PeerError:
         """The error for a pass that so many others gave up, with what they told of it."""
-        on, told = self._told_of("backward", ranks)
+        on, told, _ = self._told_of(ranks, "backward")
         return PeerError(
             f"{self._queue.where}: backward failed on {on}, so the mean of this pass lacks gradients.\n{told}"
             "Do not step with these gradients: zero_grad() and go on, on all ranks."
         )
 
-    def _refuse_failed_forward(self, ranks: int) -> None:
+    def _refuse_early_failure(self, ranks: int) -> None:
         """Raise the same on all ranks, those that failed included: none of them shall step. Collective."""
-        if self._on_some(ranks):
-            on, told = self._told_of("forward", ranks)
-        else:
+        more: list[int] = []
+        if not self._on_some(ranks):
             often = self._queue.peers.gather(self._forward.failures)
             more = [rank for rank, number in enumerate(often) if number > min(often)]
             if not more:
                 return
+        on, told, phase = self._told_of(ranks, "forward", "backward")
+        if more:
             on = f"{describe_ranks(more)} more often than elsewhere"
-            told = self._told_of("forward", ranks)[1]
+        may = "" if phase == "backward" else AGAIN
         raise PeerError(
-            f"{self._queue.where}: forward failed on {on} before this pass and was caught, so this pass may mix "
-            f"batches.\n{told}"
-            "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again "
-            "on one rank belongs into no_sync() of the handle (a wrapper's .synchronizer), backward outside."
+            f"{self._queue.where}: {phase} failed on {on} before this pass and was caught, so this pass may mix "
+            f"batches.\n{told}Do not step with these gradients: zero_grad() and go on, on all ranks.{may}"
         )
 
-    def _told_of(self, phase: str, ranks: int) -> tuple[str, str]:
-        notes = self._queue.peers.failures(phase, ranks)
+    def _told_of(self, ranks: int, *phases: str) -> tuple[str, str, str]:
+        """Where something failed, on so many ranks, what they told of it, and in which part of a step."""
+        notes = self._queue.peers.failures(ranks, phases)
         on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"
-        return on, "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
+        told = "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
+        return on, told, " or ".join(phase for phase in phases if phase in {note.phase for note in notes} or not notes)
 
     def _on_some(self, said: float) -> bool:
         """Whether some ranks said so and others did not."""

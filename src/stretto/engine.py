@@ -67,22 +67,36 @@ class OutermostEnd:
     """Tells when the outermost backward that is running ends, or that it was dropped because something raised.
 
     Args:
-        ended: called on the thread that called backward, or on an accelerator's in the engine; what it raises comes out
-            of ``backward()``.
+        ended: called, if a pass has begun, on the thread that called backward, or on an accelerator's in the engine;
+            what it raises comes out of ``backward()``.
         paused: called when a nested task has ended and the enclosing one goes on. If gradients arrive before the
             enclosing node is done, call ``watch`` again: should that node fail while the user keeps its graph, nothing
             else would tell. So ``ended`` may be called twice.
-        dropped: called when backward raised, or ``ended`` before it got to :meth:`ends`.
+        dropped: called when backward raised, or ``ended`` before it got to :meth:`ends`; with whether a pass had begun.
     """
 
-    def __init__(self, ended: Callable[[], None], paused: Callable[[], None], dropped: Callable[[], None]) -> None:
+    def __init__(self, ended: Callable[[], None], paused: Callable[[], None], dropped: Callable[[bool], None]) -> None:
         self._ended = ended
         self._paused = paused
         self._dropped = dropped
         self._held: weakref.ref[functools.partial[None]] | None = None
+        self._task = -1
+        self._has_begun = False
+
+    def expect(self) -> None:
+        """Call from a hook of the engine, where a pass may be about to begin."""
+        if self._held is None:
+            self._has_begun = False
+            self._watch()
 
     def watch(self) -> None:
         """Call from a gradient hook, at the first of a pass."""
+        self._has_begun = True
+        if self._held is None or self._task != current_task():
+            self._watch()
+
+    def _watch(self) -> None:
+        self._task = current_task()
         self._hold(Variable._execution_engine.queue_callback, self._task_ended)
 
     def ends(self) -> None:
@@ -99,14 +113,15 @@ class OutermostEnd:
     def _died(self, reference: weakref.ref[functools.partial[None]]) -> None:
         if reference is self._held:
             self._held = None
-            self._dropped()
+            self._dropped(self._has_begun)
 
     @left_uncompiled
     def _task_ended(self) -> None:
         enclosing: Any = torch._C._current_autograd_node()
         if enclosing is None:
             try:
-                self._ended()
+                if self._has_begun:
+                    self._ended()
             except PeerError as error:  # of another rank: how it was waited for here is of no use to anybody
                 raise error.with_traceback(None) from error.__cause__
             self._held = None
@@ -114,7 +129,7 @@ class OutermostEnd:
 
         @left_uncompiled
         def again(*_: object) -> None:
-            self.watch()
+            self._watch()
             handle.remove()
 
         handle = self._hold(enclosing.register_hook, again)
@@ -206,6 +221,20 @@ def _is_traced() -> bool:
     return bool(heard)
 
 
+def _started() -> FrameType | None:
+    """The call that started the engine on this thread, if one did."""
+    found: FrameType | None = sys._getframe()
+    while found is not None and found.f_code is not _engine_run_backward.__code__:
+        found = found.f_back
+    return found
+
+
+def accumulates() -> bool:
+    """Whether the engine is to leave gradients in ``.grad``: false in ``torch.autograd.grad``, as far as it is seen."""
+    found = _started()
+    return found is None or found.f_locals["kwargs"].get("accumulate_grad", True)
+
+
 def when_raised(tell: Callable[[BaseException | None, TracebackType | None], None]) -> bool:
     """Call ``tell`` with the exception that the engine is about to raise and its traceback.
 
@@ -215,9 +244,7 @@ def when_raised(tell: Callable[[BaseException | None, TracebackType | None], Non
         False if the exception will not be seen: this thread did not start the engine, or is in a trace function, as
         at the prompt of a debugger. ``tell`` gets None if the engine ends well: what it dropped was of another's.
     """
-    found: FrameType | None = sys._getframe()
-    while found is not None and found.f_code is not _engine_run_backward.__code__:
-        found = found.f_back
+    found = _started()
     if found is None or not _is_traced():
         return False
     frame, on_frame, everywhere = found, found.f_trace, sys.gettrace()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .blame import refuse_if_lost
 from .bucket import drop_gradients
-from .engine import when_raised
+from .engine import accumulates, when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
@@ -39,6 +39,8 @@ class Failing:
         self._queue = queue
         self._stop = weakref.WeakMethod(stop)
         self._is_told = False
+        self.early = 0
+        """How often forward, or backward before it reached a parameter, has failed since the last pass began."""
 
     @property
     def is_lost(self) -> bool:
@@ -76,9 +78,10 @@ class Failing:
             stop()
         drop_gradients(self._queue.buckets)
 
-    def in_forward(self, error: Exception) -> None:
-        """It came out of the module, before a pass."""
-        self._queue.peers.tell_failed("forward", error, error.__traceback__, before=True)
+    def before(self, phase: str, error: BaseException | None, trace: TracebackType | None = None) -> None:
+        """A pass: something failed for which others may be amid theirs."""
+        self.early += 1
+        self._queue.peers.tell_failed(phase, error, trace, before=True)
 
     def at_the_end(self, error: BaseException, give_up: Callable[[], object]) -> None:
         """Of backward, where it can be seen."""
@@ -87,14 +90,18 @@ class Failing:
         self._is_told = True
         self.stay()
 
-    def in_engine(self, give_up: Callable[[list[Failing]], object]) -> None:
+    def in_engine(self, give_up: Callable[[list[Failing]], object], has_begun: bool) -> None:
         """Backward was dropped; the exception may come by. From a weak reference's callback: nothing must come out.
 
         Args:
             give_up: called with a list, to which it adds those whose passes it has given up.
+            has_begun: the pass; else backward came to the module, and failed before it reached a parameter.
         """
         if self.is_lost:
             return  # and the others know
+        if not has_begun:
+            self._early()
+            return
         given_up: list[Failing] = []
         left = not self._done(functools.partial(give_up, given_up))
 
@@ -106,6 +113,18 @@ class Failing:
         if not when_raised(tell):
             with contextlib.suppress(KeyboardInterrupt):
                 tell(None)
+
+    def _early(self) -> None:
+        """As after a failed forward the others may be amid a pass for which this rank will not come."""
+
+        def tell(error: BaseException | None, trace: TracebackType | None) -> None:
+            if error is not None and not isinstance(error, StrettoError):  # else the end was well, or it is known
+                self.before("backward", error, trace)
+
+        parameters = [reference() for reference in self._queue.parameters]
+        is_trained = any([one is not None and one.requires_grad for one in parameters])
+        if is_trained and accumulates() and not when_raised(tell):
+            self.before("backward", None)
 
     def stay(self) -> None:
         """With a pass that was given up, a little, where others need this rank for it.

@@ -1,15 +1,21 @@
 """What is known of forward: that it failed on this rank, and whether this rank ran it more often than it used to.
 
-    module(...) raises ──> a note for those who wait ──> FORWARD_FAILED in the next pass ──sum──> PeerError on all ranks
+    module(...) raises ──> a note for those who wait ──> FAILED_EARLY in the next pass ──sum──> PeerError on all ranks
+                              ^
+    backward, from the module's outputs to the first gradient of a parameter, raises
 
 [Note: no answer out of turn]  A rank whose forward has failed has sent nothing, and must not: what the others do next
 may be another model's pass, or the user's own ``all_reduce``. So it says so in its next pass, whenever that comes, and
 where some ranks say so and others do not, all raise at the end of that pass, and nobody steps. Where all say so they
 compare how often it failed.
 
-[Note: what is not seen]  An exception outside the module (in the loss, or in backward before it reaches a parameter) is
-the user's own. It leaves one trace: more forwards than usual before the next pass. That is no proof of an error, so it
-is a warning, and only where ranks differ.
+[Note: what is not seen]  An exception outside the module (in the loss, or in its backward) is the user's own. It leaves
+one trace: more forwards than usual before the next pass. That is no proof of an error, so it is a warning, and only
+where ranks differ.
+
+[Note: marks]  Where backward comes to an output of the module, it is watched from there. A hook in the table that torch
+calls for a tensor costs half of ``register_prehook``. The table is not shared: the program's
+own hooks on that output go into it, too.
 
 torch keeps a slot for what ``module.compile()`` makes of a module, and calls what lies there. It costs less than a
 forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, which would all take a hook along.
@@ -17,19 +23,24 @@ forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, w
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parallel.distributed import _find_tensors
 
-from .engine import compiled_inside
+from .engine import OutermostEnd, compiled_inside, left_uncompiled
+from .failing import Failing
 from .launch import LaunchQueue
 from .membership import STANDS_FOR, Membership
 from .words import Control
 
 log = logging.getLogger("stretto")
+_OURS = -1
+"""The key of our hook in a table of torch's, which counts from 0."""
 
 
 class Passes(Protocol):
@@ -50,7 +61,8 @@ class ForwardWatch:
         module: the attached one; held weakly. None if it was freed already.
         passes: knows what a forward that begins now is for; held weakly.
         queue: knows the pass, and who watches.
-        failed: told of an exception that came out of such a forward.
+        failing: told of an exception that came out of such a forward.
+        end: watches a backward that comes to the module's outputs; held weakly by these.
     """
 
     def __init__(
@@ -58,21 +70,23 @@ class ForwardWatch:
         module: torch.nn.Module | None,
         passes: Passes,
         queue: LaunchQueue,
-        failed: Callable[[Exception], object],
+        failing: Failing,
+        end: OutermostEnd,
     ) -> None:
         self._module = None if module is None else weakref.ref(module)
         self._passes = weakref.ref(passes)
-        self._failed = failed
+        self._failing = failing
+        self._mark = functools.partial(_reached, weakref.ref(passes), weakref.ref(end))
+        self._mark.__dict__["__torch_unserializable__"] = True  # else who saves an output is warned of it
         self._queue = queue
         self._compiled: Any = None
         self._runs = 0
         self._before: int | None = None
-        self._failures = 0
         self._last = 0
         self.runs = (0, 0)
         """How often forward ran before this pass, and before the one before."""
         self.failures = 0
-        """How often it failed before this pass."""
+        """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
         if module is not None:
             self._compiled = module._compiled_call_impl
@@ -103,12 +117,24 @@ class ForwardWatch:
             result = call(*args, **kwargs)
         except Exception as error:
             if counts:
-                self._failures += 1
-                self._failed(error)
+                self._failing.before("forward", error, error.__traceback__)
             raise
+        if counts:
+            self._mark_outputs(result)
         if events.forward_ended:
             events.emit(events.forward_ended, queue.pass_number + 1)
         return result
+
+    @left_uncompiled
+    def _mark_outputs(self, result: Any) -> None:
+        """See [Note: marks]."""
+        for output in (result,) if isinstance(result, torch.Tensor) else _find_tensors(result):  # type: ignore[no-untyped-call]
+            if output.grad_fn is not None:
+                if (hooks := output._backward_hooks) is not None:
+                    hooks[_OURS] = self._mark
+                else:
+                    output._backward_hooks = OrderedDict({_OURS: self._mark})
+                    output.grad_fn._register_hook_dict(output)
 
     def remove(self) -> None:
         """Clear the slot. Harmless twice."""
@@ -122,9 +148,9 @@ class ForwardWatch:
             return []  # it was said, and then the pass was given up
         self._last = number
         more = self._before is not None and self._runs > self._before
-        self.runs, self.failures = (self._runs, self._before or 0), self._failures
-        self._before, self._runs, self._failures = self._runs, 0, 0
-        return [Control.FORWARD_FAILED] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
+        self.runs, self.failures = (self._runs, self._before or 0), self._failing.early
+        self._before, self._runs, self._failing.early = self._runs, 0, 0
+        return [Control.FAILED_EARLY] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
 
     def warn(self) -> None:
         """Say once that some ranks ran forward more often than they used to, and others did not. Collective."""
@@ -143,3 +169,11 @@ class ForwardWatch:
             self._queue.where,
             told,
         )
+
+
+@left_uncompiled
+def _reached(passes: weakref.ref[Passes], end: weakref.ref[OutermostEnd], *_: object) -> None:
+    """The engine has come to an output. After ``detach`` nobody is there any more."""
+    reducer, watch = passes(), end()
+    if reducer is not None and watch is not None and reducer.synchronize and not reducer.running:
+        watch.expect()

@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 
 from .blame import apart, crosses, elsewhere
@@ -108,14 +108,14 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
             raise elsewhere(where, other, places(rank, channel, told))
 
 
-def words_of(channel: Channel | None, seat: Seat, phase: str, ranks: int) -> list[Note]:
+def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str]) -> list[Note]:
     """What so many ranks that failed in this pass told of it, as far as it comes soon enough.
 
     Args:
         channel: to the others, if there is one.
         seat: of the handle.
-        phase: in which part of a step they failed.
         ranks: how many.
+        phases: in which parts of a step they may have failed.
     """
     until = time.monotonic() + NOTE_SECONDS
     while True:
@@ -123,7 +123,7 @@ def words_of(channel: Channel | None, seat: Seat, phase: str, ranks: int) -> lis
         if channel is not None:
             channel.read()
             told = channel.told(seat)
-        found = {note.rank: note for note in told if note.phase == phase and note.number == seat.passes}
+        found = {note.rank: note for note in told if note.phase in phases and note.number == seat.passes}
         if len(found) >= ranks or channel is None or time.monotonic() >= until:
             return [found[rank] for rank in sorted(found)]
         time.sleep(0.01)

@@ -16,7 +16,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -330,9 +330,9 @@ class Peers:
             time.sleep(0.05)
         raise culprit from None
 
-    def failures(self, phase: str, ranks: int) -> list[Note]:
+    def failures(self, ranks: int, phases: Collection[str]) -> list[Note]:
         """See :func:`~stretto.inquiry.words_of`."""
-        return words_of(self._channel, self.seat, phase, ranks)
+        return words_of(self._channel, self.seat, ranks, phases)
 
     def _blame(self, *, by_itself: bool = False, own: bool = False, far: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`. ``far``: it is a device that waits, for a pass."""

@@ -93,13 +93,13 @@ class Reducer:
         self._tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse)
-        self._forward = ForwardWatch(members.module(), self, self.queue, self.failing.in_forward)
+        dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
+        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
+        self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
         self._consensus = Consensus(self.queue, self._tracker, self._rejoin, self._forward, self._beside)
         self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
-        dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
-        self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._beside.hook(self, self._sparse_arrival)
         members.follow({**parameters, **sparse.named_parameters()})
         members.watch(self._outsider_arrived, self._let_go, self.queue.preset)

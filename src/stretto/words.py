@@ -22,7 +22,7 @@ class Control(IntEnum):
     """This rank lacked some gradient."""
     CHANGED = 4
     """The module has other parameters than the plan: see rejoin.py."""
-    FORWARD_FAILED = 5
+    FAILED_EARLY = 5
     """Forward failed on this rank since the last pass, and that was caught: see forward.py."""
     MORE_FORWARDS = 6
     """This rank ran forward more often than for the pass before."""

@@ -114,7 +114,7 @@ class Meetings:
         return Met(total == number * self._transport.world_size, idle)
 
     def _refuse_with(self, count: int) -> NoReturn:
-        told = self._peers.failures("step", count)
+        told = self._peers.failures(count, ["step"])
         ranks = describe_ranks([note.rank for note in told]) if told else f"{count} of the other ranks"
         quoted = "".join(f"  {note}\n" for note in told)
         raise PeerError(

@@ -339,6 +339,20 @@ def test_the_last_traceback_comes_with_its_causes_and_nothing_of_cpp() -> None:
     assert last_traceback(["fine"], [0.0]) is None
 
 
+def test_a_traceback_in_colours_is_known_for_one_that_speaks_of_another() -> None:
+    """As Python prints it from 3.13 on where FORCE_COLOR or PYTHON_COLORS is set."""
+    with open(os.devnull, "wb") as sink:
+        streams = Streams(1, sink, sink)
+        with open(streams.err[0].handed_out(), "wb", buffering=0) as err:
+            err.write(f"[rank0]: {BEGINNING}\n".encode())
+            err.write(b'[rank0]:   File \x1b[35m"a.py"\x1b[0m, line \x1b[35m1\x1b[0m, in \x1b[35m<module>\x1b[0m\n')
+            err.write(b"[rank0]: \x1b[1;35mstretto.errors.PeerError\x1b[0m: \x1b[35mx\x1b[0m\n")
+        streams.close()
+    told = streams.err[0].traceback()
+    assert told is not None and told.is_consequence
+    assert told.text.splitlines() == [BEGINNING, '  File "a.py", line 1, in <module>', OF_ANOTHER]
+
+
 def test_a_script_that_is_no_python_has_a_traceback_too(tmp_path: Path) -> None:
     done = command("run", "--ranks", 2, script(tmp_path, "x = (\n"))
     *_, begins, file, line, mark, error = done.stderr.splitlines()

@@ -29,6 +29,7 @@ _BEGINNING = "Traceback (most recent call last):"
 _NO_PYTHON = re.compile(r'  File ".*", line \d+')
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 _OF_TORCH = re.compile(rb"\[rank\d+\]: ")  # torch puts the rank before each line of an exception, as we do
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")  # of tracebacks too, from Python 3.13 on, where FORCE_COLOR is set
 _OF_CPP = re.compile(r"\[[IWEF]\d")  # torch's C++ log, which goes on after the exception
 _CONSEQUENCE = re.compile(
     r"^(stretto\.errors\.(PeerError|CommunicationError)|torch\.distributed\.\w*DistBackendError|RuntimeError: .*"
@@ -184,7 +185,7 @@ class Stream:
             line = line[found.end() :]
         whole = self._prefix + line
         with self._lock:
-            self._kept.append((time.monotonic(), line.decode(errors="replace")))
+            self._kept.append((time.monotonic(), _COLOURS.sub("", line.decode(errors="replace"))))
             self._sink.write(whole + b"\n" if self._last is None else self._last.ended(self, whole))
 
 

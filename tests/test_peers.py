@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -948,6 +949,25 @@ def test_a_rank_that_has_come_again_is_not_said_to_have_failed() -> None:
     failed = "has not come again since it failed (ValueError: no)"
     assert silent(Note(1, "detached", handle="critic", attempt=1, leaves=True)) == failed, "it was attached before"
     assert silent(Note(1, "detached", handle="actor", attempt=3, leaves=True)) == "has not come here so far"
+
+
+@pytest.mark.parametrize("exit_code, phase", [(0, "dropped"), (None, "dropped"), (1, "before it ended")])
+@pytest.mark.parametrize("told, number", [(None, 3), (("", 1, "ValueError: old"), 3), (("", 2, "ValueError: no"), 2)])
+def test_a_model_that_goes_with_what_ends_a_child_has_not_done_its_passes(
+    exit_code: int | None, phase: str, told: tuple[str, int, str] | None, number: int
+) -> None:
+    """As from Python 3.13 on: what has ended a child of multiprocessing is gone by then, and its exit code is there."""
+    store = dist.HashStore()
+    mine, other = Channel(store, 0, 2), Channel(store, 1, 2)
+    seat = Seat(handle="actor", passes=2, told=told and ("actor", *told[1:]))
+    other._child = SimpleNamespace(f_locals={} if exit_code is None else {"exitcode": exit_code})
+    other.open(seat)
+    other.close(seat, "dropped")
+    mine.read()
+    (note,) = (one.about("actor") for one in mine.notes)
+    assert (note.phase, note.failed, note.passes) == (phase, bool(exit_code), 2)
+    if exit_code:
+        assert (note.number, note.error) == (number, "ValueError: no" if number == 2 else "")
 
 
 @pytest.mark.parametrize("words", [True, False])

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, is_initialized
 
 from .line import POLL_SECONDS, Lookout
-from .notes import Note, last_words
+from .notes import Note, frame_of_child, has_failed, last_words
 from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
 from .transport.base import Leftover
@@ -57,6 +57,7 @@ class Channel(People):
         """This process, and the thread that made this."""
         self._ended = False
         self._finalizer: Finalize | None = None
+        self._child = frame_of_child()
 
     def serves(self, store: Store, rank: int) -> bool:
         """Whether it is this rank's channel over that store."""
@@ -105,6 +106,8 @@ class Channel(People):
         """
         if seat not in self._seats or not self._is_mine():
             return
+        if how == "dropped" and has_failed(self._child):  # together with what has ended the process
+            return self.end()
         self._seats.remove(seat)
         if seat.handle:
             passes = seat.passes
@@ -121,7 +124,7 @@ class Channel(People):
         begun = {seat.handle: seat.passes for seat in self._seats if seat.handle}
         told = {seat.told for seat in self._seats if seat.told is not None}
         try:
-            self.post(last_words(self.rank, begun, told))
+            self.post(last_words(self.rank, begun, told, failed=has_failed(self._child)))
             if self.rank == 0 and self.rank_0_has_store():
                 self._stay_until(self._all_have_left)
         finally:

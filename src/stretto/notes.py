@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import FrameType
 
 from .whereabouts import place_of_traceback
 
@@ -25,6 +27,7 @@ WAYS_TO_LEAVE = {
     "ended": "its process has ended",
 }
 """By which a rank leaves without having failed."""
+_RUNS_CHILDREN = "_bootstrap", "multiprocessing.process"
 _REDUCER = __file__.replace(os.sep, "/").replace("notes.py", "reducer.py")
 
 
@@ -105,7 +108,8 @@ def what_ends_this_process() -> BaseException | None:
     """The exception by which it ends, as far as Python says; call it while the process ends.
 
     A program's is in ``sys.last_value``. In a child of multiprocessing it is being handled: its finalizers run in a
-    ``finally``, and torch's launcher raises ``SystemExit`` in place of what it has written down.
+    ``finally``, and torch's launcher raises ``SystemExit`` in place of what it has written down. From Python 3.13 on
+    they run when it is gone: see :func:`has_failed`.
     """
     if hasattr(sys, "ps1"):  # in an interactive session the last exception ended nothing
         return None
@@ -115,15 +119,35 @@ def what_ends_this_process() -> BaseException | None:
     return error
 
 
-def last_words(rank: int, begun: Mapping[str, int], told: Collection[tuple[str, int, str]]) -> Note:
+def frame_of_child() -> FrameType | None:
+    """That in which multiprocessing keeps the exit code of this process, if it runs it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != _RUNS_CHILDREN:
+        frame = frame.f_back
+    return frame
+
+
+def has_failed(child: FrameType | None) -> bool:
+    """Whether the exit code is that of a failure. The frame may have ended; the exception has let go of its own."""
+    return child is not None and child.f_locals.get("exitcode", 0) not in (0, None)
+
+
+def last_words(
+    rank: int, begun: Mapping[str, int], told: Collection[tuple[str, int, str]], *, failed: bool = False
+) -> Note:
     """The note of a process that ends now.
 
     Args:
         rank: this one.
         begun: how many passes of each handle.
         told: what was told before: handle, pass and text of the error.
+        failed: it has, and the exception may be gone.
     """
     error = what_ends_this_process()
+    if error is None and failed:  # most likely by the failure of backward that was told in the pass under way, if any
+        last = {handle: text for handle, number, text in told if begun.get(handle) == number}
+        numbers = {handle: [n, n + (handle not in last)] for handle, n in begun.items()}
+        return Note(rank, "before it ended", error=next(iter(last.values()), ""), leaves=True, counts=numbers)
     if error is None:
         return Note(rank, "ended", leaves=True, counts={handle: [n, n] for handle, n in begun.items()})
     files, text = _files_of(error), text_of(error)

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
 from stretto import DistributedDataParallel, PeerError, SetupError
-from stretto.comm_hooks import HookWork, check_hook
+from stretto.comm_hooks import HookWork, check_hook, refuse_hook
+from stretto.options import Options
 from stretto.testing import run_ranks, spawn_ranks
 
 WORLD = 2
@@ -208,6 +209,20 @@ class TestWhatIsAHook:
 
         for hook in (another_name, text, functools.partial(text, None), default_hooks.bf16_compress_hook):
             assert check_hook(hook) is None
+
+    def test_one_whose_annotations_are_for_a_type_checker_only_is_taken(self):
+        """From Python 3.14 on they are looked up when they are asked for."""
+
+        class Hook:
+            @property
+            def __signature__(self):
+                raise NameError("name 'GradBucket' is not defined")
+
+            def __call__(self, state, bucket):
+                raise AssertionError("no backward is run")
+
+        assert check_hook(Hook()) is None
+        refuse_hook(Hook(), Options(), 0)
 
     def test_options_that_a_hook_would_override_are_refused_beside_it(self):
         model = DistributedDataParallel(torch.nn.Linear(1, 1), reduce="sum")

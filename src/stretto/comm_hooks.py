@@ -297,7 +297,7 @@ def refuse_hook(hook: object, options: Options, rank: int) -> None:
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {hook!r}")
     signature = None
-    with contextlib.suppress(ValueError, TypeError):  # a builtin has none
+    with contextlib.suppress(NameError, ValueError, TypeError):  # as in check_hook, from Python 3.14 on
         signature = inspect.signature(hook, follow_wrapped=False)
     try:
         if signature is not None:

@@ -365,6 +365,24 @@ def wrapped_in_turn(rank):
     return told, [p.grad.clone() for p in first.parameters()]
 
 
+def wrapped_when_unfrozen(rank, wrapper, keep):
+    """Gradients of a trunk that was frozen in a first wrapper, then trained in one of its own; at last in the first."""
+    trunk = build("mlp").requires_grad_(False)
+    first = wrapper(torch.nn.Sequential(trunk, build("mlp", seed=1)))
+    loss(first, batch("mlp", rank)).backward()
+    trunk.requires_grad_(True)
+    second = wrapper(trunk)
+    first = first if keep else None
+    for step in (1, 2):
+        loss(second, batch("mlp", rank, step)).backward()
+    grads = [p.grad.clone() for p in trunk.parameters()]
+    if keep and wrapper is DistributedDataParallel:
+        del second
+        trunk.zero_grad()
+        loss(first, batch("mlp", rank, 3)).backward()
+    return grads, [p.grad for p in trunk.parameters()]
+
+
 def two_groups(rank):
     model = DistributedDataParallel(build("mlp"))
     try:
@@ -463,6 +481,11 @@ def all_scenes(rank):
         **{("trunk", joint): trunk_with_two_heads(rank, joint) for joint in (True, False)},
         "two groups": two_groups(rank),
         "wrapped in turn": wrapped_in_turn(rank),
+        "unfrozen": {
+            (kept, wrapper is TorchDDP): wrapped_when_unfrozen(rank, wrapper, kept)
+            for kept in (True, False)
+            for wrapper in (TorchDDP, DistributedDataParallel)
+        },
         "own options": own_options(rank),
         "inside and outside": inside_and_outside(rank),
         "kept": kept_until_a_forward_outside(rank),
@@ -553,7 +576,7 @@ class TestTogether:
         assert scenes[0]["wrapped twice"][1] == (
             "DistributedDataParallel: weight, bias already reduced by another wrapper or handle, with parameters that "
             "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
-            "Or wrap the outer module last."
+            "Or wrap the outer module last, or delete its wrapper first if it is not needed any more."
         )
         assert [scene["wrapped twice"][3] for scene in scenes] == [0, 0]  # those of the one that has ended
 
@@ -571,9 +594,16 @@ class TestTogether:
             "both have to that one.\nUse the wrapper that there is.",
             f"DistributedDataParallel: {names} already reduced by another wrapper or handle, with parameters that "
             "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
-            "Or wrap the outer module last.",
+            "Or wrap the outer module last, or delete its wrapper first if it is not needed any more.",
         ]
         assert same(scenes[0]["wrapped in turn"][1], scenes[1]["wrapped in turn"][1])
+
+    @pytest.mark.parametrize("kept", [True, False], ids=["kept", "freed"])
+    def test_what_was_frozen_in_an_earlier_wrapper_is_the_later_ones(self, scenes, kept):
+        """As when an adapter has been trained and is merged, and the base is trained on; the earlier one may go on."""
+        for (grads, last), (torchs, _) in [(s["unfrozen"][kept, False], s["unfrozen"][kept, True]) for s in scenes]:
+            assert same(grads, torchs)
+            assert same(last, scenes[0]["unfrozen"][kept, False][1])
 
     def test_over_two_groups_none_takes_over(self, scenes):
         assert scenes[0]["two groups"] == (

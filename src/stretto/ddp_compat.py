@@ -305,7 +305,7 @@ def hand_over(ddp: TorchSurface) -> None:
         raise AlreadyAttachedError(
             f"DistributedDataParallel: {name_list(mine.values())} already reduced by another wrapper or handle, with "
             "parameters that this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
-            "Or wrap the outer module last."
+            "Or wrap the outer module last, or delete its wrapper first if it is not needed any more."
         )
     for reducer in sorted(earlier, key=lambda one: -len(one.inside)):  # the outer ones first
         if reducer in stay:

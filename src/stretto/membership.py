@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .arrivals import hook_gradient
+from .arrivals import hook_gradient, owner_of
 from .engine import current_task, left_uncompiled
 from .errors import name_list
 from .options import Options, names_of_sparse
@@ -170,8 +170,9 @@ class Membership:
         return {name: one for name, one in self._to_reduce().items() if name in names}
 
     def _to_reduce(self) -> dict[str, torch.nn.Parameter]:
-        kept = (self._returned & self._planned.keys()) | self._waiting
-        return {name: p for name, p in self.everything().items() if p.requires_grad or name in kept}
+        kept, mine = (self._returned & self._planned.keys()) | self._waiting, self._ids()
+        asked = {name: p for name, p in self.everything().items() if p.requires_grad or name in kept}
+        return {name: p for name, p in asked.items() if id(p) in mine or owner_of(p) is None}
 
     def keep(self, names: Iterable[str]) -> None:
         """These are wanted when the ranks agree next, frozen or not: some rank has a gradient that was not sent."""
@@ -223,14 +224,12 @@ class Membership:
         self.is_bare = False
         self._arrived.clear()
         self.remember()
-        everything = self.everything()
-        self._frozen = {name: weakref.ref(everything[name]) for name in self._outsiders}
+        self._frozen = {name: weakref.ref(one) for name, one in self.everything().items() if name in self._outsiders}
 
     def remember(self) -> None:
         """What the module has now is known: put hooks on outsiders, and take them off others."""
         self.suspect = False
-        module = self._module()
-        everything = self.everything()
+        module, everything = self._module(), self.everything()
         self._outsiders = everything.keys() - self._planned.keys()
         outside = {id(everything[name]): everything[name] for name in self._outsiders}
         for key in [key for key, (one, _) in self._hooks.items() if key not in outside or one() is not outside[key]]:
@@ -329,8 +328,8 @@ class Membership:
 
     @left_uncompiled
     def _outsider_came(self, parameter: torch.Tensor) -> None:
-        if self._came is None:
-            return
+        if self._came is None or owner_of(parameter) is not None:
+            return  # another handle has it, attached while it was frozen here
         if self.module() is not None and not any(one is parameter for one in self.everything().values()):
             return  # taken out again, or to be ignored; ``remember`` will see to it
         self.suspect = True

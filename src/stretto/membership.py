@@ -328,7 +328,7 @@ class Membership:
 
     @left_uncompiled
     def _outsider_came(self, parameter: torch.Tensor) -> None:
-        if self._came is None or owner_of(parameter) is not None:
+        if self._came is None or (owner_of(parameter) is not None and id(parameter) not in self._ids()):
             return  # another handle has it, attached while it was frozen here
         if self.module() is not None and not any(one is parameter for one in self.everything().values()):
             return  # taken out again, or to be ignored; ``remember`` will see to it

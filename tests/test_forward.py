@@ -217,6 +217,30 @@ def test_outputs_are_found_in_containers(wrapped) -> None:
     assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
 
 
+@dataclasses.dataclass
+class Unfinished(Output):
+    later: float = dataclasses.field(init=False)
+
+
+def itself(loss: torch.Tensor) -> dict:
+    found = {"loss": loss}
+    return {**found, "all": found, "found": found.setdefault("itself", found)}
+
+
+@pytest.mark.parametrize("wrapped", [Unfinished, itself, lambda one: {"loss": one, "kind": Unfinished}])
+def test_outputs_may_be_whatever_the_program_likes(wrapped) -> None:
+    """Not all that looks like a container can be walked through: forward raised, or never ended."""
+
+    def worker(transport):
+        model = FailsInBackward(wrapped)
+        stretto.attach(model, transport=transport)
+        found = model(x(1.0))
+        (found["loss"] if isinstance(found, dict) else found.loss).backward()
+        assert model.inner.weight.grad[0, 0] == 1.0
+
+    run_ranks(worker, 2, timeout=10)
+
+
 def by_grad(sync, model, fail=True):
     """Nothing is to arrive at the parameters."""
     inputs = x(1.0).requires_grad_()

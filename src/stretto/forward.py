@@ -23,6 +23,7 @@ forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
@@ -30,7 +31,6 @@ from collections import OrderedDict
 from typing import Any, Protocol
 
 import torch
-from torch.nn.parallel.distributed import _find_tensors
 
 from .engine import OutermostEnd, compiled_inside, left_uncompiled
 from .failing import Failing
@@ -128,7 +128,7 @@ class ForwardWatch:
     @left_uncompiled
     def _mark_outputs(self, result: Any) -> None:
         """See [Note: marks]."""
-        for output in (result,) if isinstance(result, torch.Tensor) else _find_tensors(result):  # type: ignore[no-untyped-call]
+        for output in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
             if output.grad_fn is not None:
                 if (hooks := output._backward_hooks) is not None:
                     hooks[_OURS] = self._mark
@@ -169,6 +169,26 @@ class ForwardWatch:
             self._queue.where,
             told,
         )
+
+
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    """Also those in containers: one may hold itself, or a class, or be a dataclass with a field that is to come."""
+    found, seen, ahead = list[torch.Tensor](), set[int](), [result]
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif id(one) in seen or isinstance(one, type):
+            continue
+        elif isinstance(one, (list, tuple, dict)) or dataclasses.is_dataclass(one):
+            seen.add(id(one))
+            if isinstance(one, (list, tuple)):
+                ahead += one
+            elif isinstance(one, dict):
+                ahead += one.values()
+            else:
+                ahead += [getattr(one, field.name, None) for field in dataclasses.fields(one)]
+    return found
 
 
 @left_uncompiled

@@ -176,6 +176,24 @@ def test_a_backward_that_reaches_no_parameter_on_one_rank_is_told_by_all(world: 
     assert found[-1] == [first + 10, *mine, *map(pytest.approx, later)]
 
 
+def test_a_backward_that_reaches_no_sparse_parameter_is_told_where_all_are_sparse() -> None:
+    class Sparse(torch.nn.Embedding):
+        def forward(self, fail):
+            return Last.apply(super().forward(torch.tensor([1])).sum(), fail)
+
+    def worker(transport):
+        model = Sparse(2, 2, sparse=True)
+        stretto.attach(model, transport=transport)
+        for number in range(3 + transport.rank):
+            try:
+                model(transport.rank == 1 and number == 1).backward()
+            except (ValueError, stretto.PeerError) as error:
+                yield number, type(error).__name__
+
+    found = run_ranks(lambda t: [*worker(t)], 2)
+    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+
+
 def test_forward_on_one_rank_and_backward_on_another_are_told_together() -> None:
     def worker(transport):
         kind = FailsInBackward if transport.rank == 2 else Model
@@ -247,13 +265,19 @@ def by_grad(sync, model, fail=True):
     torch.autograd.grad(model(inputs, fail=fail), inputs)
 
 
+def by_inputs(sync, model):
+    """As an attack on the model does, or a generator's step that leaves the discriminator's gradients alone."""
+    inputs = x(1.0).requires_grad_()
+    model(inputs, fail=True).backward(inputs=[inputs])
+
+
 def within_no_sync(sync, model):
     with sync.no_sync():
         model(x(1.0), fail=True).backward()
 
 
 def frozen(sync, model, fail=True):
-    """As a discriminator is while the generator learns: the failure is told by the generator's own handle."""
+    """As a discriminator is while the generator learns, whose own handle tells what fails behind its own outputs."""
     model.requires_grad_(False)
     try:
         model(x(1.0).requires_grad_(), fail=fail).backward()
@@ -261,7 +285,7 @@ def frozen(sync, model, fail=True):
         model.requires_grad_(True)
 
 
-@pytest.mark.parametrize("how", [by_grad, within_no_sync, frozen])
+@pytest.mark.parametrize("how", [by_grad, by_inputs, within_no_sync, frozen])
 def test_a_backward_that_is_no_pass_may_fail_on_one_rank(how) -> None:
     def worker(transport):
         model = FailsInBackward()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -229,10 +229,17 @@ def _started() -> FrameType | None:
     return found
 
 
-def accumulates() -> bool:
-    """Whether the engine is to leave gradients in ``.grad``: false in ``torch.autograd.grad``, as far as it is seen."""
-    found = _started()
-    return found is None or found.f_locals["kwargs"].get("accumulate_grad", True)
+def accumulates_into(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the engine is to leave gradients in ``.grad`` of some of these, as far as it is seen.
+
+    It is not in ``torch.autograd.grad``, nor in ``backward(inputs=...)`` of others, nor if all are frozen.
+    """
+    trained = {id(one) for one in parameters if one.requires_grad}
+    if not trained or (found := _started()) is None:
+        return bool(trained)
+    given = found.f_locals
+    inputs = [id(one) for one in given["args"][3]]
+    return given["kwargs"]["accumulate_grad"] and not (inputs and trained.isdisjoint(inputs))
 
 
 def when_raised(tell: Callable[[BaseException | None, TracebackType | None], None]) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .blame import refuse_if_lost
 from .bucket import drop_gradients
-from .engine import accumulates, when_raised
+from .engine import accumulates_into, when_raised
 from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
@@ -33,11 +33,15 @@ class Failing:
     Args:
         queue: knows the pass and the other ranks.
         stop: ends the pass here, so that the next gradient begins one, which is refused. A method, held weakly.
+        everything: returns the parameters that may get gradients, by name.
     """
 
-    def __init__(self, queue: LaunchQueue, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, queue: LaunchQueue, stop: Callable[[], None], everything: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
         self._queue = queue
         self._stop = weakref.WeakMethod(stop)
+        self._everything = everything
         self._is_told = False
         self.early = 0
         """How often forward, or backward before it reached a parameter, has failed since the last pass began."""
@@ -121,9 +125,7 @@ class Failing:
             if error is not None and not isinstance(error, StrettoError):  # else the end was well, or it is known
                 self.before("backward", error, trace)
 
-        parameters = [reference() for reference in self._queue.parameters]
-        is_trained = any([one is not None and one.requires_grad for one in parameters])
-        if is_trained and accumulates() and not when_raised(tell):
+        if accumulates_into(self._everything().values()) and not when_raised(tell):
             self.before("backward", None)
 
     def stay(self) -> None:

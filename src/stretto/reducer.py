@@ -89,7 +89,7 @@ class Reducer:
         self._inspection, self.sparse = inspection, sparse  # the parameters that lie in no bucket
         self._beside = Beside(self.queue, places, sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
-        self.failing = Failing(self.queue, self._stop)
+        self.failing = Failing(self.queue, self._stop, members.everything)
         self._tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self._tracker.arrivals
         self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse)

@@ -9,6 +9,7 @@ import io
 import logging
 import pickle
 import re
+import threading
 import time
 import unittest.mock
 
@@ -348,6 +349,48 @@ def test_a_backward_that_calls_the_engine_again_is_watched_still() -> None:
     note = IN_BACKWARD.format(1, 2)
     assert found[0][:2] == [10.5, f"PeerError: {EARLY.format(0, 2, 'rank 1', note)}"]
     assert found[1][1:3] == ["ValueError: bad token", f"PeerError: {EARLY.format(1, 2, 'rank 1', note)}"]
+
+
+class Meeting(torch.autograd.Function):
+    """Backward calls ``meet`` before it goes on."""
+
+    @staticmethod
+    def forward(ctx, value, meet):
+        ctx.meet = meet
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.meet()
+        return gradient, None
+
+
+def test_another_threads_gradients_of_inputs_end_no_pass() -> None:
+    """It has come to an output before the pass began, and ends amid it."""
+
+    def worker(transport):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(3):
+            model.zero_grad()
+            has_come, goes_on = threading.Event(), threading.Event()
+            inputs = x(1.0).requires_grad_()
+            meeting = Meeting.apply(inputs, lambda has_come=has_come, on=goes_on: (has_come.set(), on.wait(10)))
+            other = threading.Thread(target=torch.autograd.grad, args=(model(meeting).sum(), inputs))
+            own = model(x(1.0))
+            other.start()
+            assert has_come.wait(10)
+
+            def amid(_, other=other, goes_on=goes_on) -> None:
+                goes_on.set()
+                other.join(10)
+
+            hook = model[1].bias.register_post_accumulate_grad_hook(amid)
+            own.sum().backward()
+            hook.remove()
+        assert sync.statistics.passes == 3
+
+    run_ranks(worker, 2, timeout=30)
 
 
 def test_where_the_exception_is_not_seen_its_rank_is_named() -> None:

@@ -117,6 +117,8 @@ class OutermostEnd:
 
     @left_uncompiled
     def _task_ended(self) -> None:
+        if self._task != current_task():
+            return  # another has taken its place, on another thread maybe
         enclosing: Any = torch._C._current_autograd_node()
         if enclosing is None:
             try:

@@ -260,6 +260,27 @@ def test_outputs_may_be_whatever_the_program_likes(wrapped) -> None:
     run_ranks(worker, 2, timeout=10)
 
 
+class HandsOn(Model):
+    def forward(self, value, fail=False):
+        return super().forward(value.expand(1, 2)), value
+
+
+def test_an_output_that_another_model_hands_on_is_watched_for_the_one_that_made_it() -> None:
+    def worker(transport):
+        model, other = FailsInBackward(), HandsOn()
+        for one in (model, other):
+            stretto.attach(one, transport=transport)
+        for number in range(3 + transport.rank):
+            _, loss = other(model(x(1.0), fail=transport.rank == 1 and number == 1))
+            try:
+                loss.backward()
+            except (ValueError, stretto.PeerError) as error:
+                yield number, type(error).__name__
+
+    found = run_ranks(lambda t: [*worker(t)], 2)
+    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+
+
 def by_grad(sync, model, fail=True):
     """Nothing is to arrive at the parameters."""
     inputs = x(1.0).requires_grad_()

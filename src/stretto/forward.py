@@ -14,11 +14,12 @@ one trace: more forwards than usual before the next pass. That is no proof of an
 where ranks differ.
 
 [Note: marks]  Where backward comes to an output of the module, it is watched from there. A hook in the table that torch
-calls for a tensor costs half of ``register_prehook``. The table is not shared: the program's
-own hooks on that output go into it, too.
+calls for a tensor costs half of ``register_prehook``. Each output has a table of its own: the program's hooks on it go
+in there, too, and those of another attached model that hands it on.
 
-torch keeps a slot for what ``module.compile()`` makes of a module, and calls what lies there. It costs less than a
-forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, which would all take a hook along.
+[Note: the slot]  torch keeps one for what ``module.compile()`` makes of a module, and calls what lies there. It costs
+less than a forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, which would all take a hook
+along.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ from .membership import STANDS_FOR, Membership
 from .words import Control
 
 log = logging.getLogger("stretto")
-_OURS = -1
-"""The key of our hook in a table of torch's, which counts from 0."""
 
 
 class Passes(Protocol):
@@ -55,7 +54,7 @@ class Passes(Protocol):
 
 
 class ForwardWatch:
-    """Stands in the slot of an attached module. Never communicates.
+    """Stands in the slot of an attached module, see [Note: the slot]. Never communicates.
 
     Args:
         module: the attached one; held weakly. None if it was freed already.
@@ -78,6 +77,7 @@ class ForwardWatch:
         self._failing = failing
         self._mark = functools.partial(_reached, weakref.ref(passes), weakref.ref(end))
         self._mark.__dict__["__torch_unserializable__"] = True  # else who saves an output is warned of it
+        self._key = -1 - queue.peers.seat.number  # torch's own count from 0
         self._queue = queue
         self._compiled: Any = None
         self._runs = 0
@@ -131,9 +131,9 @@ class ForwardWatch:
         for output in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
             if output.grad_fn is not None:
                 if (hooks := output._backward_hooks) is not None:
-                    hooks[_OURS] = self._mark
+                    hooks[self._key] = self._mark
                 else:
-                    output._backward_hooks = OrderedDict({_OURS: self._mark})
+                    output._backward_hooks = OrderedDict({self._key: self._mark})
                     output.grad_fn._register_hook_dict(output)
 
     def remove(self) -> None:

@@ -260,6 +260,24 @@ def test_outputs_may_be_whatever_the_program_likes(wrapped) -> None:
     run_ranks(worker, 2, timeout=10)
 
 
+def test_a_forward_within_no_sync_is_watched_in_a_backward_outside() -> None:
+    """As is advised for a forward that may fail."""
+
+    def worker(transport):
+        model = FailsInBackward()
+        sync = stretto.attach(model, transport=transport)
+        for number in range(3 + transport.rank):
+            with sync.no_sync():
+                loss = model(x(1.0), fail=transport.rank == 1 and number == 1)
+            try:
+                loss.backward()
+            except (ValueError, stretto.PeerError) as error:
+                yield number, type(error).__name__
+
+    found = run_ranks(lambda t: [*worker(t)], 2)
+    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+
+
 class HandsOn(Model):
     def forward(self, value, fail=False):
         return super().forward(value.expand(1, 2)), value

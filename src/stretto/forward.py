@@ -119,8 +119,7 @@ class ForwardWatch:
             if counts:
                 self._failing.before("forward", error, error.__traceback__)
             raise
-        if counts:
-            self._mark_outputs(result)
+        self._mark_outputs(result)
         if events.forward_ended:
             events.emit(events.forward_ended, queue.pass_number + 1)
         return result

@@ -206,6 +206,35 @@ def test_forward_on_one_rank_and_backward_on_another_are_told_together() -> None
         assert f"PeerError: {told}" in seen
 
 
+def test_who_failed_before_a_pass_is_not_blamed_for_one_that_another_gives_up() -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, early=False, amid=False):
+            return Last.apply(self.last(Last.apply(self.first(inputs), amid)).sum(), early)
+
+    def worker(transport):
+        model = Both()
+        stretto.attach(model, transport=transport)
+        model(x(1.0)).backward()
+        if transport.rank == 2:
+            with pytest.raises(ValueError, match="bad token"):
+                model(x(1.0), early=True).backward()
+        try:
+            model(x(1.0), amid=transport.rank == 1).backward()
+        except (ValueError, stretto.PeerError) as error:
+            return plain(str(error)).splitlines()[:2]
+
+    found = run_ranks(worker, 3)
+    note = IN_BACKWARD.format(1, 2).removesuffix("\n")
+    for rank in (0, 2):
+        gave_up = f"rank {rank}, pass 2: backward failed on rank 1, so the mean of this pass lacks gradients."
+        assert found[rank] == [gave_up, note]
+    assert found[1] == ["bad token"]
+
+
 def test_a_backward_that_reaches_no_parameter_on_any_rank_is_nobodys_news() -> None:
     for seen in run_ranks(lambda t: goes_on(t, lambda rank, number: number in (1, 3), kind=FailsInBackward), 2):
         assert seen == ["ValueError: bad token", 20.5, "ValueError: bad token", 40.5, 50.5]

@@ -822,21 +822,27 @@ def test_waiting_for_a_comm_hook(tmp_path: Path, how: str, world: int, transport
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["process_group"])
-def test_who_waits_for_a_forward_that_failed_is_told_of_it_meanwhile(tmp_path: Path, transport: str) -> None:
-    body = """
+@pytest.mark.parametrize(
+    ("how", "phase", "error"),
+    [("wrong", "forward", "KeyError: 'no such token'"), ("before", "backward", "ValueError: bad label")],
+)
+def test_who_waits_for_a_rank_that_failed_before_the_pass_is_told_of_it_meanwhile(
+    tmp_path: Path, transport: str, how: str, phase: str, error: str
+) -> None:
+    body = f"""
         step()
         if rank == 1:
-            told(wrong=True)
+            told({how}=True)
             time.sleep(3)
         told()
         step(); right()
     """
     (_, printed, complaint), (_, other, _) = ranks(tmp_path, body, transport=transport)
-    note = "rank 1, pass 2, forward: KeyError: 'no such token' (train.py:LINE in forward)"
-    waits = f"rank 0, pass 2: this rank waits, since forward has failed on another.\n  {note}"
+    note = f"rank 1, pass 2, {phase}: {error} (train.py:LINE in {phase})"
+    waits = f"rank 0, pass 2: this rank waits, since {phase} has failed on another.\n  {note}"
     assert re.sub(r"py:\d+", "py:LINE", complaint) == f"{waits}\n"
     assert f"  {note}\n" in within(printed, "PeerError", 8)
-    assert "KeyError" in other and "PeerError" in other
+    assert error.partition(":")[0] in other and "PeerError" in other
 
 
 # reduce()

@@ -234,7 +234,7 @@ class Consensus:
             more = [rank for rank, number in enumerate(often) if number > min(often)]
             if not more:
                 return
-        on, told, phase = self._told_of(ranks, "forward", "backward")
+        on, told, phase = self._told_of(ranks, "forward", "backward", early=True)
         if more:
             on = f"{describe_ranks(more)} more often than elsewhere"
         may = "" if phase == "backward" else AGAIN
@@ -243,9 +243,9 @@ class Consensus:
             f"batches.\n{told}Do not step with these gradients: zero_grad() and go on, on all ranks.{may}"
         )
 
-    def _told_of(self, ranks: int, *phases: str) -> tuple[str, str, str]:
+    def _told_of(self, ranks: int, *phases: str, early: bool = False) -> tuple[str, str, str]:
         """Where something failed, on so many ranks, what they told of it, and in which part of a step."""
-        notes = self._queue.peers.failures(ranks, phases)
+        notes = self._queue.peers.failures(ranks, phases, early=early)
         on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"
         told = "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
         return on, told, " or ".join(phase for phase in phases if phase in {note.phase for note in notes} or not notes)

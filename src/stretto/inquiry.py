@@ -55,10 +55,10 @@ class Inquiry:
             PeerError: what is awaited will never come.
         """
         for note in notes:
-            failed = note.phase == "forward" and not note.leaves and note.number == self._seat.passes
+            failed = note.is_early and not note.leaves and note.number == self._seat.passes
             if failed and str(note) not in self._quoted:  # that rank may go on, or end
                 self._quoted.add(str(note))
-                log.warning("%s: this rank waits, since forward has failed on another.\n  %s", where, note)
+                log.warning("%s: this rank waits, since %s has failed on another.\n  %s", where, note.phase, note)
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, self._rank, channel, told)
             log.warning("%s: %s.", where, places(self._rank, channel, told, waited))
@@ -108,7 +108,7 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
             raise elsewhere(where, other, places(rank, channel, told))
 
 
-def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str]) -> list[Note]:
+def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str], *, early: bool) -> list[Note]:
     """What so many ranks that failed in this pass told of it, as far as it comes soon enough.
 
     Args:
@@ -116,6 +116,7 @@ def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection
         seat: of the handle.
         ranks: how many.
         phases: in which parts of a step they may have failed.
+        early: before the pass began, and not in it.
     """
     until = time.monotonic() + NOTE_SECONDS
     while True:
@@ -123,7 +124,8 @@ def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection
         if channel is not None:
             channel.read()
             told = channel.told(seat)
-        found = {note.rank: note for note in told if note.phase in phases and note.number == seat.passes}
+        told = [note for note in told if note.number == seat.passes and note.is_early == early]
+        found = {note.rank: note for note in told if note.phase in phases}
         if len(found) >= ranks or channel is None or time.monotonic() >= until:
             return [found[rank] for rank in sorted(found)]
         time.sleep(0.01)

@@ -66,6 +66,11 @@ class Note:
         return self.phase not in WAYS_TO_LEAVE
 
     @property
+    def is_early(self) -> bool:
+        """Whether it is about a pass that had not begun there."""
+        return self.number is not None and self.passes is not None and self.number > self.passes
+
+    @property
     def first_hand(self) -> bool:
         """Whether it did not fail for want of another rank."""
         return not self.error.startswith(("PeerError", "CommunicationError"))

@@ -330,9 +330,9 @@ class Peers:
             time.sleep(0.05)
         raise culprit from None
 
-    def failures(self, ranks: int, phases: Collection[str]) -> list[Note]:
+    def failures(self, ranks: int, phases: Collection[str], *, early: bool = False) -> list[Note]:
         """See :func:`~stretto.inquiry.words_of`."""
-        return words_of(self._channel, self.seat, ranks, phases)
+        return words_of(self._channel, self.seat, ranks, phases, early=early)
 
     def _blame(self, *, by_itself: bool = False, own: bool = False, far: bool = False) -> tuple[PeerError | None, bool]:
         """See :func:`~stretto.blame.who_is_to_blame`. ``far``: it is a device that waits, for a pass."""

@@ -16,6 +16,7 @@ import unittest.mock
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils.checkpoint import checkpoint
 
 import stretto
 from stretto import recorder
@@ -155,6 +156,22 @@ def test_where_forward_fails_on_all_it_is_counted(world: int) -> None:
     for rank, seen in enumerate(found):
         assert seen[2 + (rank == world - 1)] == f"PeerError: {told.format(rank)}"
         assert seen[-1] == pytest.approx(sum(range(world)) / world + 40 + 10 / world)
+
+
+def test_a_checkpoint_around_the_module_stops_its_forward_and_that_is_no_failure() -> None:
+    """The ranks told each other of one in every pass, and where they were not alike all raised."""
+
+    def worker(transport):
+        model = Model()
+        stretto.attach(model, transport=transport)
+        for _ in range(3):
+            model.zero_grad()
+            batch = x(1.0 + transport.rank).requires_grad_()
+            loss = checkpoint(model, batch, use_reentrant=False) if transport.rank else model(batch)
+            loss.backward()
+            assert model.inner.weight.grad[0, 0] == 1.5
+
+    run_ranks(worker, 2)
 
 
 # Backward, before the first gradient

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
 
 from .errors import PeerError, UnsupportedError
 
@@ -208,6 +208,9 @@ class ReentrantCheckpoints:
         self._fewest = min(count, self._fewest)
         return count > self._fewest
 
+
+RecomputedEnough = _StopRecomputationError
+"""What a checkpoint stops forward with in backward, once it has all that it needs: nothing has failed."""
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 """A number for the engine's task that is running; -1 outside of backward."""

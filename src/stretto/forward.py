@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .engine import OutermostEnd, compiled_inside, left_uncompiled
+from .engine import OutermostEnd, RecomputedEnough, compiled_inside, left_uncompiled
 from .failing import Failing
 from .launch import LaunchQueue
 from .membership import STANDS_FOR, Membership
@@ -116,7 +116,7 @@ class ForwardWatch:
         try:
             result = call(*args, **kwargs)
         except Exception as error:
-            if counts:
+            if counts and not isinstance(error, RecomputedEnough):
                 self._failing.before("forward", error, error.__traceback__)
             raise
         self._mark_outputs(result)

@@ -436,6 +436,27 @@ def test_a_backward_that_calls_the_engine_again_is_watched_still() -> None:
     assert found[1][1:3] == ["ValueError: bad token", f"PeerError: {EARLY.format(1, 2, 'rank 1', note)}"]
 
 
+def test_a_node_that_asked_the_model_and_failed_is_no_failure_of_the_model() -> None:
+    """It was watched once the model's part was over, and the end of its graph told of a failure."""
+
+    def fails_within_another(model) -> None:
+        inputs = x(1.0).requires_grad_()
+        with pytest.raises(ValueError, match="bad token"):
+            torch.autograd.grad(Implicit.apply(inputs.sum(), lambda one, fail: model(one), True), inputs)
+
+    def worker(transport):
+        model = Model()
+        stretto.attach(model, transport=transport)
+        for number in range(3):
+            model.zero_grad()
+            if transport.rank == 1 and number == 1:
+                fails_within_another(model)
+            model(x(1.0 + transport.rank)).backward()
+            assert model.inner.weight.grad[0, 0] == 1.5
+
+    run_ranks(worker, 2)
+
+
 class Meeting(torch.autograd.Function):
     """Backward calls ``meet`` before it goes on."""
 

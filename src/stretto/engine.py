@@ -119,11 +119,13 @@ class OutermostEnd:
     def _task_ended(self) -> None:
         if self._task != current_task():
             return  # another has taken its place, on another thread maybe
+        if not self._has_begun:
+            self._held = None
+            return
         enclosing: Any = torch._C._current_autograd_node()
         if enclosing is None:
             try:
-                if self._has_begun:
-                    self._ended()
+                self._ended()
             except PeerError as error:  # of another rank: how it was waited for here is of no use to anybody
                 raise error.with_traceback(None) from error.__cause__
             self._held = None

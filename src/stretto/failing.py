@@ -126,7 +126,8 @@ class Failing:
                 self.before("backward", error, trace)
 
         if accumulates_into(self._everything().values()) and not when_raised(tell):
-            self.before("backward", None)
+            with contextlib.suppress(KeyboardInterrupt):
+                self.before("backward", None)
 
     def stay(self) -> None:
         """With a pass that was given up, a little, where others need this rank for it.

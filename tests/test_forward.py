@@ -36,7 +36,7 @@ EARLY = (
     "Do not step with these gradients: zero_grad() and go on, on all ranks."
 )
 NOTE = "  rank {0}, pass {1}, forward: ValueError: bad token (test_forward.py:LINE in forward)\n"
-IN_BACKWARD = "  rank {0}, pass {1}, backward: ValueError: bad token (test_forward.py:LINE in backward)\n"
+IN_BACKWARD = "  rank {0}, pass {1}, backward: ValueError: bad token (test_forward.py:LINE in raises)\n"
 MORE = (
     "rank {0}, pass {1}: some ranks ran forward more often for this pass than for the one before, others did not ({2})."
     "\nIf a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "
@@ -55,19 +55,23 @@ class Model(torch.nn.Module):
         return self.inner(x).sum()
 
 
-class Last(torch.autograd.Function):
-    """Behind all parameters: the first of the module that backward comes to."""
+class Behind(torch.autograd.Function):
+    """Behind the module, or all of its parameters: where backward begins. It calls ``act`` before it goes on."""
 
     @staticmethod
-    def forward(ctx, value, fail):
-        ctx.fail = fail
+    def forward(ctx, value, act):
+        ctx.act = act
         return value.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.fail:
-            raise ValueError("bad token")
+        ctx.act()
         return gradient, None
+
+
+def raises(fail: bool) -> None:
+    if fail:
+        raise ValueError("bad token")
 
 
 class FailsInBackward(Model):
@@ -78,7 +82,7 @@ class FailsInBackward(Model):
         self.wrapped = wrapped
 
     def forward(self, x, fail=False):
-        return self.wrapped(Last.apply(super().forward(x), fail))
+        return self.wrapped(Behind.apply(super().forward(x), lambda: raises(fail)))
 
 
 class OwnState(Model):
@@ -111,15 +115,16 @@ def goes_on(transport, fails, batches: int = 5, wrap=stretto.attach, kind=Model)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_forward_that_fails_on_one_rank_and_is_caught_is_told_by_all(world: int) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_what_fails_before_a_gradient_on_one_rank_and_is_caught_is_told_by_all(phase: str, world: int) -> None:
+    """Of a backward that had reached no hook of a parameter nobody knew; batches were mixed but for a warning."""
+    kind, text, note = (FailsInBackward, EARLY, IN_BACKWARD) if phase == "backward" else (Model, FAILED, NOTE)
+
     def last(rank: int, number: int) -> bool:
         return rank == world - 1 and number == 2
 
-    def worker(transport):
-        return goes_on(transport, last, 4 + (transport.rank == world - 1))
-
-    found = run_ranks(worker, world)
-    told = FAILED.format("{0}", 2, f"rank {world - 1}", NOTE.format(world - 1, 2))
+    found = run_ranks(lambda t: goes_on(t, last, 4 + (t.rank == world - 1), kind=kind), world)
+    told = text.format("{0}", 2, f"rank {world - 1}", note.format(world - 1, 2))
     first = sum(range(world)) / world
     # The failing rank's batches 4 and 5 meet the others' 3 and 4.
     later = [first + 10 * number + 10 / world for number in (3, 4)]
@@ -177,39 +182,33 @@ def test_a_checkpoint_around_the_module_stops_its_forward_and_that_is_no_failure
 # Backward, before the first gradient
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_backward_that_reaches_no_parameter_on_one_rank_is_told_by_all(world: int) -> None:
-    """No hook of a parameter had run, so nobody knew of that backward, and batches were mixed but for a warning."""
+def all_are_told(prepare) -> None:
+    """Of rank 1's second backward, which fails before a gradient. ``prepare(transport)`` gives what makes a loss."""
 
-    def last(rank: int, number: int) -> bool:
-        return rank == world - 1 and number == 2
+    def worker(transport):
+        loss_of, seen = prepare(transport), []
+        for number in range(3 + transport.rank):
+            loss = loss_of(transport.rank == 1 and number == 1)
+            try:
+                loss.backward()
+            except (ValueError, stretto.PeerError) as error:
+                seen.append((number, type(error).__name__))
+        return seen
 
-    found = run_ranks(lambda t: goes_on(t, last, 4 + (t.rank == world - 1), kind=FailsInBackward), world)
-    told = EARLY.format("{0}", 2, f"rank {world - 1}", IN_BACKWARD.format(world - 1, 2))
-    first = sum(range(world)) / world
-    later = [first + 10 * number + 10 / world for number in (3, 4)]
-    for rank in range(world - 1):
-        assert found[rank] == [first + 10, f"PeerError: {told.format(rank)}", *map(pytest.approx, later)]
-    mine = ["ValueError: bad token", f"PeerError: {told.format(world - 1)}"]
-    assert found[-1] == [first + 10, *mine, *map(pytest.approx, later)]
+    assert run_ranks(worker, 2) == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
 
 
 def test_a_backward_that_reaches_no_sparse_parameter_is_told_where_all_are_sparse() -> None:
     class Sparse(torch.nn.Embedding):
         def forward(self, fail):
-            return Last.apply(super().forward(torch.tensor([1])).sum(), fail)
+            return Behind.apply(super().forward(torch.tensor([1])).sum(), lambda: raises(fail))
 
-    def worker(transport):
+    def prepare(transport):
         model = Sparse(2, 2, sparse=True)
         stretto.attach(model, transport=transport)
-        for number in range(3 + transport.rank):
-            try:
-                model(transport.rank == 1 and number == 1).backward()
-            except (ValueError, stretto.PeerError) as error:
-                yield number, type(error).__name__
+        return model
 
-    found = run_ranks(lambda t: [*worker(t)], 2)
-    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+    all_are_told(prepare)
 
 
 def test_forward_on_one_rank_and_backward_on_another_are_told_together() -> None:
@@ -230,7 +229,8 @@ def test_who_failed_before_a_pass_is_not_blamed_for_one_that_another_gives_up() 
             self.first, self.last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
 
         def forward(self, inputs, early=False, amid=False):
-            return Last.apply(self.last(Last.apply(self.first(inputs), amid)).sum(), early)
+            hidden = Behind.apply(self.first(inputs), lambda: raises(amid))
+            return Behind.apply(self.last(hidden).sum(), lambda: raises(early))
 
     def worker(transport):
         model = Both()
@@ -265,21 +265,18 @@ class Output:
 
 @pytest.mark.parametrize("wrapped", [lambda one: (1, [one]), lambda one: {"loss": one, "n": 2}, Output])
 def test_outputs_are_found_in_containers(wrapped) -> None:
-    def worker(transport):
+    def prepare(transport):
         model = FailsInBackward(wrapped)
         stretto.attach(model, transport=transport)
-        for number in range(3 + transport.rank):
-            loss = model(x(1.0), fail=transport.rank == 1 and number == 1)
-            if isinstance(loss, Output):
-                loss = vars(loss)
-            (loss,) = torch.utils._pytree.tree_leaves(loss)[:1] if isinstance(loss, dict) else loss[1]
-            try:
-                loss.backward()
-            except (ValueError, stretto.PeerError) as error:
-                yield number, type(error).__name__
 
-    found = run_ranks(lambda t: [*worker(t)], 2)
-    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+        def loss_of(fail):
+            found = model(x(1.0), fail=fail)
+            (loss,) = found[1] if isinstance(found, tuple) else [getattr(found, "loss", None) or found["loss"]]
+            return loss
+
+        return loss_of
+
+    all_are_told(prepare)
 
 
 @dataclasses.dataclass
@@ -309,19 +306,17 @@ def test_outputs_may_be_whatever_the_program_likes(wrapped) -> None:
 def test_a_forward_within_no_sync_is_watched_in_a_backward_outside() -> None:
     """As is advised for a forward that may fail."""
 
-    def worker(transport):
+    def prepare(transport):
         model = FailsInBackward()
         sync = stretto.attach(model, transport=transport)
-        for number in range(3 + transport.rank):
-            with sync.no_sync():
-                loss = model(x(1.0), fail=transport.rank == 1 and number == 1)
-            try:
-                loss.backward()
-            except (ValueError, stretto.PeerError) as error:
-                yield number, type(error).__name__
 
-    found = run_ranks(lambda t: [*worker(t)], 2)
-    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+        def loss_of(fail):
+            with sync.no_sync():
+                return model(x(1.0), fail=fail)
+
+        return loss_of
+
+    all_are_told(prepare)
 
 
 class HandsOn(Model):
@@ -330,19 +325,13 @@ class HandsOn(Model):
 
 
 def test_an_output_that_another_model_hands_on_is_watched_for_the_one_that_made_it() -> None:
-    def worker(transport):
+    def prepare(transport):
         model, other = FailsInBackward(), HandsOn()
         for one in (model, other):
             stretto.attach(one, transport=transport)
-        for number in range(3 + transport.rank):
-            _, loss = other(model(x(1.0), fail=transport.rank == 1 and number == 1))
-            try:
-                loss.backward()
-            except (ValueError, stretto.PeerError) as error:
-                yield number, type(error).__name__
+        return lambda fail: other(model(x(1.0), fail=fail))[1]
 
-    found = run_ranks(lambda t: [*worker(t)], 2)
-    assert found == [[(1, "PeerError")], [(1, "ValueError"), (2, "PeerError")]]
+    all_are_told(prepare)
 
 
 def by_grad(sync, model, fail=True):
@@ -406,27 +395,17 @@ def test_a_backward_that_reached_an_output_and_no_parameter_in_the_end_is_no_pas
     run_ranks(worker, 2)
 
 
-class Implicit(torch.autograd.Function):
-    """Its backward goes through the module again, as that of an equilibrium does."""
-
-    @staticmethod
-    def forward(ctx, value, model, fail):
-        ctx.model, ctx.fail = model, fail
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            by_grad(None, ctx.model, fail=False)
-        if ctx.fail:
-            raise ValueError("bad token")
-        return gradient, None, None
+def asks(model, fail: bool) -> None:
+    """As in the backward of an equilibrium or of a score: it goes through the model again."""
+    with torch.enable_grad():
+        by_grad(None, model, fail=False)
+    raises(fail)
 
 
 class ImplicitModel(Model):
     def forward(self, inputs, fail=None):
         value = super().forward(inputs)
-        return value if fail is None else Implicit.apply(value, lambda one, fail: self(one), fail)
+        return value if fail is None else Behind.apply(value, lambda: asks(lambda one, fail: self(one), fail))
 
 
 def test_a_backward_that_calls_the_engine_again_is_watched_still() -> None:
@@ -442,7 +421,7 @@ def test_a_node_that_asked_the_model_and_failed_is_no_failure_of_the_model() -> 
     def fails_within_another(model) -> None:
         inputs = x(1.0).requires_grad_()
         with pytest.raises(ValueError, match="bad token"):
-            torch.autograd.grad(Implicit.apply(inputs.sum(), lambda one, fail: model(one), True), inputs)
+            torch.autograd.grad(Behind.apply(inputs.sum(), lambda: asks(lambda one, fail: model(one), True)), inputs)
 
     def worker(transport):
         model = Model()
@@ -457,20 +436,6 @@ def test_a_node_that_asked_the_model_and_failed_is_no_failure_of_the_model() -> 
     run_ranks(worker, 2)
 
 
-class Meeting(torch.autograd.Function):
-    """Backward calls ``meet`` before it goes on."""
-
-    @staticmethod
-    def forward(ctx, value, meet):
-        ctx.meet = meet
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.meet()
-        return gradient, None
-
-
 def test_another_threads_gradients_of_inputs_end_no_pass() -> None:
     """It has come to an output before the pass began, and ends amid it."""
 
@@ -481,7 +446,7 @@ def test_another_threads_gradients_of_inputs_end_no_pass() -> None:
             model.zero_grad()
             has_come, goes_on = threading.Event(), threading.Event()
             inputs = x(1.0).requires_grad_()
-            meeting = Meeting.apply(inputs, lambda has_come=has_come, on=goes_on: (has_come.set(), on.wait(10)))
+            meeting = Behind.apply(inputs, lambda has_come=has_come, on=goes_on: (has_come.set(), on.wait(10)))
             other = threading.Thread(target=torch.autograd.grad, args=(model(meeting).sum(), inputs))
             own = model(x(1.0))
             other.start()

@@ -29,6 +29,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -171,23 +172,27 @@ class ForwardWatch:
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:
-    """Also those in containers: one may hold itself, or a class, or be a dataclass with a field that is to come."""
+    """Also those in containers, of which one may hold itself."""
     found, seen, ahead = list[torch.Tensor](), set[int](), [result]
     while ahead:
         one = ahead.pop()
         if isinstance(one, torch.Tensor):
             found.append(one)
-        elif id(one) in seen or isinstance(one, type):
-            continue
-        elif isinstance(one, (list, tuple, dict)) or dataclasses.is_dataclass(one):
+        elif id(one) not in seen:
             seen.add(id(one))
-            if isinstance(one, (list, tuple)):
-                ahead += one
-            elif isinstance(one, dict):
-                ahead += one.values()
-            else:
-                ahead += [getattr(one, field.name, None) for field in dataclasses.fields(one)]
+            ahead += _held_by(one)
     return found
+
+
+def _held_by(one: Any) -> Iterable[Any]:
+    """What it holds if it is a container. A dataclass may itself be among outputs, or have a field that is to come."""
+    if isinstance(one, (list, tuple)):
+        return one
+    if isinstance(one, dict):
+        return one.values()
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        return [getattr(one, field.name, None) for field in dataclasses.fields(one)]
+    return ()
 
 
 @left_uncompiled

@@ -16,7 +16,7 @@ from .withheld import Withheld
 if TYPE_CHECKING:
     from .bucket import Bucket
 
-_nbytes = operator.attrgetter("nbytes")
+_numel = torch.Tensor.numel  # half of what nbytes costs
 _dtype = operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 
@@ -72,14 +72,14 @@ def fits(parameter: torch.Tensor, view: torch.Tensor) -> bool:
 class Kinds:
     """What gradients must have in common with their slots before they are copied, looked at in few calls.
 
-    Sizes in bytes and dtypes tell all that a copy would not raise for, but where the slot's first dimension is 1.
+    Numbers of elements and dtypes tell all that a copy would not raise for, but where the slot's first dimension is 1.
     """
 
-    __slots__ = ("_broadcast", "_devices", "_dtypes", "_nbytes", "_slots")
+    __slots__ = ("_broadcast", "_devices", "_dtypes", "_numels", "_slots")
 
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self._slots = slots
-        self._nbytes = [*map(_nbytes, slots)]
+        self._numels = [*map(_numel, slots)]
         self._dtypes = [*map(_dtype, slots)]
         self._devices = [*map(_device, slots)] if torch.accelerator.is_available() else []
         self._broadcast = [place for place, slot in enumerate(slots) if slot.dim() and len(slot) == 1]
@@ -88,12 +88,12 @@ class Kinds:
         """Raise :class:`MisfitError` where a copy would cast, broadcast or write over the neighbours."""
         try:
             fit = (
-                [*map(_nbytes, gradients)] == self._nbytes
+                [*map(_numel, gradients)] == self._numels
                 and [*map(_dtype, gradients)] == self._dtypes
                 and (not self._devices or [*map(_device, gradients)] == self._devices)
                 and (not self._broadcast or self.same_shapes(gradients, self._broadcast))
             )
-        except AttributeError:  # of None
+        except (AttributeError, TypeError):  # of None
             raise MisfitError from None
         if not fit:
             raise MisfitError

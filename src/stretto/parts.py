@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from .withheld import Withheld
 if TYPE_CHECKING:
     from .bucket import Bucket
 
-_numel = torch.Tensor.numel  # half of what nbytes costs
+_numel: Callable[[Any], int] = torch.Tensor.numel  # half of what nbytes costs
 _dtype = operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 

@@ -705,3 +705,21 @@ def test_layers_that_the_handle_was_told_to_ignore_are_refused() -> None:
         f"rank {rank}, shard: second.weight is stepped by the optimizer, and not reduced by this handle.\n{ONE}"
         for rank in range(2)
     ]
+
+
+def test_one_optimizer_over_the_models_of_two_handles_is_refused() -> None:
+    def worker(transport: Any) -> str:
+        first, second = copy.deepcopy(START), torch.nn.Linear(2, 2)
+        both = torch.optim.Adam([*first.parameters(), *second.parameters()])
+        sync, _other = stretto.attach(first, transport=transport), stretto.attach(second, transport=transport)
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.shard(both, sync)
+        return str(caught.value)
+
+    assert run_ranks(worker, 2) == [
+        f"rank {rank}, shard: parameter 4 of group 0, (2, 2), is stepped by the optimizer, and reduced by another "
+        "handle than this.\n"
+        "Build one optimizer for each handle, and shard it with that; or attach both modules as one, "
+        "torch.nn.ModuleList([...])."
+        for rank in range(2)
+    ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ..arrivals import owner_of
 from ..errors import SetupError, StrettoError, name_list
 from ..membership import Membership
 from ..peers import Peers
@@ -38,10 +39,20 @@ def refuse_others(
         for place, one in enumerate(group["params"]):
             if id(one) not in names or (one.requires_grad and id(one) not in reduced):
                 who = names.get(id(one), f"parameter {place} of group {number}, {tuple(one.shape)},")
-                raise SetupError(
-                    f"{where}: {who} is stepped by the optimizer, and not reduced by this handle.\n"
-                    "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
-                )
+                raise SetupError(f"{where}: {who} is stepped by the optimizer, and {_advice(one)}")
+
+
+def _advice(outsider: torch.Tensor) -> str:
+    if outsider.requires_grad and owner_of(outsider) is not None:
+        return (
+            "reduced by another handle than this.\n"
+            "Build one optimizer for each handle, and shard it with that; or attach both modules as one, "
+            "torch.nn.ModuleList([...])."
+        )
+    return (
+        "not reduced by this handle.\n"
+        "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
+    )
 
 
 def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, where: str) -> None:

@@ -303,6 +303,25 @@ def test_outputs_may_be_whatever_the_program_likes(wrapped) -> None:
     run_ranks(worker, 2, timeout=10)
 
 
+def test_an_output_of_which_torch_knows_no_node_any_more_may_be_there() -> None:
+    """It is refused where it is used, and not before."""
+
+    class KeepsOneView(torch.nn.Linear):
+        def forward(self, x):
+            result = super().forward(x)
+            first, _ = result.unbind()
+            return result.mul_(2), first
+
+    def worker(transport):
+        model = KeepsOneView(1, 1)
+        stretto.attach(model, transport=transport)
+        result, _ = model(torch.ones(2, 1))
+        result.sum().backward()
+        assert model.weight.grad.item() == 4.0
+
+    run_ranks(worker, 2, timeout=10)
+
+
 def test_a_forward_within_no_sync_is_watched_in_a_backward_outside() -> None:
     """As is advised for a forward that may fail."""
 

@@ -129,12 +129,16 @@ class ForwardWatch:
     def _mark_outputs(self, result: Any) -> None:
         """See [Note: marks]."""
         for output in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
-            if output.grad_fn is not None:
+            try:
+                node = output.grad_fn
+            except RuntimeError:  # one of several views, of what was written over since: no backward can begin there
+                continue
+            if node is not None:
                 if (hooks := output._backward_hooks) is not None:
                     hooks[self._key] = self._mark
                 else:
                     output._backward_hooks = OrderedDict({self._key: self._mark})
-                    output.grad_fn._register_hook_dict(output)
+                    node._register_hook_dict(output)
 
     def remove(self) -> None:
         """Clear the slot. Harmless twice."""

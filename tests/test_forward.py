@@ -289,7 +289,16 @@ def itself(loss: torch.Tensor) -> dict:
     return {**found, "all": found, "found": found.setdefault("itself", found)}
 
 
-@pytest.mark.parametrize("wrapped", [Unfinished, itself, lambda one: {"loss": one, "kind": Unfinished}])
+class Watched(dict):
+    def values(self):
+        raise AssertionError("nobody has asked for them")
+
+    __iter__ = values
+
+
+@pytest.mark.parametrize(
+    "wrapped", [Unfinished, itself, lambda one: {"loss": one, "kind": Unfinished}, lambda one: Watched(loss=one)]
+)
 def test_outputs_may_be_whatever_the_program_likes(wrapped) -> None:
     """Not all that looks like a container can be walked through: forward raised, or never ended."""
 

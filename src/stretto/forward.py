@@ -29,7 +29,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,13 @@ from .membership import STANDS_FOR, Membership
 from .words import Control
 
 log = logging.getLogger("stretto")
+
+
+_CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+    dict: dict.values,
+}
 
 
 class Passes(Protocol):
@@ -189,11 +196,13 @@ def _tensors_in(result: Any) -> list[torch.Tensor]:
 
 
 def _held_by(one: Any) -> Iterable[Any]:
-    """What it holds if it is a container. A dataclass may itself be among outputs, or have a field that is to come."""
-    if isinstance(one, (list, tuple)):
-        return one
-    if isinstance(one, dict):
-        return one.values()
+    """What it holds if it is a container. A dataclass may itself be among outputs, or have a field that is to come.
+
+    What the program has made of a container may do other things when it is walked through: so it is not asked itself.
+    """
+    for kind, held in _CONTAINERS.items():
+        if isinstance(one, kind):
+            return held(one)
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
         return [getattr(one, field.name, None) for field in dataclasses.fields(one)]
     return ()

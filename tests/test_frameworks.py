@@ -1,4 +1,4 @@
-"""The real accelerate, Lightning and transformers around stretto's wrapper: the programs of docs/frameworks.md."""
+"""The real accelerate, Lightning, Fabric and transformers around stretto's wrapper: the programs of docs/frameworks.md."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ import warm_programs
 
 PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
 PROGRAMS = {name: code for code, name in re.findall(r"```python\n(# (\w+)\.py\n.*?)```", PAGE.read_text(), re.DOTALL)}
-FRAMEWORKS = {"with_accelerate": "accelerate", "with_lightning": "lightning", "with_transformers": "transformers"}
+FRAMEWORKS = {
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+    "with_fabric": "lightning",
+    "with_transformers": "transformers",
+}
 IMPORTS = {"accelerate": "accelerate", "lightning": "lightning", "transformers": "transformers.trainer"}
-PLAIN = {"with_accelerate": "cpu=True,", "with_lightning": 'accelerator="cpu",', "with_transformers": "use_cpu=True,"}
+PLAIN = {
+    "with_accelerate": "cpu=True,",
+    "with_lightning": 'accelerator="cpu",',
+    "with_fabric": 'accelerator="cpu",',
+    "with_transformers": "use_cpu=True,",
+}
 BF16 = {
     "with_accelerate": ' mixed_precision="bf16",',
     "with_lightning": ' precision="bf16-mixed",',
+    "with_fabric": ' precision="bf16-mixed",',
     "with_transformers": " bf16=True,",
 }
 RANKS = """

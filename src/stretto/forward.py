@@ -41,8 +41,6 @@ from .membership import STANDS_FOR, Membership
 from .words import Control
 
 log = logging.getLogger("stretto")
-
-
 _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
     list: list.__iter__,
     tuple: tuple.__iter__,

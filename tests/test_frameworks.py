@@ -1,4 +1,4 @@
-"""The real accelerate, Lightning, Fabric and transformers around stretto's wrapper: the programs of docs/frameworks.md."""
+"""The real accelerate, Lightning, Fabric and transformers around the wrapper: the programs of docs/frameworks.md."""
 
 from __future__ import annotations
 

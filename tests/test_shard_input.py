@@ -719,7 +719,20 @@ def test_one_optimizer_over_the_models_of_two_handles_is_refused() -> None:
     assert run_ranks(worker, 2) == [
         f"rank {rank}, shard: parameter 4 of group 0, (2, 2), is stepped by the optimizer, and reduced by another "
         "handle than this.\n"
-        "Build one optimizer for each handle, and shard it with that; or attach both modules as one, "
-        "torch.nn.ModuleList([...])."
+        "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place "
+        "of the two."
         for rank in range(2)
     ]
+
+
+def test_what_the_module_has_no_more_is_not_said_to_be_anothers() -> None:
+    def worker(transport: Any) -> str:
+        model = copy.deepcopy(START)
+        optimizer, sync = adam(model), stretto.attach(model, transport=transport)
+        model.second = torch.nn.Linear(3, 2)
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.shard(optimizer, sync)
+        return str(caught.value)
+
+    for said in run_ranks(worker, 2):
+        assert said.endswith(f"is stepped by the optimizer, and not reduced by this handle.\n{ONE}")

@@ -196,10 +196,11 @@ def _tensors_in(result: Any) -> list[torch.Tensor]:
 def _held_by(one: Any) -> Iterable[Any]:
     """What it holds if it is a container. A dataclass may itself be among outputs, or have a field that is to come.
 
-    What the program has made of a container may do other things when it is walked through: so it is not asked itself.
+    What the program has made of a container may do other things when it is walked through: so it is not asked itself,
+    and what only calls itself one (a proxy) is none.
     """
     for kind, held in _CONTAINERS.items():
-        if isinstance(one, kind):
+        if issubclass(type(one), kind):
             return held(one)
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
         return [getattr(one, field.name, None) for field in dataclasses.fields(one)]

@@ -34,20 +34,23 @@ def refuse_others(
     Groups before the first have been looked at: what of them the module has replaced since gets no gradient any more.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    reduced = {id(parameter) for parameter in parameters}
+    reduced = {id(parameter): parameter for parameter in parameters}
+    own = {id(owner_of(parameter)) for parameter in reduced.values()}
     for number, group in enumerate(optimizer.param_groups[first_group:], first_group):
         for place, one in enumerate(group["params"]):
             if id(one) not in names or (one.requires_grad and id(one) not in reduced):
                 who = names.get(id(one), f"parameter {place} of group {number}, {tuple(one.shape)},")
-                raise SetupError(f"{where}: {who} is stepped by the optimizer, and {_advice(one)}")
+                raise SetupError(f"{where}: {who} is stepped by the optimizer, and {_advice(one, own)}")
 
 
-def _advice(outsider: torch.Tensor) -> str:
-    if outsider.requires_grad and owner_of(outsider) is not None:
+def _advice(outsider: torch.Tensor, own: set[int]) -> str:
+    """What is the matter, and what to do; ``own`` has the ``id()`` of who reduces those that are no outsiders."""
+    owner = owner_of(outsider)
+    if outsider.requires_grad and owner is not None and id(owner) not in own:  # else one that the module has no more
         return (
             "reduced by another handle than this.\n"
-            "Build one optimizer for each handle, and shard it with that; or attach both modules as one, "
-            "torch.nn.ModuleList([...])."
+            "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place "
+            "of the two."
         )
     return (
         "not reduced by this handle.\n"

@@ -1278,7 +1278,14 @@ def test_json_that_cannot_be_written_is_told_of_once() -> None:
     assert (done.returncode, done.stderr) == (1, f"stretto: the result cannot be written: {FULL}\n")
 
 
-@pytest.mark.parametrize("words, helps", [(["bench", "--foo"], "stretto bench --help"), (["--foo"], "stretto --help")])
-def test_an_option_that_is_not_there_says_where_help_is(words: list[str], helps: str, capsys: Any) -> None:
-    assert execute(words) == 2
-    assert capsys.readouterr().err == f"stretto: No such option: --foo ({helps})\n"
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("bench --foo", "No such option: --foo (stretto bench --help)"),
+        ("--foo", "No such option: --foo (stretto --help)"),
+        ("plan policy --bandwidth", "Option '--bandwidth' requires an argument. (stretto plan --help)"),
+    ],
+)
+def test_an_option_that_is_not_there_or_has_no_value_says_where_help_is(words: str, told: str, capsys: Any) -> None:
+    assert execute(words.split()) == 2
+    assert capsys.readouterr().err == f"stretto: {told}\n"

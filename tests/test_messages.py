@@ -96,6 +96,27 @@ def test_beside_noop_hook_rank_0_speaks_of_itself(caplog) -> None:
     assert warned(caplog, [["ab"] * 4, ["abcd"] * 4], noop_hook) == [NEVER_USED.format("on this rank")]
 
 
+NO_WEIGHT = (
+    "rank 0, pass 1: attached with weighted=True, and no weight was set before this pass, so this rank counts as 1.\n"
+    "Set it before each backward: sync.weight = len(inputs), or a wrapper's .synchronizer.weight; or leave out "
+    "weighted=True."
+)
+
+
+@pytest.mark.parametrize("sets", ["never", "before the first pass", "later"])
+def test_weights_that_are_never_given_are_told_of_once(caplog, sets: str) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport, weighted=True)
+        for number in range(3):
+            if sets == "before the first pass" or (sets == "later" and number == 1):
+                sync.weight = 1.0
+            model(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(worker, 2)
+    assert [record.getMessage() for record in caplog.records] == [NO_WEIGHT] * (sets != "before the first pass")
+
+
 # What an optimizer steps and nobody averages
 
 

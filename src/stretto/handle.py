@@ -128,7 +128,7 @@ class Synchronizer:
         try:
             weight = weight_of(value, self._options)
             if self._reducer is not None:
-                self._reducer.queue.weight = weight
+                self._reducer.queue.weight, self._reducer.queue.has_weight = weight, True
         except SetupError as problem:
             raise SetupError(f"rank {self.rank}: {problem}") from None
 

@@ -67,7 +67,7 @@ class LaunchQueue:
         self.lock = threading.RLock()  # each device has its own autograd thread, and all of them fill and launch
         self.events = events
         self.scaling, self._scales_after = scaling, not scaling.is_plain_mean
-        self.weight, self.weight_now = 1.0, 1.0  # for the next pass; in the one that is under way
+        self.weight, self.weight_now, self.has_weight = 1.0, 1.0, False  # of the next pass, of this one; once it is set
         self.comm_hook: CommHook | None = None
         self.tells = True
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""

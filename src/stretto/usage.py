@@ -103,7 +103,9 @@ def follow_a_change(
 
 
 class NeverUsed:
-    """What no rank had a gradient for in any pass so far. It is right that way, so it is a warning and no error.
+    """What no rank had a gradient for in any pass so far, and weights that the program never gave.
+
+    Either is right if it is meant, so it is a warning and no error.
 
     Args:
         queue: has the buckets, whose footers tell what any rank had.
@@ -131,6 +133,8 @@ class NeverUsed:
             for place in bucket.missing
             if not (told and bucket.footer.had[place])
         } - queue.loose  # which has come, and fits its slot no more
+        if not self._passes and queue.scaling.weighted and not queue.has_weight:
+            self._warn_of_weight()
         self._suspects &= {queue.names[index] for index in unused}
         self._passes += 1
         names = [queue.names[index] for index in sorted(unused - gone) if queue.names[index] in self._suspects]
@@ -147,6 +151,14 @@ class NeverUsed:
             name_list(names),
             "on any rank" if told else "on this rank",
             ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else ""),
+        )
+
+    def _warn_of_weight(self) -> None:
+        log.warning(
+            "%s: attached with weighted=True, and no weight was set before this pass, so this rank counts as 1.\n"
+            "Set it before each backward: sync.weight = len(inputs), or a wrapper's .synchronizer.weight; or leave out "
+            "weighted=True.",
+            self._queue.where,
         )
 
 

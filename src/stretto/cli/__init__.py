@@ -133,7 +133,8 @@ def execute(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "Abort":  # what older parsers make of Ctrl-C
             return INTERRUPTED
         if hasattr(error, "format_message"):  # of the parser, whose classes have no public name in all its versions
-            command = getattr(getattr(error, "ctx", None), "command_path", "stretto")
+            asked = f"stretto {arguments[0]}" if not arguments[0].startswith("-") else "stretto"
+            command = getattr(getattr(error, "ctx", None), "command_path", asked)
             return _refused(arguments, f"{_one_line(error.format_message())} ({command} --help)", BAD_INPUT)
         if "STRETTO_TRACEBACK" in os.environ:
             raise

@@ -44,6 +44,7 @@ PAGES = [
         "docs/design.md",
         "docs/frameworks.md",
         "docs/lessons.md",
+        "docs/limits.md",
         "docs/overlap.md",
         "docs/sharding.md",
         "docs/transports.md",

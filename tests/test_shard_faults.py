@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_programs
-from test_shared_memory_faults import SOON, Deadly, own_mappings, shmem
+from test_shared_memory_faults import SOON, Deadly, check_nothing_stayed, own_mappings, shmem
 from warm import Rank, fork_ranks, in_warm_process
 
 import stretto
@@ -222,7 +222,7 @@ def kill_at_random_points(folder: str, way: Way, rounds: int) -> list[bool]:
         time.sleep(chance.random() * 0.06)
         os.kill(ranks[victim].pid, signal.SIGKILL)
         seen += check_survivors(way, ranks, victim, time.monotonic())
-    assert shmem() - before < rounds * memory.CHUNK_BYTES, "some of the memory has stayed"
+    check_nothing_stayed(before, rounds)
     check_models(folder, way, seen)
     return [bool(model) for _, model in seen]
 
@@ -230,7 +230,6 @@ def kill_at_random_points(folder: str, way: Way, rounds: int) -> list[bool]:
 @ways
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.alone
 def test_a_rank_is_killed_at_random_points_of_training(tmp_path: Path, way: Way) -> None:
     seen = in_warm_process(kill_at_random_points, str(tmp_path), way, 25, timeout=380)
     assert any(seen)

@@ -33,7 +33,7 @@ from stretto.sharding.shares import Shares
 from stretto.sharding.spread import Spread
 from stretto.sharding.stretches import Stretches
 from stretto.testing_network import SeparateHosts
-from stretto.transport import ProcessGroupTransport, choose, memory
+from stretto.transport import ProcessGroupTransport, choose
 from stretto.transport.counterparts import Counterparts
 from stretto.transport.courier import Courier
 from stretto.transport.futex import Futex

@@ -91,7 +91,7 @@ def main() -> None:
     if missing:
         parser.error(f"--draw-only: {options.output} has no {', '.join(f'{name}.json' for name in missing)}")
     if importlib.util.find_spec("matplotlib") is None:
-        parser.error("plots need matplotlib, which is not installed: pip install 'stretto[plot]'")
+        parser.error("plots need matplotlib, which is not installed: pip install matplotlib")
     options.output.mkdir(parents=True, exist_ok=True)  # or fail before anything is measured
     asked = Asked(QUICK if options.quick else Effort(options.rounds, warm_up=2), options.quick)
     page = options.output.with_suffix(".md")

@@ -75,7 +75,7 @@ def test_every_program_is_run() -> None:
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_trains_with_it_to_the_same_bits_as_with_torchs(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(FRAMEWORKS[name]) is None:
-        pytest.skip(f"{FRAMEWORKS[name]} is not installed: pip install 'stretto[frameworks]'")
+        pytest.skip(f"{FRAMEWORKS[name]} is not installed: pip install '.[frameworks]'")
     assert PROGRAMS[name].count(PLAIN[name]) == 1
     for whose, before in BEFORE.items():
         for precision in ("fp32", "bf16"):

@@ -466,7 +466,7 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PictureError) as caught:
         save_picture(timeline_of(TWO), tmp_path / "x.png")
-    assert str(caught.value) == "pictures need matplotlib: pip install 'stretto[plot]'"
+    assert str(caught.value) == "pictures need matplotlib: pip install matplotlib"
 
 
 # The page

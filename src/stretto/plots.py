@@ -58,7 +58,7 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], passes: Colle
         figures: Any = importlib.import_module("matplotlib.figure")
         matplotlib: Any = importlib.import_module("matplotlib")
     except ImportError as missing:
-        raise PictureError("pictures need matplotlib: pip install 'stretto[plot]'") from missing
+        raise PictureError("pictures need matplotlib: pip install matplotlib") from missing
     settings = {"svg.fonttype": "none", "svg.hashsalt": "stretto", "font.size": 9.0, "font.family": "sans-serif"}
     with matplotlib.rc_context(settings):
         figure = _draw(figures, timeline.only(passes))

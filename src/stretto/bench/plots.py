@@ -1,4 +1,4 @@
-"""Pictures of comparisons, by matplotlib (``pip install 'stretto[plot]'``), imported only when one is drawn."""
+"""Pictures of comparisons, by matplotlib, which is imported only when one is drawn."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check(file: Path) -> None:
     if file.suffix.lower() not in FORMATS:
         raise SetupError(f"{file}: a plot ends in .svg, .png or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
-        raise SetupError("plots need matplotlib, which is not installed: pip install 'stretto[plot]'")
+        raise SetupError("plots need matplotlib, which is not installed: pip install matplotlib")
 
 
 def plot(comparison: Comparison, file: Path) -> None:

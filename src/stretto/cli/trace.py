@@ -39,7 +39,7 @@ def trace(
         Path | None, typer.Option(help="Chrome Trace JSON, for https://ui.perfetto.dev. Default FOLDER/trace.json.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="A page that needs nothing else.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="A .png or .svg; needs matplotlib: stretto[plot].")] = None,
+    picture: Annotated[Path | None, typer.Option(help="A .png or .svg; needs matplotlib.")] = None,
     text: Annotated[bool, typer.Option("--text", help="A picture in the terminal.")] = False,
     as_json: AsJson = False,
 ) -> int:

@@ -61,10 +61,10 @@ class SharedMemoryTransport(HostMemoryTransport):
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """The mean of this rank's share of the first ``numel`` elements, the sum of what follows; the rest is lost."""
-        here = tensor.is_cpu and tensor.nbytes > SMALL_BYTES and self.host.page.arena.locate(tensor) is not None
-        if not here or tensor.is_complex():
+        place = self.host.page.arena.locate(tensor) if tensor.is_cpu and tensor.nbytes > SMALL_BYTES else None
+        if place is None or tensor.is_complex():
             return self.all_reduce_mean(tensor, numel)
-        return self.host.post(SumOfShare(self.host, tensor, numel))
+        return self.host.post(SumOfShare(self.host, tensor, numel), place)
 
     def meet(self, numbers: MutableSequence[int], action: bytes) -> Work:
         """The sums of two numbers, in place, by a name of its own: it is told where other ranks called something else.

@@ -76,9 +76,8 @@ class SumOfNumbers(Message):
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Sum."""
-        told = [Entry.unpack(entry).location for entry in entries]
-        self._numbers[0] = sum([place.line for place in told])
-        self._numbers[1] = sum([place.segment for place in told])
+        _, _, first, second, _ = zip(*map(Entry.LAYOUT.unpack, entries), strict=True)
+        self._numbers[0], self._numbers[1] = sum(first), sum(second)
 
 
 class SumOfSlices(Message):

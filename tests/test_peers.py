@@ -1160,7 +1160,25 @@ class PlainButAsked(Plain):
         return self.inner.is_completed()
 
 
-@pytest.mark.parametrize("kind", [Plain, PlainButAsked])
+class AnnotatedForTypeCheckers:
+    """``wait`` of a work whose annotations cannot be looked up, which Python 3.14 tries when it is asked."""
+
+    def __get__(self, work: PlainButAsked, kind: type) -> Any:
+        return self if work is None else work.inner.wait
+
+    @property
+    def __signature__(self) -> Any:
+        raise NameError("name 'timedelta' is not defined")
+
+    def __call__(self, *_: object) -> None:
+        raise AssertionError("a work waits, its class does not")
+
+
+class Annotated(PlainButAsked):
+    wait = AnnotatedForTypeCheckers()
+
+
+@pytest.mark.parametrize("kind", [Plain, PlainButAsked, Annotated])
 def test_works_that_take_no_timeout_are_waited_for_plainly(kind: type) -> None:
     class Own(RecordingTransport):
         def all_reduce(self, tensor):

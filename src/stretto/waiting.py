@@ -30,7 +30,7 @@ def takes_time(kind: type) -> bool:
         inspect.signature(kind.wait).bind(None, SLICE)
     except ValueError:  # torch's, of C++, which takes one
         return True
-    except TypeError:
+    except (TypeError, NameError):  # from Python 3.14 on annotations are looked up: some are for a type checker alone
         return False
     return True
 

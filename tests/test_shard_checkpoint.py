@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_shard import OPTIMIZERS, Net, assert_same, assert_same_state, attached, train
 from test_shared_memory import shared
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -321,6 +322,18 @@ def test_a_share_is_for_checkpoints_alone() -> None:
         )
 
     shared(worker, 2)
+
+
+def test_names_are_those_that_torch_gives_where_it_has_wrapped_layers() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 1))
+        sync = stretto.attach(model, transport=transport)
+        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        names = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))["param_groups"][0]["params"]
+        assert optimizer.stateful().state_dict()["param_groups"][0]["params"] == names
+        sync.detach()
+
+    run_ranks(worker, 2)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_hierarchical import on_hosts
-from test_shard import CARRIERS, Net, assert_same, attached, backward, pair, train
+from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, backward, pair, train
 from test_shared_memory import shared
 
 import stretto
@@ -318,6 +318,73 @@ def test_what_is_added_is_in_shares_from_the_next_pass_on(carrier: Any) -> None:
         sync.detach()
 
     carrier(worker, 2)
+
+
+@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_what_leaves_the_groups_and_comes_back_has_its_state(carrier: Any, keep_grads: bool, converts: bool) -> None:
+    """As with a plain optimizer, whose state it never leaves. Its last gradient is nobody's."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport, keep_grads=keep_grads)
+        for step in range(9):
+            for net, one in ((model, sharded), (plain, optimizer)):
+                apart = {*map(id, net.second.parameters())} if 3 <= step < 6 else set()
+                if step == 5 and converts:
+                    net.second.double()
+                    net.second.register_forward_pre_hook(lambda _, x: x[0].double())
+                    net.second.register_forward_hook(lambda *_: _[-1].float())
+                one.param_groups[0]["params"] = [p for p in net.parameters() if id(p) not in apart]
+                one.zero_grad()
+                backward(net, transport.rank, step)
+                one.step()
+                if net is plain:
+                    net.second.zero_grad()
+                    for p in net.second.parameters():  # which torch leaves in the dtype of before
+                        for key, value in one.state[p].items():
+                            one.state[p][key] = value if key == "step" else value.to(p.dtype)
+            assert not sharded._shares._groups.departed or 3 <= step < 6
+        assert_same(model, plain)
+        whole = sharded.state_dict()
+        if transport.rank == 0:
+            assert_same_state(whole, optimizer.state_dict())
+        sync.detach()
+
+    carrier(worker, 2)
+
+
+def test_what_has_left_the_module_too_is_kept_no_more(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        gone = {*map(id, model.second.parameters())}
+        sharded.param_groups[0]["params"] = [p for p in model.parameters() if id(p) not in gone]
+        train(model, sharded, transport.rank, range(2, 4))
+        assert {*map(id, sharded._shares._groups.departed)} == gone
+        model.second = torch.nn.Linear(40, 70)
+        sharded.param_groups[0]["params"] = [*model.parameters()]
+        train(model, sharded, transport.rank, range(4, 6))
+        assert not sharded._shares._groups.departed
+        sync.detach()
+
+    carrier(worker, 2)
+
+
+def test_who_goes_through_the_state_is_told_once_that_it_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(1))
+        looks = sharded.state.values(), sharded.state.items(), sharded.state.keys(), sharded.state
+        assert [[*look] for look in looks] == [[]] * 4
+        sync.detach()
+
+    run_ranks(worker, 2)
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"rank {rank}, shard: the ranks keep the state of this optimizer in shares, so who goes through "
+        "optimizer.state finds nothing, and changes nothing.\n"
+        "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). Told once."
+        for rank in (0, 1)
+    ]
 
 
 def test_a_module_is_as_it_was_if_what_is_in_shares_cannot_be_put_together(monkeypatch: pytest.MonkeyPatch) -> None:

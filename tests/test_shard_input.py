@@ -128,9 +128,10 @@ ONE = "Build the optimizer over parameters of the attached module, or shard it w
 DIFFERS = "Build the same on all ranks."
 REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     stepped: (
-        "SetupError: rank {0}, shard: the optimizer has stepped already.\n"
+        "SetupError: rank {0}, shard: the optimizer has a state already, as behind a step.\n"
         "Shard it before its first step. To go on with its state: state = optimizer.state_dict(), build it anew, "
-        "shard that, load_state_dict(state).",
+        "shard that, load_state_dict(state). One that makes a state when it is built, and counts no step in it, cannot "
+        "be sharded.",
     ),
     strangers: (
         "SetupError: rank {0}, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "

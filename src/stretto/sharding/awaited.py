@@ -3,8 +3,9 @@
 [Note: awaited]  Between step and arrival a parameter's class is a subclass of its own with ``__torch_function__``, so
 that every function of torch that is handed it comes by here first: a layer's forward, ``state_dict``, a print. Then
 the class is what it was, and nothing is left that would cost time. No module has to be known for that, and no way of
-running forward; nothing that goes through Python can see a model that is half of one step and half of another. Where
-that would be all that is left, since a rank died in the middle of a step, every look raises what was the matter.
+running forward. What torch asks no class for is not seen (scripted functions, transforms of torch.func that are given
+the parameter itself, ``torch.tensor(p)``): docs/sharding.md tells. Where a model that is half of one step and half of
+another would be all that is left, since a rank died in the middle of a step, every look raises what was the matter.
 """
 
 from __future__ import annotations

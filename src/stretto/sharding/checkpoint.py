@@ -9,6 +9,7 @@ does not tell how many ranks have written it, or whether they had shares.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +20,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..errors import SetupError, UnsupportedError, name_list
 from .keeping import kept_whole, with_first_states
 from .state import Kept, State
+
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+"""What torch's compiler and its ``checkpoint_wrapper`` put into names, and torch's checkpoints leave out."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where it begins in each dimension, and how far it goes."""
@@ -157,7 +161,7 @@ class ShardedState:
 
     def _names(self) -> dict[int, str]:
         """Of all that the optimizer steps, by ``id``."""
-        names = {id(one): name.replace("_orig_mod.", "") for name, one in self._module.named_parameters()}
+        names = {id(one): _WRAPPERS.sub("", name) for name, one in self._module.named_parameters()}
         for number, group in enumerate(self._optimizer.param_groups):
             for place, one in enumerate(group["params"]):
                 if id(one) not in names:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any, NoReturn
 
 import torch
 
 from ..errors import SetupError, UnsupportedError
 
+log = logging.getLogger("stretto")
+
 
 class Elsewhere(defaultdict[torch.Tensor, Any]):
     """In place of a state by parameter: empty, and refuses what would have no effect on the shares.
 
     It says that it is not empty: torch.distributed.checkpoint would else step, to have a state to load into. What is no
-    parameter of the optimizer, like one that has been replaced, may be taken out.
+    parameter of the optimizer, like one that has been replaced, may be taken out. Who goes through it is warned once,
+    and not refused: frameworks do so to move a state to a device.
 
     Args:
         optimizer: has the parameters.
@@ -27,6 +31,36 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         super().__init__(dict)
         self._optimizer = optimizer
         self._where = where
+        self._has_told = False
+
+    def _tell(self) -> None:
+        if not (self._has_told or len(self)):
+            self._has_told = True
+            log.warning(
+                "%s: the ranks keep the state of this optimizer in shares, so who goes through optimizer.state finds "
+                "nothing, and changes nothing.\n"
+                "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). Told once.",
+                self._where,
+            )
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._tell()
+        return super().__iter__()
+
+    def keys(self) -> KeysView[torch.Tensor]:  # type: ignore[override]
+        """As of a dict: of what is no parameter of the optimizer."""
+        self._tell()
+        return super().keys()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """The same."""
+        self._tell()
+        return super().values()
+
+    def items(self) -> ItemsView[torch.Tensor, Any]:  # type: ignore[override]
+        """The same."""
+        self._tell()
+        return super().items()
 
     def __bool__(self) -> bool:
         return True

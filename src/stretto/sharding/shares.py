@@ -58,14 +58,10 @@ class Shares:
         keep_grads: bool,
         overlap: bool,
     ) -> None:
-        self._optimizer = optimizer
-        self._kind = kind
-        self._kinds = KindWatch(optimizer, kind)
-        self._overlap = overlap
-        self._compiler = CompilerWatch()
-        self._reducer = reducer
+        self._optimizer, self._kind, self._overlap = optimizer, kind, overlap
+        self._kinds, self._compiler = KindWatch(optimizer, kind), CompilerWatch()
+        self._reducer, self._peers = reducer, peers
         self.transport, self.rank = reducer.transport, reducer.transport.rank
-        self._peers = peers
         self.meetings = Meetings(reducer.transport, peers)
         self._groups = Groups(optimizer, reducer.queue)
         divisible = kind is Kind.ELEMENTWISE
@@ -165,14 +161,14 @@ class Shares:
 
         If it fails the parameters lie where they lay, since other ranks may go on and step what is new.
         """
-        before, states = self.layout, dict[torch.Tensor, State](self.states())
+        before, states = self.layout, dict[torch.Tensor, State](self.states(departed=True))
         dtypes = {id(one): self._groups.dtype_before(one) for one in states}
         lying = [(one, one.data) for one in self._groups.parameters]
         try:
             self._lay_out()
             for parameter, state in states.items():
                 follow_dtype(state, dtypes[id(parameter)], parameter.dtype)
-            self._divide(states)
+            self._divide(states | self._groups.back())
         except BaseException:
             self.layout = before
             for one, data in lying:
@@ -181,6 +177,8 @@ class Shares:
         now = {id(one) for one in self.layout.parameters.values()}
         stay = {index for index, one in before.parameters.items() if id(one) in now}
         before.release(self._reducer.members.all_parameters(), stay)
+        self._groups.part_from(states, self._reducer.members.all_parameters())
+        self._withholding.drop([one for one in before.parameters.values() if id(one) not in now])
 
     def _catch_up(self, *, ask: bool) -> None:
         """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
@@ -287,15 +285,15 @@ class Shares:
     def _keeping(self) -> Keeping:
         return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces, self.stretches.all)
 
-    def states(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
-        """The state of each parameter as the optimizer would hold it. Collective; exhaust it on every rank."""
+    def states(self, *, departed: bool = False) -> Iterator[tuple[torch.nn.Parameter, State]]:
+        """What the optimizer would hold of each; also of those just ``departed``. Collective: exhaust it everywhere."""
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
         common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
         for index, flats, rest in whole_states(self._keeping().held(), specs, *common):
-            if id(parameter := self.layout.parameters[index]) in known:
+            if id(parameter := self.layout.parameters[index]) in known or departed:
                 yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
         for parameter in self._apart:
-            if id(parameter) in known and (kept := self.inner.state.get(parameter)):
+            if (id(parameter) in known or departed) and (kept := self.inner.state.get(parameter)):
                 yield parameter, dict(kept)
 
     def kept(self) -> list[Kept]:
@@ -306,6 +304,7 @@ class Shares:
     def take(self, kept: Sequence[Kept]) -> None:
         """Keep this from here on, in place of what was kept."""
         self._spread.finish()
+        self._groups.departed.clear()
         by_id = {id(one.parameter): one for one in kept}
         own: dict[Piece, State] = {}
         for piece in self._pieces:
@@ -322,6 +321,7 @@ class Shares:
         refuse_unlike(places, misfit(self._keeping(), states), self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
+        self._groups.departed.clear()
         self.inner.take_over(self._optimizer)
 
     def describe(self) -> str:

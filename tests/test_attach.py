@@ -345,17 +345,22 @@ def torchs(module: torch.nn.Module, ignored: Sequence[str] = (), **how: Any) -> 
 def test_torchs_wrapper_around_what_is_attached_or_inside_it_is_refused() -> None:
     """Its reducer read a gradient that was in a bucket already, and wrote back what it had found instead."""
     for rank, (*texts, after) in enumerate(spawn_ranks(beside_torchs_wrapper, 2)):
-        assert texts == [inside(rank, "0"), inside(rank, "the module"), AROUND] and after == [1.5]
+        assert texts == [inside(rank, "0"), inside(rank, "the module"), AROUND, AROUND] and after == [1.5]
 
 
-def beside_torchs_wrapper(rank: int) -> tuple[str, str, str, list[float]]:
+def beside_torchs_wrapper(rank: int) -> tuple[str, str, str, str, list[float]]:
     wrapped, model = torchs(linear()), torch.nn.Linear(1, 1)
     texts = [refusal(stretto.attach, torch.nn.Sequential(wrapped)), refusal(stretto.DistributedDataParallel, wrapped)]
     sync = stretto.attach(model)
     texts.append(refusal(torchs, torch.nn.Sequential(model)))
     sync.detach()
-    run = torchs(model)
-    run(torch.full((1, 1), float(1 + rank))).sum().backward()
+    run, apart = torchs(model), torchs(torch.nn.Sequential(inner := torch.nn.Linear(1, 1)), ["0.weight"])
+    older = stretto.attach(model), stretto.attach(inner, ignore=["bias"])
+    texts.append(refusal(run, torch.ones(1, 1)))
+    older[0].detach()
+    for net in (run, apart):  # each to its own
+        net(torch.full((1, 1), float(1 + rank))).sum().backward()
+    assert [one.grad.item() for one in inner.parameters()] == [1.5, 1.0]
     return *texts, model.weight.grad.flatten().tolist()
 
 

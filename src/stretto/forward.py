@@ -33,11 +33,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .engine import OutermostEnd, RecomputedEnough, compiled_inside, left_uncompiled
 from .failing import Failing
 from .launch import LaunchQueue
 from .membership import STANDS_FOR, Membership
+from .watch import refuse_around
 from .words import Control
 
 log = logging.getLogger("stretto")
@@ -94,6 +96,8 @@ class ForwardWatch:
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
+        self._around: weakref.ref[Any] | None = None
+        """The last wrapper of torch's that has run this forward, and leaves alone what is attached."""
         if module is not None:
             self._compiled = module._compiled_call_impl
             module.__dict__["_compiled_call_impl"] = self
@@ -114,6 +118,8 @@ class ForwardWatch:
             passes.members.look_before()
         if not learns or passes is None or passes.running:
             return call(*args, **kwargs)
+        if TorchDDP._active_ddp_module is not None:
+            self._look_around()
         counts = passes.synchronize
         self._runs += counts
         queue, events = self._queue, self._queue.events
@@ -129,6 +135,13 @@ class ForwardWatch:
         if events.forward_ended:
             events.emit(events.forward_ended, queue.pass_number + 1)
         return result
+
+    def _look_around(self) -> None:
+        """torch's wrapper may be older than the handle, and cannot be seen in the module."""
+        wrapper: Any = TorchDDP._active_ddp_module
+        if self._around is None or self._around() is not wrapper:
+            refuse_around(wrapper, [one() for one in self._queue.parameters])
+            self._around = weakref.ref(wrapper)
 
     @left_uncompiled
     def _mark_outputs(self, result: Any) -> None:

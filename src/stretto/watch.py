@@ -105,3 +105,8 @@ def refuse_torchs(owner: torch.nn.Module, item: object, attached: Iterable[objec
             "the module is attached: with torch's DistributedDataParallel around it two would average the same "
             f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"
         )
+
+
+def refuse_around(wrapper: torch.nn.Module, attached: Iterable[object]) -> None:
+    """The same of one that runs forward now around what is attached: it was there before."""
+    refuse_torchs(wrapper, wrapper.module, attached)

@@ -113,8 +113,8 @@ def _refused(
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise SetupError(
             f"{where}: the optimizer has a state already, as behind a step.\nShard it before its first step. To go on "
-            "with its state: state = optimizer.state_dict(), build it anew, shard that, load_state_dict(state). One that "
-            "makes a state when it is built, and counts no step in it, cannot be sharded."
+            "with its state: state = optimizer.state_dict(), build it anew, shard that, load_state_dict(state). One "
+            "that makes a state when it is built, and counts no step in it, cannot be sharded."
         )
     refuse_taken(optimizer, module, others, where)
     return optimizer

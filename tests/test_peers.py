@@ -32,6 +32,7 @@ from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport.life import is_over, started_at
+from stretto.whereabouts import standing
 from stretto.word import Word
 
 pytestmark = pytest.mark.timeout(60)
@@ -1143,6 +1144,25 @@ def test_after_a_wait_that_was_given_up_no_thread_rank_gets_a_wrong_sum() -> Non
         [f"rank 0, pass 1: {why} not done within 2 s", f"rank 0, pass 2: {why} {over}"],
         [f"rank 1, pass 1: {why} {over}", f"rank 1, pass 2: {why} {over}"],
     ]
+
+
+def test_a_rank_that_waits_in_a_collective_of_torch_says_in_which() -> None:
+    """As at the end of an epoch that has fewer batches there."""
+    found = []
+
+    class Pickled:
+        def __reduce__(self) -> Any:
+            found.append(standing(sys._getframe(1)))
+            return int, ()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        line = sys._getframe().f_lineno + 1
+        dist.all_gather_object([None], Pickled())
+    finally:
+        dist.destroy_process_group()
+    name = "test_a_rank_that_waits_in_a_collective_of_torch_says_in_which"
+    assert found == [f"in torch.distributed.all_gather_object() at test_peers.py:{line} in {name}"]
 
 
 class Plain:

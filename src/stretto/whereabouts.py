@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
+from torch.distributed import c10d_logger, distributed_c10d
 
 from .errors import name_list
 from .transport.base import Transport
@@ -88,13 +89,15 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 
 def standing(frame: FrameType | None) -> str:
-    """``at train.py:34 in step``, or ``in report() at ...`` where that line calls this library."""
+    """``at train.py:34 in step``; ``in report() at ...`` where that line calls this library, or a collective."""
     call, above = "", frame
     while above is not None and not is_users(above.f_code.co_filename):
         if above.f_code.co_filename.startswith(_LIBRARIES[1]):
             call = f"in {above.f_code.co_name}() "
-        elif above.f_code.co_filename.startswith(_LIBRARIES[0]):
-            call = ""  # backward, say, and its hooks
+        elif above.f_code.co_filename == distributed_c10d.__file__:
+            call = f"in torch.distributed.{above.f_code.co_name}() "
+        elif above.f_code.co_filename.startswith(_LIBRARIES[0]) and above.f_code.co_filename != c10d_logger.__file__:
+            call = ""  # backward, say, and its hooks; that logger wraps each collective
         above = above.f_back
     return f"{call if above is not None else ''}at {place_of_frame(frame)}"
 

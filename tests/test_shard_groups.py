@@ -353,6 +353,23 @@ def test_what_leaves_the_groups_and_comes_back_has_its_state(carrier: Any, keep_
     carrier(worker, 2)
 
 
+def test_given_back_the_optimizer_has_the_state_of_what_has_left_its_groups(carrier: Any) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(2))
+            one.param_groups[0]["params"] = [p for p in net.parameters() if p is not net.second.weight]
+            train(net, one, transport.rank, range(2, 4))
+        given = sharded.unshard()
+        for net, one in ((model, given), (plain, optimizer)):
+            one.param_groups[0]["params"] = [*net.parameters()]
+            train(net, one, transport.rank, range(4, 6))
+        assert_same(model, plain)
+        sync.detach()
+
+    carrier(worker, 2)
+
+
 def test_what_has_left_the_module_too_is_kept_no_more(carrier: Any) -> None:
     def worker(transport: Any) -> None:
         model, sharded, sync, *_ = pair(transport)

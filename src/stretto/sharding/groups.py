@@ -9,7 +9,7 @@ option is another object than before. It leaves out objects, and tensors of an a
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from numbers import Number
@@ -25,7 +25,7 @@ from ..peers import Peers
 from ..specs import dtype_name
 from .attributes import are_same, comparable, is_scalar
 from .kinds import options_of
-from .state import State, follow_dtype
+from .state import State
 
 _MASK = (1 << 40) - 1
 
@@ -51,7 +51,7 @@ class Groups:
         self._optimizer = optimizer
         self._queue = queue
         self._seen = _LastLook(0, (), 0)
-        self.departed: dict[torch.nn.Parameter, tuple[State, torch.dtype]] = {}
+        self.departed: dict[torch.Tensor, tuple[State, torch.dtype]] = {}
         """The state, and the dtype then, of what has left all groups: it may come back. torch's optimizers keep it."""
         self.remember()
 
@@ -85,32 +85,18 @@ class Groups:
         )
 
     def dtype_before(self, parameter: torch.Tensor) -> torch.dtype:
-        """Of a parameter that is remembered."""
-        return self._dtypes[id(parameter)]
+        """Of a parameter that is remembered, or has departed."""
+        return self._dtypes[id(parameter)] if id(parameter) in self._dtypes else self.departed[parameter][1]
 
-    def part_from(self, states: Mapping[torch.Tensor, State], alive: Collection[torch.nn.Parameter]) -> None:
-        """Keep whole the state of what is in no group any more, as long as the module has it: see ``back``.
+    def part_from(self, states: Mapping[torch.Tensor, State], alive: Iterable[torch.nn.Parameter]) -> None:
+        """Keep whole the state of what is in no group any more, as long as the module has it.
 
         Args:
-            states: of what was in some group so far.
+            states: by parameter, those of what was kept before too.
             alive: what the module has.
         """
         known = {id(one) for one in self.parameters}
-        for one in alive:
-            if id(one) not in known and one in states:
-                self.departed[one] = states[one], one.dtype
-        there = {id(one) for one in alive}
-        self.departed = {one: kept for one, kept in self.departed.items() if id(one) in there - known}
-
-    def back(self) -> dict[torch.Tensor, State]:
-        """What was kept of those that are in a group again, as of the dtype that they have now."""
-        found: dict[torch.Tensor, State] = {}
-        for one in self.parameters:
-            if one in self.departed:
-                state, dtype = self.departed[one]
-                found[one] = dict(state)
-                follow_dtype(found[one], dtype, one.dtype)
-        return found
+        self.departed = {one: (states[one], one.dtype) for one in alive if one in states and id(one) not in known}
 
     def refuse_other_dtypes(self, where: str) -> None:
         """Raise ``SetupError`` if parameters have another dtype than in a plan that is new, and so than gradients."""

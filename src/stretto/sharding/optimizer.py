@@ -280,7 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """
         if not self._has_it_whole():
             shares = self._usable()
-            for parameter, state in shares.states():
+            for parameter, state in shares.states(departed=True):
                 self.original.state[parameter] = state
             shares.inner.hand_back(self.original)
         self._handed_back, self._elsewhere = True, None

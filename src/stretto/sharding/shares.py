@@ -134,11 +134,10 @@ class Shares:
 
         If it fails all is as it was.
         """
-        mine, pieces = self.layout.parameters, self._pieces
+        mine, pieces, before = self.layout.parameters, self._pieces, getattr(self, "inner", None)
         is_whole, group_of = self._kind is Kind.WHOLE, groups_of(self._optimizer)
         stretches = Stretches(self.layout, self._reducer.queue.buckets)
         steps_whole = {id(one) for one in (*self._apart, *(mine[piece.index] for piece in pieces if is_whole))}
-        before = getattr(self, "inner", None)
         try:
             stretches.cut(() if is_whole else pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
             self.inner = Inner(self._optimizer, self._groups, stretches.all, steps_whole, whole, before)
@@ -147,6 +146,7 @@ class Shares:
             raise
         self.stretches.forget()
         self.stretches = stretches
+        self._groups.departed.clear()
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -168,7 +168,7 @@ class Shares:
             self._lay_out()
             for parameter, state in states.items():
                 follow_dtype(state, dtypes[id(parameter)], parameter.dtype)
-            self._divide(states | self._groups.back())
+            self._divide(states)
         except BaseException:
             self.layout = before
             for one, data in lying:
@@ -285,8 +285,8 @@ class Shares:
     def _keeping(self) -> Keeping:
         return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces, self.stretches.all)
 
-    def states(self, *, departed: bool = False) -> Iterator[tuple[torch.nn.Parameter, State]]:
-        """What the optimizer would hold of each; also of those just ``departed``. Collective: exhaust it everywhere."""
+    def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
+        """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it on every rank."""
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
         common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
         for index, flats, rest in whole_states(self._keeping().held(), specs, *common):
@@ -295,6 +295,8 @@ class Shares:
         for parameter in self._apart:
             if (id(parameter) in known or departed) and (kept := self.inner.state.get(parameter)):
                 yield parameter, dict(kept)
+        if departed:
+            yield from ((one, dict(state)) for one, (state, _) in self._groups.departed.items())
 
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
@@ -304,7 +306,6 @@ class Shares:
     def take(self, kept: Sequence[Kept]) -> None:
         """Keep this from here on, in place of what was kept."""
         self._spread.finish()
-        self._groups.departed.clear()
         by_id = {id(one.parameter): one for one in kept}
         own: dict[Piece, State] = {}
         for piece in self._pieces:
@@ -321,7 +322,6 @@ class Shares:
         refuse_unlike(places, misfit(self._keeping(), states), self._peers.gather, self._peers.where)
         self._spread.finish()
         self._divide(states)
-        self._groups.departed.clear()
         self.inner.take_over(self._optimizer)
 
     def describe(self) -> str:

@@ -353,18 +353,47 @@ def test_what_leaves_the_groups_and_comes_back_has_its_state(carrier: Any, keep_
     carrier(worker, 2)
 
 
-def test_given_back_the_optimizer_has_the_state_of_what_has_left_its_groups(carrier: Any) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_a_parameter_goes_from_one_sharded_optimizer_to_another(carrier: Any, keep_grads: bool, first: int) -> None:
+    """Whichever of them steps, and clears its gradients, first in the step in which it moves."""
+
     def worker(transport: Any) -> None:
-        model, sharded, sync, plain, optimizer = pair(transport)
-        for net, one in ((model, sharded), (plain, optimizer)):
-            train(net, one, transport.rank, range(2))
-            one.param_groups[0]["params"] = [p for p in net.parameters() if p is not net.second.weight]
-            train(net, one, transport.rank, range(2, 4))
+        nets = []
+        for shards in (True, False):
+            model, sync = attached(transport)
+            split = [model.first, model.second], [model.last]
+            pair = [torch.optim.AdamW([p for layer in some for p in layer.parameters()], lr=0.01) for some in split]
+            optimizers = [stretto.shard(one, sync, keep_grads=keep_grads) for one in pair] if shards else pair
+            for step in range(5):
+                backward(model, transport.rank, step)
+                if step == 2:
+                    group = optimizers[0].param_groups[0]
+                    group["params"] = [p for p in group["params"] if p is not model.second.weight]
+                    optimizers[1].param_groups[0]["params"].append(model.second.weight)
+                for one in (optimizers[first], optimizers[1 - first]):
+                    one.step()
+                    one.zero_grad()
+                model.zero_grad()
+            nets.append(model)
+            sync.detach()
+        assert_same(*nets)
+
+    carrier(worker, 2)
+
+
+def test_a_whole_state_can_be_saved_while_some_of_it_is_away(carrier: Any) -> None:
+    """torch's own optimizer cannot, and raises ``KeyError``."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        sharded.param_groups[0]["params"] = [p for p in model.parameters() if p is not model.second.weight]
+        train(model, sharded, transport.rank, range(2, 4))
+        saved = sharded.state_dict()
+        assert transport.rank or len(saved["state"]) == len(saved["param_groups"][0]["params"])
         given = sharded.unshard()
-        for net, one in ((model, given), (plain, optimizer)):
-            one.param_groups[0]["params"] = [*net.parameters()]
-            train(net, one, transport.rank, range(4, 6))
-        assert_same(model, plain)
+        assert given.state_dict()["state"].keys() == {*range(len(given.param_groups[0]["params"]))}
         sync.detach()
 
     carrier(worker, 2)

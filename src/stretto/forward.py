@@ -118,8 +118,8 @@ class ForwardWatch:
             passes.members.look_before()
         if not learns or passes is None or passes.running:
             return call(*args, **kwargs)
-        if TorchDDP._active_ddp_module is not None:
-            self._look_around()
+        if (around := TorchDDP._active_ddp_module) is not None:
+            self._look_around(around)
         counts = passes.synchronize
         self._runs += counts
         queue, events = self._queue, self._queue.events
@@ -136,9 +136,8 @@ class ForwardWatch:
             events.emit(events.forward_ended, queue.pass_number + 1)
         return result
 
-    def _look_around(self) -> None:
+    def _look_around(self, wrapper: Any) -> None:
         """torch's wrapper may be older than the handle, and cannot be seen in the module."""
-        wrapper: Any = TorchDDP._active_ddp_module
         if self._around is None or self._around() is not wrapper:
             refuse_around(wrapper, [one() for one in self._queue.parameters])
             self._around = weakref.ref(wrapper)

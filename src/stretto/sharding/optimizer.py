@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -135,10 +135,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     @left_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of torch's optimizers. What stands in for a gradient becomes None either way."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter.grad, Withheld):
-                    parameter.grad = None
+        left = [] if self._shares is None else [*self._shares.withholding.left]
+        others = {id(one) for each in self.beside if each is not self for one in _stepped_by(each)} if left else ()
+        for parameter in (*_stepped_by(self), *(one for one in left if id(one) not in others)):
+            if isinstance(parameter.grad, Withheld):
+                parameter.grad = None
         super().zero_grad(set_to_none)
 
     def _own_use(self) -> contextlib.AbstractContextManager[None]:
@@ -280,7 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """
         if not self._has_it_whole():
             shares = self._usable()
-            for parameter, state in shares.states(departed=True):
+            for parameter, state in shares.states():
                 self.original.state[parameter] = state
             shares.inner.hand_back(self.original)
         self._handed_back, self._elsewhere = True, None
@@ -300,3 +301,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         raise StrettoError(
             "A sharded optimizer is tied to its process: use state_dict(), on all ranks, to save or copy it."
         )
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    return (one for group in optimizer.param_groups for one in group["params"])

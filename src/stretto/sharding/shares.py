@@ -66,15 +66,15 @@ class Shares:
         self._groups = Groups(optimizer, reducer.queue)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
-        self._withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
+        self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
         self._number = len(peers.seat.steps)
         peers.seat.steps.append(0)
-        self._withholding.follow()
+        self.withholding.follow()
         self._has_moved = False  # the groups, since the last step, and were followed already
         try:
             self._lay_out()
         except BaseException:
-            self._withholding.end()
+            self.withholding.end()
             raise
         self.stretches = Stretches(self.layout, ())
         try:
@@ -178,7 +178,6 @@ class Shares:
         stay = {index for index, one in before.parameters.items() if id(one) in now}
         before.release(self._reducer.members.all_parameters(), stay)
         self._groups.part_from(states, self._reducer.members.all_parameters())
-        self._withholding.drop([one for one in before.parameters.values() if id(one) not in now])
 
     def _catch_up(self, *, ask: bool) -> None:
         """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
@@ -219,8 +218,8 @@ class Shares:
             self._write([] if moves else strayed, copies, self._groups.number(has_moved=False) if idle else number)
         if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
-            self._withholding.follow()
-            self._withholding.drop(self._everything())
+            self.withholding.follow()
+            self.withholding.drop(self._everything())
 
     def _refuse(self, strayed: Sequence[int], *, has_moved: bool) -> None:
         """Raise what speaks against a step of this rank."""
@@ -261,7 +260,7 @@ class Shares:
             self.meetings.meet("the optimizer's step")
         parameters = self._everything()
         torch.autograd.graph.increment_version(parameters)
-        self._withholding.drop(parameters)
+        self.withholding.drop(parameters)
 
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]
@@ -333,7 +332,7 @@ class Shares:
 
     def describe_gradients(self) -> str:
         """How they arrive, if in shares was asked for."""
-        return self._withholding.in_words(self.layout.homes)
+        return self.withholding.in_words(self.layout.homes)
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""
@@ -341,10 +340,10 @@ class Shares:
 
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
-        self._withholding.end()
+        self.withholding.end()
         with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
             self._spread.finish()
         self.stretches.forget()
         if not self.meetings.is_spoiled:
             self.layout.release(self._reducer.members.all_parameters())
-            self._withholding.drop(self._everything())
+            self.withholding.drop(self._everything())

@@ -28,12 +28,15 @@ class Withholding:
         self._divisible = divisible
         self._wanted = asked and divisible
         self._mine = Alive()
+        self.left = Alive()
+        """What was asked for, and is in the groups no more: what stands for its gradient is nobody's, or another's."""
 
     def follow(self) -> None:
         """Ask for what is in the groups now, in place of what was asked for."""
         if self._wanted:
-            others = self._others()
+            others, known = self._others(), [*self._mine, *self.left]
             self._mine = Alive(self._groups.parameters)
+            self.left = Alive([one for one in known if not self._mine.holds(one)])
             self._queue.withhold([*others, *self._mine])
 
     def end(self) -> None:

@@ -125,7 +125,8 @@ def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]], *, starve
     short = ", as it has killed some process of this machine since this rank attached" if starved else ""
     return PeerError(
         f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n"
-        "Something killed it: a signal, os._exit(), a crash outside Python, or the system for want of memory (see "
+        "Something killed it: a signal, os._exit(), a crash outside Python (Gloo, where ranks have sent different "
+        "things), or the system for want of memory (see "
         f"dmesg){short}. Start again, on all ranks."
     )
 

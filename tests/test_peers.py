@@ -661,6 +661,34 @@ def test_ctrl_c_before_the_others_have_come_to_a_call(tmp_path: Path, transport:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_what_a_handler_of_signals_raises_does_not_stand_for_a_wait_that_lasts_too_long(
+    tmp_path: Path, transport: str
+) -> None:
+    """It was swallowed, since a ``RuntimeError`` is what a wait in slices ends with."""
+    body = """
+        class TimeIsUp(RuntimeError):
+            pass
+
+        def raises(*_):
+            raise TimeIsUp("of the job")
+
+        step()
+        if rank == 0:
+            signal.signal(signal.SIGALRM, raises)
+            signal.setitimer(signal.ITIMER_REAL, 0.8)
+            told(step)
+        else:
+            time.sleep(2)
+            told(step)
+    """
+    (_, mine, _), (_, other, _) = ranks(tmp_path, body, patience=10.0, transport=transport)
+    assert within(mine, "TimeIsUp", 2) == "of the job"
+    if transport == "process_group":  # in memory that they share rank 1 has all of so small a pass
+        assert "TimeIsUp: of the job" in within(other, "PeerError", 4)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("meeting", "end", "late"), [("tcp", True, 2.5), ("tcp", True, 0), ("file", False, 2.5)])
 def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool, late: float) -> None:
     body = f"""

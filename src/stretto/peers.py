@@ -29,7 +29,7 @@ from .inquiry import Inquiry, places, words_of
 from .line import Line
 from .notes import Note, text_of
 from .seat import Seat, nothing
-from .transport.base import Leftover, Transport, Work, abandon, done_within, flush
+from .transport.base import Leftover, Transport, Work, abandon, done_within, flush, raised_by_handler
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
 from .whereabouts import Person, of_group, place_of_failure
 
@@ -134,6 +134,7 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in order; ``CommunicationError`` if that will never be. Collective."""
+        self.refuse_fork()
         self.seat.calls += 1
         has_name = bool(self.seat.handle)
         try:
@@ -305,10 +306,9 @@ class Peers:
     # Explaining
 
     def fail(self, what: str, error: RuntimeError, expected: str | None = None) -> NoReturn:
-        """Raise in place of a transport's error what is to blame, or else where the others are, and were expected.
-
-        ``PeerError`` if a rank has left or died, else ``CommunicationError``.
-        """
+        """Raise ``PeerError`` for who is to blame, or ``CommunicationError`` with where the others are, and not."""
+        if raised_by_handler(error):
+            raise error
         if isinstance(error, CommunicationError):
             told = blame.told_of(error, f"{self.where}: {what} over {self._transport.name}")
             raise told from error.__cause__ or (None if error.__suppress_context__ else error.__context__)

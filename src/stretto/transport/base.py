@@ -7,6 +7,10 @@ tensors return at once with a :class:`Work`, calls that move objects return when
 from __future__ import annotations
 
 import datetime
+import functools
+import inspect
+import signal
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -136,11 +140,25 @@ def done_within(work: Any, time: datetime.timedelta) -> bool:
     try:
         work.wait(time)
         return True
-    except RuntimeError:  # raised again below, if it is the collective's own
+    except RuntimeError as error:  # raised again below, if it is the collective's own
+        if raised_by_handler(error):
+            raise
         if not work.is_completed():
             return False
     work.wait()  # it may have become complete just after the time was over
     return True
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Whether it came out of a handler of signals of the program's, which Python calls amid any wait."""
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: Any) -> Any:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    return getattr(inspect.unwrap(getattr(handler, "__func__", handler)), "__code__", None) if handler else None
 
 
 def in_one_row(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ import torch
 from ..errors import CallsDifferError, CommunicationError, PeerError
 from ..listeners import in_children
 from . import memory
+from .base import raised_by_handler
 from .mapped import not_mapped
 from .memory import Location
 from .message import Message, Posted
@@ -58,10 +59,8 @@ class Host:
     """
 
     def __init__(self, page: Page, peers: Sequence[Peer], place: int, patience: float) -> None:
-        self.page = page
+        self.page, self.place, self.patience = page, place, patience
         self.peers = list(peers)
-        self.place = place
-        self.patience = patience
         self._futex = page.futex
         self._others = [peer for peer in peers if peer is not peers[place]]
         self._me = peers[place]
@@ -248,7 +247,7 @@ class Host:
                 if not self._sleep(posted, min(_LOOK_SECONDS, until - now)):
                     self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
         except BaseException as error:  # Ctrl-C: the caller may use the memory again, and others would sum that
-            if not isinstance(error, RuntimeError):
+            if not isinstance(error, RuntimeError) or raised_by_handler(error):
                 self._stopped_by(error)
             raise
 

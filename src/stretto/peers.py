@@ -306,7 +306,7 @@ class Peers:
     # Explaining
 
     def fail(self, what: str, error: RuntimeError, expected: str | None = None) -> NoReturn:
-        """Raise ``PeerError`` for who is to blame, or ``CommunicationError`` with where the others are, and not."""
+        """Raise ``PeerError`` with who is to blame, or else ``CommunicationError`` with where the others are."""
         if raised_by_handler(error):
             raise error
         if isinstance(error, CommunicationError):

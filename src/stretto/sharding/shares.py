@@ -146,7 +146,7 @@ class Shares:
             raise
         self.stretches.forget()
         self.stretches = stretches
-        self._groups.departed.clear()
+        self._groups.departed.clear()  # loaded states are all there are; whoever lays out again fills it anew
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""

@@ -382,6 +382,22 @@ def test_a_parameter_goes_from_one_sharded_optimizer_to_another(carrier: Any, ke
     carrier(worker, 2)
 
 
+@pytest.mark.parametrize("ends", ["unshard", "detach"])
+def test_nothing_stands_for_a_gradient_behind_the_end_of_who_has_left_it(carrier: Any, ends: str) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport, keep_grads=False)
+        train(model, sharded, transport.rank, range(2))
+        sharded.param_groups[0]["params"] = [p for p in model.parameters() if p is not model.second.weight]
+        train(model, sharded, transport.rank, range(2, 3))
+        assert isinstance(model.second.weight.grad, Withheld)
+        sharded.unshard() if ends == "unshard" else sync.detach()
+        assert not any(isinstance(p.grad, Withheld) for p in model.parameters())
+        backward(model, transport.rank, 3)
+        sync.detach()
+
+    carrier(worker, 2)
+
+
 def test_a_whole_state_can_be_saved_while_some_of_it_is_away(carrier: Any) -> None:
     """torch's own optimizer cannot, and raises ``KeyError``."""
 

@@ -149,9 +149,9 @@ class Peers:
                 everyone = gather_by_sums(brought, self._transport, self.wait if has_name else self._go)
             if not has_name:
                 self._name([told for told, _ in everyone])
-        except RuntimeError as error:
-            self.fail("what ranks hold could not be gathered", error)
         except BaseException as error:
+            if isinstance(error, RuntimeError) and not raised_by_handler(error):
+                self.fail("what ranks hold could not be gathered", error)
             self.lose_place(error)
             raise
         finally:

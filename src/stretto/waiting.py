@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .errors import CommunicationError
-from .transport.base import Transport, Work
+from .transport.base import Transport, Work, raised_by_handler
 
 FIRST_SLICE = datetime.timedelta(seconds=0.5)
 SLICE = datetime.timedelta(seconds=1.0)
@@ -50,8 +50,9 @@ def wait_a_while(word: Work, patience: float, wait: Callable[..., None]) -> None
         wait(word, STORE_SECONDS)
     except CommunicationError:
         raise
-    except RuntimeError:  # nothing is sent as long as the store alone is waited for
-        pass
+    except RuntimeError as error:  # nothing is sent as long as the store alone is waited for
+        if raised_by_handler(error):
+            raise
 
 
 def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], object]) -> list[Any]:

@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     @left_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of torch's optimizers. What stands in for a gradient becomes None either way."""
-        left = [] if self._shares is None else [*self._shares.withholding.left]
+        left = [] if self._shares is None else [one for one in self._shares.withholding.left if one.grad is not None]
         others = {id(one) for each in self.beside if each is not self for one in _stepped_by(each)} if left else ()
         for parameter in (*_stepped_by(self), *(one for one in left if id(one) not in others)):
             if isinstance(parameter.grad, Withheld):

@@ -43,6 +43,7 @@ class Withholding:
         """Ask for nothing any more."""
         if self._wanted:
             self._queue.withhold(self._others())
+            self.drop(one for one in self.left if not self._queue.in_shares.holds(one))
 
     def _others(self) -> list[torch.Tensor]:
         return [one for one in self._queue.in_shares if not self._mine.holds(one)]

@@ -415,6 +415,24 @@ def test_a_whole_state_can_be_saved_while_some_of_it_is_away(carrier: Any) -> No
     carrier(worker, 2)
 
 
+@pytest.mark.parametrize("how", ["state_dict", "unshard"])
+def test_what_has_come_back_is_saved_before_its_next_step(carrier: Any, how: str) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(2))
+            one.param_groups[0]["params"] = [p for p in net.parameters() if p is not net.second.weight]
+            net.second.weight.grad = None
+            train(net, one, transport.rank, range(2, 4))
+            one.param_groups[0]["params"] = [*net.parameters()]
+        saved = sharded.state_dict() if how == "state_dict" else sharded.unshard().state_dict()
+        if not transport.rank or how == "unshard":
+            assert_same_state(saved, optimizer.state_dict())
+        sync.detach()
+
+    carrier(worker, 2)
+
+
 def test_what_has_left_the_module_too_is_kept_no_more(carrier: Any) -> None:
     def worker(transport: Any) -> None:
         model, sharded, sync, *_ = pair(transport)

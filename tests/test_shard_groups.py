@@ -353,6 +353,26 @@ def test_what_leaves_the_groups_and_comes_back_has_its_state(carrier: Any, keep_
     carrier(worker, 2)
 
 
+def test_what_was_converted_is_stepped_by_though_the_backward_behind_did_not_reach_it(carrier: Any) -> None:
+    """Nothing arrives that would tell of it, and the tables of the module are what they were."""
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        train(model, sharded, transport.rank, range(2))
+        model.last.double()
+        sharded.zero_grad()
+        model.first(torch.ones(2, model.first.in_features)).sum().backward()
+        before = [one.detach().clone() for one in model.parameters()]
+        sharded.step()
+        moved = {id(one) for one, old in zip(model.parameters(), before, strict=True) if not torch.equal(one, old)}
+        assert moved == {*map(id, model.first.parameters())}
+        assert {one.dtype for one in sync.plan.parameters if one.name.startswith("last")} == {torch.float64}
+        sync.detach()
+
+    carrier(worker, 2)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("keep_grads", [True, False])
 def test_a_parameter_goes_from_one_sharded_optimizer_to_another(carrier: Any, keep_grads: bool, first: int) -> None:

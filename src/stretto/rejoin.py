@@ -107,7 +107,7 @@ class Rejoin:
         if self._places.any:
             self._places.look()
         incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]
-        if incomplete and queue.comm_hook is None and not members.suspect and self._some_are_frozen(incomplete):
+        if incomplete and queue.comm_hook is None and not members.suspect and self._some_do_not_fit(incomplete):
             members.suspect = True
         if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
             return False
@@ -170,9 +170,10 @@ class Rejoin:
             "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
         )
 
-    def _some_are_frozen(self, buckets: Iterable[Bucket]) -> bool:
-        alive = self._tracker.alive(index for bucket in buckets for index in bucket.indices)
-        return any(not one.requires_grad and self._members.may_leave(self._queue.names[i]) for i, one in alive)
+    def _some_do_not_fit(self, buckets: Iterable[Bucket]) -> bool:
+        alive, specs = self._tracker.alive(i for bucket in buckets for i in bucket.indices), self._queue.plan.parameters
+        frozen = any(not one.requires_grad and self._members.may_leave(self._queue.names[i]) for i, one in alive)
+        return frozen or any(one.dtype is not specs[i].dtype for i, one in alive)  # no gradient of theirs tells
 
     def _differs(self) -> bool:
         """Compare the module with the plan; if nothing has changed, know it for the next time."""

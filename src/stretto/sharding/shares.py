@@ -294,9 +294,8 @@ class Shares:
         for parameter in self._apart:
             if (id(parameter) in known or departed) and (kept := self.inner.state.get(parameter)):
                 yield parameter, dict(kept)
-        for parameter, (state, _) in self._groups.departed.items():
-            if id(parameter) in known or departed:
-                yield parameter, dict(state)
+        gone = self._groups.departed.items()
+        yield from ((one, dict(state)) for one, (state, _) in gone if departed or id(one) in known)
 
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""

@@ -179,6 +179,29 @@ def test_programs_end_without_complaint(tmp_path: Path, how: str, meeting: str) 
     assert printed(ranks(tmp_path, body, 2, meeting, end=how in ("as it should", "attached again"))) == ["", ""]
 
 
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_a_program_ends_well_after_a_backward_that_raised(tmp_path: Path, keep_grads: bool) -> None:
+    """What is left of its graph dies with the thread, when there is no interpreter any more: it ended by SIGSEGV."""
+    body = f"""
+        layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+        handle = stretto.attach(layers)
+        stretto.shard(torch.optim.AdamW(layers.parameters()), handle, keep_grads={keep_grads})
+
+        def fails(gradient):
+            raise ValueError("mine")
+
+        layers[3].bias.register_hook(fails)
+        try:
+            layers(torch.randn(4, 6)).sum().backward()
+        except ValueError as error:
+            print(error, flush=True)
+        handle.detach()
+        sync.detach()
+        dist.destroy_process_group()
+    """
+    assert printed(ranks(tmp_path, body, end=False)) == ["mine\n"] * 2
+
+
 def test_a_rank_that_has_done_its_part_ends_long_before_another_reads_it(tmp_path: Path) -> None:
     """A small message is over for a rank when it has summed; its memory is needed until all have."""
     body = """

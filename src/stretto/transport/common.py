@@ -15,6 +15,7 @@ import torch
 from .base import Work
 from .host import Host
 from .message import Message
+from .ordinary import tensor_over
 from .page import Entry
 
 
@@ -30,10 +31,7 @@ class CommonMemory:
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements from byte ``start`` on, flat, as a tensor with a storage of its own."""
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        with torch.inference_mode(False):  # see ordinary.py
-            return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=start)
+        return tensor_over(self._buffer, start, numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
     def words(self, count: int) -> memoryview:
         """So many numbers of four bytes, from the first byte on, written and read in one piece each."""

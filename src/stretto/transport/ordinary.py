@@ -2,20 +2,43 @@
 
 In inference mode too they are ordinary ones. What is made in that mode can never be written outside of it: a sum or a
 check amid an evaluation would end the training that follows.
+
+[Note: past the end]  torch gives a buffer back to Python when the last tensor over it is gone. Of a backward that
+raised, autograd keeps the rest of the graph in its thread, and so these tensors, until after the interpreter has
+ended: to call Python then is the end by a signal of a program that had done its work. What is alive at the end of the
+interpreter is never let go of, therefore.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import weakref
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def all_bytes(mapping: mmap.mmap) -> torch.Tensor:
     """Of a mapping, which lives as long as a tensor over it."""
+    return tensor_over(memoryview(mapping), 0, len(mapping), torch.uint8)
+
+
+def tensor_over(buffer: memoryview, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """So many elements from byte ``start`` of a mapping on, flat, as a tensor with a storage of its own."""
     with torch.inference_mode(False):
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        tensor = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=start)
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    weakref.finalize(buffer.obj, _keep_for_ever, storage)
+    return tensor
+
+
+def _keep_for_ever(storage: StorageWeakRef) -> None:
+    """See [Note: past the end]. Before the end of the interpreter, mappings go after their storages."""
+    alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    if alive is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))
 
 
 def elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -756,9 +756,9 @@ def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
         backward(model, transport.rank, 0)
         said = (
             f"rank {transport.rank}: the gradient of twin is not here: with keep_grads=False each rank has its "
-            "share of it alone.\nTo clip: sync.clip_grad_norm_(). To add up several backwards: all but the last inside "
-            "sync.no_sync(); else zero_grad() or step() before the next. To look at gradients: stretto.shard(..., "
-            "keep_grads=True)."
+            "share of it alone.\nTo clip: sync.clip_grad_norm_(). Of several backwards before step() or zero_grad(): "
+            "all but the last inside sync.no_sync(). Where one only passes through, as an actor's loss through its "
+            "critic: requires_grad_(False) there meanwhile. To look at gradients: stretto.shard(..., keep_grads=True)."
         )
         gradient = model.first.weight.grad
         for look in (

@@ -637,6 +637,81 @@ class CountingInTheFirst(Slow):
         super().step()
 
 
+class Clipping(Signed):
+    """Steps with no more than a norm, of one parameter or of all, far above that of small numbers."""
+
+    def __init__(self, params: Any, most: float = 100.0, each: bool = True) -> None:
+        super().__init__(params, {"most": most, "each": each})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            some = [one for one in group["params"] if one.grad is not None]
+            for part in [[one] for one in some] if group["each"] else [some]:
+                torch.nn.utils.clip_grad_norm_(part, group["most"])
+        super().step()
+
+
+def test_a_step_that_clips_large_gradients_is_seen_to_depend_on_them() -> None:
+    """Of small ones it does not, and they alone were tried: parts of a parameter clipped by themselves, in silence."""
+    parameters = [torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))]
+    assert kind_of(Clipping(parameters)) is Kind.WHOLE
+    with pytest.raises(stretto.UnsupportedError, match="how it steps a parameter depends on the others"):
+        kind_of(Clipping(parameters, 5000.0, each=False))
+
+
+class Estimating(Signed):
+    """As of D-adaptation: a number that is made of all gradients, and that steps depend on in the end."""
+
+    def __init__(self, params: Any, on_itself: bool = False) -> None:
+        self.on_itself, self.seen = on_itself, 0.0
+        super().__init__(params, {"seen": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["seen" if not self.on_itself else "unused"] = sum(float(one.grad.norm()) for one in group["params"])
+            self.seen = group.pop("unused") if self.on_itself else 0.0
+        super().step()
+
+
+@pytest.mark.parametrize("on_itself", [False, True])
+def test_what_a_step_makes_of_all_gradients_is_refused_by_name(on_itself: bool) -> None:
+    """Each rank would make it of its share. It was told in the first step, that groups are not alike, or never."""
+    with pytest.raises(stretto.UnsupportedError) as caught:
+        kind_of(Estimating([torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))], on_itself))
+    assert str(caught.value) == (
+        f"shard: Estimating cannot be divided over ranks: its step computes '{'self.' * on_itself}seen' from all "
+        "parameters that it has, and each rank would from its share.\nUse it as it is, without stretto.shard()."
+    )
+
+
+class WithModes(Signed):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def eval(self) -> None:
+        """As of a schedule-free optimizer, whose parameters have two values."""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_method_that_is_not_divided_says_so(world: int) -> None:
+    def worker(transport: Any = None) -> None:
+        _, sharded, *_ = pair(transport, WithModes)
+        assert not hasattr(sharded, "eval")
+        with pytest.raises(AttributeError) as caught:
+            sharded.eval()
+        assert str(caught.value) == (
+            "A sharded WithModes has no eval(): each rank holds a share, of which WithModes knows nothing. step(), "
+            "zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
+            "To call eval(), use WithModes without stretto.shard(), or unshard() before."
+        )
+        with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'epoch'"):
+            assert sharded.epoch
+
+    shared(worker, 2) if world > 1 else worker()
+
+
 def test_state_that_is_of_no_parameter_or_of_one_for_all_is_refused() -> None:
     """It was not in what state_dict() put together, or there for every parameter."""
     told = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -433,6 +434,25 @@ def test_a_whole_state_can_be_saved_while_some_of_it_is_away(carrier: Any) -> No
         sync.detach()
 
     carrier(worker, 2)
+
+
+def test_a_layer_in_the_place_of_a_narrower_one_has_the_strides_it_needs(
+    carrier: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were compared with those of the layer that had its name before."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        torch.manual_seed(0)
+        model.second, model.back = torch.nn.Linear(40, 90), torch.nn.Linear(90, 40)
+        sharded.param_groups[0]["params"] = [*model.parameters()]
+        train(model, sharded, transport.rank, range(2, 4))
+        sync.detach()
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        carrier(worker, 2)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("how", ["state_dict", "unshard"])

@@ -37,8 +37,9 @@ class Withheld(torch.Tensor):
         )
         made.said = (
             f"{where}: the gradient of {name} is not here: with keep_grads=False each rank has its share of it alone.\n"
-            "To clip: sync.clip_grad_norm_(). To add up several backwards: all but the last inside sync.no_sync(); "
-            "else zero_grad() or step() before the next. To look at gradients: stretto.shard(..., keep_grads=True)."
+            "To clip: sync.clip_grad_norm_(). Of several backwards before step() or zero_grad(): all but the last "
+            "inside sync.no_sync(). Where one only passes through, as an actor's loss through its critic: "
+            "requires_grad_(False) there meanwhile. To look at gradients: stretto.shard(..., keep_grads=True)."
         )
         return made
 

@@ -4,7 +4,9 @@
 steps small parameters whole, cut into flat parts, and each by an optimizer of its own. If the parts come out alike,
 each element is stepped by itself; if parameters by themselves do, each parameter is; else they depend on each other.
 Some optimizers treat large parameters otherwise (in 8 bits, by rows and columns), so one is tried that is as large as
-those of the group, within bounds. And what is kept for a part must be kept for each of its elements, or be the same
+those of the group, within bounds; and large gradients (they clip), so the last ones are large and small. What a step
+writes into its group or on the optimizer (an estimate made of all gradients) must be alike in all parts, too: it may
+count later, though it does not yet. And what is kept for a part must be kept for each of its elements, or be the same
 for all: no share of a state could be told from any other one (a list of buffers, a scale for every 256 elements).
 """
 
@@ -23,12 +25,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import are_same, comparable, hand_on, is_plain
+from .attributes import are_same, comparable, given, hand_on, is_plain
 from .probe import equal, gradient, joined, numbers
 from .state import by_element
 
-_STEPS = 8
+_STEPS = 7
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
+_SCALES = (*[1.0] * _STEPS, 2.0**-13, 2.0**13)
+"""Of the gradients in the steps of a trial; exact in float32."""
 
 
 class Kind(Enum):
@@ -260,6 +264,11 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step takes gradients away, and each "
             "rank would do so for its share alone.\nCall zero_grad() after step(), and not in it."
         )
+    if (key := _unlike(together, alone)) is not None:
+        raise UnsupportedError(
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step computes {key!r} from all "
+            "parameters that it has, and each rank would from its share.\nUse it as it is, without stretto.shard()."
+        )
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
         raise UnsupportedError(
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
@@ -272,16 +281,26 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
         divided = _stepped(optimizer, options, parts, [parts], name)
     except Exception:
         return Kind.WHOLE  # Muon takes matrices alone
-    return Kind.ELEMENTWISE if divided.is_by_element and equal(together.elements, divided.elements) else Kind.WHOLE
+    alike = equal(together.elements, divided.elements) and _unlike(together, divided) is None
+    return Kind.ELEMENTWISE if divided.is_by_element and alike else Kind.WHOLE
 
 
 class _Outcome(NamedTuple):
     elements: torch.Tensor
+    """Of all parameters, before the scale of gradients changes, and at the end."""
+    written: list[dict[str, Any]]
+    """What the steps have written into the group, and on the optimizer, by each."""
     kept: dict[Any, set[Any]]
     """Which keys its state has, by parameter."""
     is_by_element: bool
     """Whether all of its state is."""
     takes_gradients: bool
+
+
+def _unlike(one: _Outcome, other: _Outcome) -> str | None:
+    """The name of something that steps have written otherwise."""
+    first, *rest = (*one.written, *other.written)
+    return next((key for written in rest for key in first | written if first.get(key) != written.get(key)), None)
 
 
 def _stepped(
@@ -299,10 +318,12 @@ def _stepped(
         )
         for part in divided
     ]
-    steps = [*map(bare_step, optimizers)]
-    for number in range(_STEPS):
+    before, elements, steps = [*map(_noted, optimizers)], [], [*map(bare_step, optimizers)]
+    for number, scale in enumerate(_SCALES):
+        if number == _STEPS:
+            elements.append(joined(parameters.values()))
         for value in values:
-            parameters[id(value)].grad = gradient(value, number)
+            parameters[id(value)].grad = gradient(value, number) * scale
         for step in steps:
             step()
     for one, part in zip(optimizers, divided, strict=True):  # as happens when shares are laid out anew
@@ -317,4 +338,12 @@ def _stepped(
         for key, value in state.items()
     )
     takes_gradients = any(one.grad is None for one in parameters.values())
-    return _Outcome(joined(parameters.values()), kept, is_by_element, takes_gradients)
+    elements.append(joined(parameters.values()))
+    noted = zip(before, map(_noted, optimizers), strict=True)
+    written = [{key: value for key, value in now.items() if (key, value) not in then.items()} for then, now in noted]
+    return _Outcome(torch.cat(elements), written, kept, is_by_element, takes_gradients)
+
+
+def _noted(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    own = {f"self.{key}": value for key, value in given(optimizer).items()}
+    return own | {key: comparable(value) for key, value in options_of(optimizer.param_groups[0]).items()}

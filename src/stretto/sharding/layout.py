@@ -90,7 +90,7 @@ class Layout:
         self.views = {index: self._view(index) for index in self.parameters}
         self._addresses = self._where_views_lie()
         self._moved: list[int] = []
-        self._has_told = False
+        self.has_told = False
 
     def _common(self, transport: Any, wait_for: Callable[[Work, str], None]) -> CommonMemory:
         offered = transport.common(max(self.nbytes, 1))
@@ -159,11 +159,11 @@ class Layout:
         """
         if not (indices or self._moved):  # as in most steps
             return
-        restrided, strides = [], {spec.name: spec.strides for spec in plan.parameters}
+        restrided, planned = [], {(spec.name, spec.shape): spec.strides for spec in plan.parameters}
         for index in indices:
             parameter, spec = self.parameters[index], self.plan.parameters[index]
             now = slot_strides(parameter.shape, parameter.stride())
-            if now != strides.get(spec.name, now):
+            if now != planned.get((spec.name, parameter.shape), now):
                 restrided.append(spec.name)
             if parameter.shape != spec.shape or (plan is self.plan and parameter.dtype is not spec.dtype):
                 raise SetupError(
@@ -172,9 +172,9 @@ class Layout:
                     "Run a backward that reaches it before the step where the dtype has changed; where the size has, "
                     "build another parameter, and another optimizer for it."
                 )
-        if self._moved and not self._has_told:
+        if self._moved and not self.has_told:
             warn_of_other_processes(where, [self.plan.parameters[index].name for index in self._moved])
-            self._has_told = True
+            self.has_told = True
         if restrided:
             log.warning(
                 f"{where}: {name_list(restrided)} had other strides than in the plan, and get those back, with their "
@@ -242,7 +242,8 @@ def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
     log.warning(
         f"{where}: {name_list(names)} lie in memory for other processes (share_memory(), or a pickle for one) and move "
         "out of it, with their values: those processes do not see what is stepped from here on.\n"
-        "After a step, send them a copy: copy.deepcopy(model)."
+        "Send them a copy after each step: copy.deepcopy(model), or clones of its state_dict(). If that is done "
+        "already, nothing is to be changed."
     )
 
 

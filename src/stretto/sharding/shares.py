@@ -174,6 +174,7 @@ class Shares:
             for one, data in lying:
                 one.data = data
             raise
+        self.layout.has_told |= before.has_told
         now = {id(one) for one in self.layout.parameters.values()}
         stay = {index for index, one in before.parameters.items() if id(one) in now}
         before.release(self._reducer.members.all_parameters(), stay)

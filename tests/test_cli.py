@@ -1121,6 +1121,7 @@ REFUSED = [
     ("run --ranks 0 script.py", 2, "--ranks 0: at least one rank runs"),
     ("run nowhere.py", 2, "nowhere.py: no such script"),
     ("run -m no.such.module", 2, "there is no module 'no.such.module'"),
+    ("run -m side.py", 2, "side.py is a script, and -m takes a module: leave out -m"),
     ("run", 2, None),
     ("run --rank 2 script.py", 2, None),
     ("fly", 2, None),

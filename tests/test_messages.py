@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import gc
 import logging
@@ -118,6 +119,40 @@ def test_weights_that_are_never_given_are_told_of_once(caplog, sets: str) -> Non
 
 
 # What an optimizer steps and nobody averages
+
+
+KEPT = (
+    "rank {}, {}: a step with gradients of this rank alone, from a backward inside no_sync(): weight, bias. Ranks part "
+    "here.\nRun the last backward before each step outside no_sync(), also in the last, shorter round of an epoch. "
+    "Where gradients were averaged in another way, all is well. Told once."
+)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("rounds", [[2, 2, 1], [1], [2, 2]])
+def test_steps_behind_a_backward_inside_no_sync_are_told_of_once(caplog, shards: bool, rounds: list[int]) -> None:
+    """As of an epoch whose batches are no multiple of how many are accumulated."""
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = stretto.shard(optimizer, sync) if shards else optimizer
+        for _ in range(2):
+            for batches in rounds:
+                for number in range(batches):
+                    with sync.no_sync() if number == 0 else contextlib.nullcontext():
+                        model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        sync.detach()
+
+    run_ranks(worker, 2)
+    where = "before pass 1" if rounds == [1] else "pass 2"
+    by = [0, 1] if shards else [0]
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        KEPT.format(rank, where) for rank in by if 1 in rounds
+    ]
 
 
 STEPPED_ALONE = (

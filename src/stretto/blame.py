@@ -115,7 +115,8 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
         )
     return PeerError(
         f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
-        "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ..."
+        "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ... If they had "
+        "as many, one was left out there (continue, except), taken twice here, or its program ended early: see its log."
     )
 
 

@@ -193,7 +193,7 @@ class Synchronizer:
     @property
     def graph_changed(self) -> bool:
         """Whether passes of this rank have reached different sets of parameters."""
-        return self._reducer is not None and self._reducer.graph_changed
+        return self._reducer is not None and self._reducer.tracker.graph_changed
 
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.

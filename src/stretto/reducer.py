@@ -90,14 +90,14 @@ class Reducer:
         self._beside = Beside(self.queue, places, sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
         self.failing = Failing(self.queue, self._stop, members.everything)
-        self._tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
-        self._arrivals = self._tracker.arrivals
-        self._rejoin = Rejoin(members, places, self.queue, self._tracker, sparse)
+        self.tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
+        self._arrivals = self.tracker.arrivals
+        self._rejoin = Rejoin(members, places, self.queue, self.tracker, sparse)
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
-        self._consensus = Consensus(self.queue, self._tracker, self._rejoin, self._forward, self._beside)
-        self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members)
+        self._consensus = Consensus(self.queue, self.tracker, self._rejoin, self._forward, self._beside)
+        self._never_used, self.stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members, self.tracker)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
         self._beside.hook(self, self._sparse_arrival)
@@ -126,11 +126,6 @@ class Reducer:
         return used_by(self.queue) | self.sparse.used_by
 
     @property
-    def graph_changed(self) -> bool:
-        """Whether this rank's passes have reached different sets of parameters."""
-        return self._tracker.graph_changed
-
-    @property
     def comm_hook(self) -> CommHook | None:
         """What is called in place of the all-reduce. Can be set once."""
         return self.queue.comm_hook
@@ -143,7 +138,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
-        self._stepped_alone.stop()
+        self.stepped_alone.stop()
         self._forward.remove()
         self.members.stop()
         self.queue.close()
@@ -154,13 +149,13 @@ class Reducer:
         self._arrivals.remove()
         self.sparse.unhook()
         self.members.let_go()
-        del self._arrivals, self._tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
+        del self._arrivals, self.tracker, self._end, self._rejoin, self._consensus, self.stepped_alone
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. Whoever observes single gradients wants to see each when it arrives."""
         self._events.add(observer)
         if self._events.gradient_ready:
-            self._tracker.watch_all()
+            self.tracker.watch_all()
 
     # Backward
 
@@ -171,7 +166,7 @@ class Reducer:
             if self._enter():
                 self._arrivals.append(parameter)
             else:
-                self._tracker.keep(parameter)
+                self.tracker.keep(parameter)
                 if self.queue.preset is not None:
                     self.queue.preset.accumulated(parameter)
                 if self._events.gradient_kept:
@@ -186,7 +181,7 @@ class Reducer:
     def _enter(self) -> bool:
         """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
         if self.running:
-            self._tracker.meet_nested()
+            self.tracker.meet_nested()
             self._end.watch()
             self._arrivals.open()
         elif self.synchronize:
@@ -222,12 +217,12 @@ class Reducer:
             self.running = True
             self._end.watch()  # from here on a failure is seen, and the pass given up: the others have counted it
         self.queue.begin()
-        self._tracker.begin()
+        self.tracker.begin()
         self._arrivals.open()
         if self.queue.presence.active:
             self._rejoin.drop_withheld()
             with self.failing:  # stopped there, nobody knows whether the map has left
-                self.queue.announce(self._tracker.foresee(), later=self.waits)
+                self.queue.announce(self.tracker.foresee(), later=self.waits)
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self.queue.pass_number)
 
@@ -245,7 +240,7 @@ class Reducer:
             self.queue.peers.seat.in_pass = False
 
     def _settle(self) -> None:
-        queue, tracker, beside = self.queue, self._tracker, self._beside
+        queue, tracker, beside = self.queue, self.tracker, self._beside
         carries = beside.sparse.any or beside.places.any or queue.preset is not None  # else no call: each runs cold
         try:
             shares, scheduled = beside.prepare() if carries else None, tracker.as_scheduled()
@@ -286,7 +281,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self.running = False
-        self._tracker.end()
+        self.tracker.end()
         self.queue.reset()
         if self.sparse.any:
             self.sparse.reset()
@@ -330,8 +325,8 @@ class Reducer:
 
     def _stop(self) -> None:
         self.running = self.queue.peers.seat.in_pass = False
-        self._tracker.stop()
-        self._tracker.unsynchronized.clear()
+        self.tracker.stop()
+        self.tracker.unsynchronized.clear()
         self._beside.forget()
 
     def _drain(self, buffers: CoalescedMessages) -> None:

@@ -1,7 +1,7 @@
 """Which ranks had a gradient for what: read from the buckets' summed footers, which stay until the next pass.
 
 Parameters that nobody ever uses are named once, since most often a head was forgotten or a loss does not reach it; and
-those that an optimizer steps beside what is averaged, and nobody averages.
+those that an optimizer steps beside what is averaged, or with what was not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .launch import LaunchQueue
 from .membership import STAND_IN, Membership, wrapping
 from .sparse import SparseGradients
 from .steps import leave, listen, stop_listening
+from .tracker import ArrivalTracker
 
 PASSES = 3
 """So many passes are looked at: enough that what is used every other time is not named."""
@@ -165,20 +166,25 @@ class NeverUsed:
 class SteppedAlone:
     """What an optimizer steps beside what is averaged, and nobody averages: a head beside an attached encoder, say.
 
-    Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached.
+    Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached. And gradients
+    that it steps before they were averaged.
 
     Args:
         queue: has the parameters that are averaged.
         members: knows the module.
+        tracker: knows which of them have got a gradient that was not.
     """
 
-    def __init__(self, queue: LaunchQueue, members: Membership) -> None:
+    def __init__(self, queue: LaunchQueue, members: Membership, tracker: ArrivalTracker) -> None:
         self._queue, self._members, self._steps, self._all_steps = queue, members, 0, 0
+        self._tracker, self._has_told_of_kept = tracker, False
         if queue.transport.rank == 0:
             listen(self._stepping)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         queue = self._queue
+        if begins and self._tracker.unsynchronized:
+            self.look_at_kept(optimizer)
         if not begins or not queue.pass_number:
             return
         self._all_steps += 1
@@ -190,6 +196,24 @@ class SteppedAlone:
                 self._warn(type(optimizer).__name__, alone)
         if self._steps == PASSES or self._all_steps >= STEPS:
             stop_listening(self._stepping)
+
+    def look_at_kept(self, optimizer: torch.optim.Optimizer) -> None:
+        """Is it about to step gradients of a backward inside ``no_sync()``? Told once."""
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        kept = [
+            self._queue.names[index]
+            for index, one in self._tracker.alive(sorted(self._tracker.unsynchronized))
+            if id(one) in stepped and one.grad is not None
+        ]
+        if kept and not self._has_told_of_kept:
+            self._has_told_of_kept = True
+            log.warning(
+                "%s: a step with gradients of this rank alone, from a backward inside no_sync(): %s. Ranks part here.\n"
+                "Run the last backward before each step outside no_sync(), also in the last, shorter round of an "
+                "epoch. Where gradients were averaged in another way, all is well. Told once.",
+                self._queue.where,
+                name_list(kept),
+            )
 
     def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Their names. Of the module's own nothing is read, since behind a sharded step they may be under way."""

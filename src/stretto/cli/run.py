@@ -69,6 +69,8 @@ def _check(program: str, module: bool) -> None:
         if not path.is_file() and not (path / "__main__.py").is_file():  # python runs folders too
             raise CommandError(f"{program}: no such script")
         return
+    if program.endswith(".py"):  # find_spec would run side.py in search of a module py in it
+        raise CommandError(f"{program} is a script, and -m takes a module: leave out -m")
     sys.path.insert(0, "")
     try:
         found = importlib.util.find_spec(program)

@@ -67,10 +67,9 @@ class Shares:
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
         self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
-        self._number = len(peers.seat.steps)
+        self._number, self._has_moved = len(peers.seat.steps), False  # groups, that were followed since the last step
         peers.seat.steps.append(0)
         self.withholding.follow()
-        self._has_moved = False  # the groups, since the last step, and were followed already
         try:
             self._lay_out()
         except BaseException:
@@ -182,9 +181,8 @@ class Shares:
 
     def _catch_up(self, *, ask: bool) -> None:
         """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
-        has_moved = self._groups.have_moved()
+        has_moved, problem = self._groups.have_moved(), None
         lags = has_moved or self._reducer.plan is not self.layout.plan
-        problem = None
         try:
             if lags:
                 self._refuse(self.layout.strayed(), has_moved=has_moved)
@@ -201,6 +199,8 @@ class Shares:
     def step(self, *, joins: bool = False, idle: bool = False) -> None:
         """Step this rank's share; all is stepped when this returns. Collective. Options: see joining.py."""
         refuse_to_send(self._peers, "step")
+        if self._reducer.tracker.unsynchronized:
+            self._reducer.stepped_alone.look_at_kept(self._optimizer)
         self._spread.finish()
         self._peers.seat.steps[self._number] += 1
         meets = self.layout.is_shared or joins or idle

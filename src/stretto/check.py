@@ -75,7 +75,8 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
         lines.append(f"  {name}: {describe_ranks(some)} {differ} from {told}{_by_how_much(found)}")
     raise ReplicaError(
         f"{where}: the ranks no longer hold the same values of {name_list(names)}.\n" + "\n".join(lines) + "\n"
-        "Something changed them on some ranks only: a step that was skipped, or a random number.\n"
+        "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
+        "weights or an optimizer's state that were loaded there alone; another learning rate; a random number.\n"
         "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
         "ranks."
     )

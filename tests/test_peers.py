@@ -439,8 +439,8 @@ def test_ranks_that_call_two_different_things_are_told_which(tmp_path: Path, tra
             f"rank {rank}, pass 1: ranks have called different things: rank 0 is in report() at train.py:LINE in "
             "<lambda>; rank 1 is in check() at train.py:LINE in <lambda>.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), "
-            "state_dict()."
+            "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), "
+            "report(), trace(), state_dict()."
         )
 
 
@@ -487,8 +487,8 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
         rf"rank {first} waits [\w() ]*at train.py:LINE in [<\w>]+; "
         rf"rank {1 - first} [\w() ]*at train.py:LINE in [<\w>]+.\n"
         r"All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        r"`if rank == 0`: attach\(\), backward, optimizer.step\(\), clip_grad_norm_\(\), check\(\), report\(\), "
-        r"trace\(\), state_dict\(\).",
+        r"`if rank == 0` or a `continue`: attach\(\), backward, optimizer.step\(\), clip_grad_norm_\(\), check\(\), "
+        r"report\(\), trace\(\), state_dict\(\).",
         texts[first],
     ), texts[first]
 

@@ -459,12 +459,12 @@ def ranks_of_which_one_does_not_step(folder: str, way: Way) -> list[Any]:
 def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) -> None:
     way = Way("shared_memory", keep_grads)
     for rank, (took, text, code) in enumerate(in_warm_process(ranks_of_which_one_does_not_step, str(tmp_path), way)):
-        called = "optimizer.step of 2 elements", f"{'mean' if keep_grads else 'share'} float32 of 5761 elements"
+        called = "optimizer.step()", f"{'mean' if keep_grads else 'share'} float32 of 5761 elements"
         assert text == (
             f"rank {rank}, pass {6 + rank}: rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), "
-            "state_dict()."
+            "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), "
+            "report(), trace(), state_dict()."
         )
         assert took < 5 and code == 0
 
@@ -582,8 +582,8 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
     begin, place = "ranks have gone apart, so nobody can complete this: ", r"test_shard_faults\.py:LINE in \w+"
     advice = (
         "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), "
-        "state_dict()."
+        "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), "
+        "trace(), state_dict()."
     )
     last = rf"\.\n{re.escape(advice)}"
     own = (

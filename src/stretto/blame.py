@@ -28,8 +28,8 @@ EXPECTED = {
 """What every rank is to call on these occasions, or for this."""
 SAME_CALLS = (
     "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-    "`if rank == 0`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), trace(), "
-    "state_dict()."
+    "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), "
+    "trace(), state_dict()."
 )
 """Where they have not."""
 

@@ -67,7 +67,8 @@ class Entry:
         return cls(action.rstrip(bytes(1)), numel, Location(*place))
 
     def __str__(self) -> str:
-        return f"{self.action.decode(errors='replace')} of {self.numel} elements"
+        action = self.action.decode(errors="replace")
+        return f"{action} of {self.numel} elements" if action != "optimizer.step" else "optimizer.step()"
 
 
 @dataclass(frozen=True)

@@ -122,14 +122,15 @@ def test_weights_that_are_never_given_are_told_of_once(caplog, sets: str) -> Non
 
 
 KEPT = (
-    "rank {}, {}: a step with gradients of this rank alone, from a backward inside no_sync(): weight, bias. Ranks part "
-    "here.\nRun the last backward before each step outside no_sync(), also in the last, shorter round of an epoch. "
-    "Where gradients were averaged in another way, all is well. Told once."
+    "rank 0, {}: a step with gradients of this rank alone, of a backward that was not synchronised (no_sync()): "
+    "weight, bias. Ranks part here.\n"
+    "Run the last backward before each step outside no_sync(), also in the last, shorter round of an epoch. Where "
+    "gradients, or weights later, are averaged in another way, all is well. Told once."
 )
 
 
 @pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("rounds", [[2, 2, 1], [1], [2, 2]])
+@pytest.mark.parametrize("rounds", [[2] * 10 + [1], [1], [2, 2]])
 def test_steps_behind_a_backward_inside_no_sync_are_told_of_once(caplog, shards: bool, rounds: list[int]) -> None:
     """As of an epoch whose batches are no multiple of how many are accumulated."""
 
@@ -148,11 +149,25 @@ def test_steps_behind_a_backward_inside_no_sync_are_told_of_once(caplog, shards:
         sync.detach()
 
     run_ranks(worker, 2)
-    where = "before pass 1" if rounds == [1] else "pass 2"
-    by = [0, 1] if shards else [0]
-    assert sorted(record.getMessage() for record in caplog.records) == [
-        KEPT.format(rank, where) for rank in by if 1 in rounds
-    ]
+    where = "before pass 1" if rounds == [1] else "pass 10"
+    assert [record.getMessage() for record in caplog.records] == [KEPT.format(where)] * (1 in rounds)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_behind_gradients_that_were_dropped_are_not_told_of(caplog, set_to_none: bool) -> None:
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        with sync.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.zero_grad(set_to_none)
+        optimizer.step()
+        sync.detach()
+
+    run_ranks(worker, 2)
+    assert not caplog.records
 
 
 STEPPED_ALONE = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -492,3 +493,21 @@ def test_what_is_told_of_forks_is_forgotten_with_the_optimizer() -> None:
     run_ranks(worker, 2)
     before_forks().change()
     assert len(before_forks()) < before + 10
+
+
+def test_nothing_is_kept_of_tensors_that_are_gone() -> None:
+    """Of each that lies over shared memory something is noted until then, for the end of the interpreter."""
+
+    def worker(transport: Any) -> tuple[int, int]:
+        counts = []
+        for _ in range(40):
+            model, sharded, sync, *_ = pair(transport)
+            sharded.unshard()
+            sync.detach()
+            del model, sharded, sync
+            gc.collect()
+            counts.append(len(weakref.finalize._registry))
+        return counts[5], counts[-1]
+
+    for early, late in shared(worker, 2):
+        assert late < early + 100

@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -681,9 +682,27 @@ def test_what_a_step_makes_of_all_gradients_is_refused_by_name(on_itself: bool) 
     with pytest.raises(stretto.UnsupportedError) as caught:
         kind_of(Estimating([torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))], on_itself))
     assert str(caught.value) == (
-        f"shard: Estimating cannot be divided over ranks: its step computes '{'self.' * on_itself}seen' from all "
-        "parameters that it has, and each rank would from its share.\nUse it as it is, without stretto.shard()."
+        f"shard: Estimating cannot be divided over ranks: its step makes {'self.' * on_itself}seen of all parameters "
+        "that it has, and each rank would of its share.\nUse it as it is, without stretto.shard()."
     )
+
+
+class WithAClock(Signed):
+    """What differs between parts, and of what no step can be made."""
+
+    def __init__(self, params: Any) -> None:
+        self.at, self.stepped, self.shapes = 0.0, 0, list[Any]()
+        super().__init__(params, {})
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        self.at, self.stepped = time.perf_counter(), self.stepped + 1
+        self.shapes = [*map(torch.Tensor.size, group["params"])]
+        return super().delta(group, parameter)
+
+
+def test_a_clock_and_counts_on_an_optimizer_are_no_reason_to_refuse_it() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))]
+    assert kind_of(WithAClock(parameters)) is Kind.ELEMENTWISE
 
 
 class WithModes(Signed):
@@ -702,9 +721,9 @@ def test_a_method_that_is_not_divided_says_so(world: int) -> None:
         with pytest.raises(AttributeError) as caught:
             sharded.eval()
         assert str(caught.value) == (
-            "A sharded WithModes has no eval(): each rank holds a share, of which WithModes knows nothing. step(), "
+            "A sharded WithModes has no eval: each rank holds a share, of which WithModes knows nothing. step(), "
             "zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
-            "To call eval(), use WithModes without stretto.shard(), or unshard() before."
+            "Use WithModes without stretto.shard(), or unshard() before; .original is the one that was sharded."
         )
         with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'epoch'"):
             assert sharded.epoch

@@ -97,7 +97,7 @@ class Reducer:
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
         self._consensus = Consensus(self.queue, self.tracker, self._rejoin, self._forward, self._beside)
-        self._never_used, self.stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members, self.tracker)
+        self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members, self.tracker)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
         self._beside.hook(self, self._sparse_arrival)
@@ -138,7 +138,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
-        self.stepped_alone.stop()
+        self._stepped_alone.stop()
         self._forward.remove()
         self.members.stop()
         self.queue.close()
@@ -149,7 +149,7 @@ class Reducer:
         self._arrivals.remove()
         self.sparse.unhook()
         self.members.let_go()
-        del self._arrivals, self.tracker, self._end, self._rejoin, self._consensus, self.stepped_alone
+        del self._arrivals, self.tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. Whoever observes single gradients wants to see each when it arrives."""

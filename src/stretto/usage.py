@@ -177,14 +177,13 @@ class SteppedAlone:
 
     def __init__(self, queue: LaunchQueue, members: Membership, tracker: ArrivalTracker) -> None:
         self._queue, self._members, self._steps, self._all_steps = queue, members, 0, 0
-        self._tracker, self._has_told_of_kept = tracker, False
+        self._tracker = tracker
         if queue.transport.rank == 0:
             listen(self._stepping)
+            listen(self._stepping_kept)  # at the end of an epoch, too
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         queue = self._queue
-        if begins and self._tracker.unsynchronized:
-            self.look_at_kept(optimizer)
         if not begins or not queue.pass_number:
             return
         self._all_steps += 1
@@ -197,20 +196,23 @@ class SteppedAlone:
         if self._steps == PASSES or self._all_steps >= STEPS:
             stop_listening(self._stepping)
 
-    def look_at_kept(self, optimizer: torch.optim.Optimizer) -> None:
-        """Is it about to step gradients of a backward inside ``no_sync()``? Told once."""
+    def _stepping_kept(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
+        """With gradients of a backward that was not synchronised? Those that were zeroed are as good as none."""
+        if not begins or not self._tracker.unsynchronized:
+            return
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         kept = [
             self._queue.names[index]
             for index, one in self._tracker.alive(sorted(self._tracker.unsynchronized))
-            if id(one) in stepped and one.grad is not None
+            if id(one) in stepped and type(one.grad) is torch.Tensor and one.grad.any()
         ]
-        if kept and not self._has_told_of_kept:
-            self._has_told_of_kept = True
+        if kept:
+            stop_listening(self._stepping_kept)
             log.warning(
-                "%s: a step with gradients of this rank alone, from a backward inside no_sync(): %s. Ranks part here.\n"
+                "%s: a step with gradients of this rank alone, of a backward that was not synchronised (no_sync()): "
+                "%s. Ranks part here.\n"
                 "Run the last backward before each step outside no_sync(), also in the last, shorter round of an "
-                "epoch. Where gradients were averaged in another way, all is well. Told once.",
+                "epoch. Where gradients, or weights later, are averaged in another way, all is well. Told once.",
                 self._queue.where,
                 name_list(kept),
             )
@@ -235,6 +237,7 @@ class SteppedAlone:
     def stop(self) -> None:
         """Look no more. Harmless twice."""
         stop_listening(self._stepping)
+        stop_listening(self._stepping_kept)
         leave()
 
     def _warn(self, optimizer: str, names: list[str]) -> None:

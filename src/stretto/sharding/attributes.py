@@ -58,6 +58,13 @@ def given(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: comparable(value) for key, value in _attributes(optimizer).items()}
 
 
+def numbers_on(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Those that are no counts, of what it keeps on itself or in its first group."""
+    found = {f"self.{key}": value for key, value in given(optimizer).items()}
+    found |= {key: comparable(value) for key, value in optimizer.param_groups[0].items()}
+    return {key: value for key, value in found.items() if isinstance(value, float)}
+
+
 def hand_on(
     optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, but: Mapping[str, Any] = MappingProxyType({})
 ) -> str | None:

@@ -4,10 +4,10 @@
 steps small parameters whole, cut into flat parts, and each by an optimizer of its own. If the parts come out alike,
 each element is stepped by itself; if parameters by themselves do, each parameter is; else they depend on each other.
 Some optimizers treat large parameters otherwise (in 8 bits, by rows and columns), so one is tried that is as large as
-those of the group, within bounds; and large gradients (they clip), so the last ones are large and small. What a step
-writes into its group or on the optimizer (an estimate made of all gradients) must be alike in all parts, too: it may
-count later, though it does not yet. And what is kept for a part must be kept for each of its elements, or be the same
-for all: no share of a state could be told from any other one (a list of buffers, a scale for every 256 elements).
+those of the group, within bounds; or large gradients (they clip), so the last ones are small and large. A number that
+steps write into the group or on the optimizer (an estimate made of all gradients) may count later: it must be alike in
+all parts. And what is kept for a part must be kept for each of its elements, or be the same for all: no share of a
+state could be told from any other one (a list of buffers, a scale for every 256 elements).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import are_same, comparable, given, hand_on, is_plain
+from .attributes import are_same, comparable, hand_on, is_plain, numbers_on
 from .probe import equal, gradient, joined, numbers
 from .state import by_element
 
@@ -244,8 +244,9 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm
     options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
     whole = numbers(group["params"])
+    again = functools.partial(_stepped, optimizer, options, whole, [whole], name)
     try:
-        together = _stepped(optimizer, options, whole, [whole], name)
+        together = again()
         alone = _stepped(optimizer, options, whole, [[one] for one in whole], name)
     except UnsupportedError:
         raise
@@ -264,10 +265,10 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
             f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step takes gradients away, and each "
             "rank would do so for its share alone.\nCall zero_grad() after step(), and not in it."
         )
-    if (key := _unlike(together, alone)) is not None:
+    if (key := _unlike(together, alone, again)) is not None:
         raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step computes {key!r} from all "
-            "parameters that it has, and each rank would from its share.\nUse it as it is, without stretto.shard()."
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step makes {key} of all parameters "
+            "that it has, and each rank would of its share.\nUse it as it is, without stretto.shard()."
         )
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
         raise UnsupportedError(
@@ -281,15 +282,15 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
         divided = _stepped(optimizer, options, parts, [parts], name)
     except Exception:
         return Kind.WHOLE  # Muon takes matrices alone
-    alike = equal(together.elements, divided.elements) and _unlike(together, divided) is None
+    alike = equal(together.elements, divided.elements) and _unlike(together, divided, again) is None
     return Kind.ELEMENTWISE if divided.is_by_element and alike else Kind.WHOLE
 
 
 class _Outcome(NamedTuple):
     elements: torch.Tensor
     """Of all parameters, before the scale of gradients changes, and at the end."""
-    written: list[dict[str, Any]]
-    """What the steps have written into the group, and on the optimizer, by each."""
+    written: list[dict[str, float]]
+    """What numbers the steps have written into the group, and on the optimizer, by each."""
     kept: dict[Any, set[Any]]
     """Which keys its state has, by parameter."""
     is_by_element: bool
@@ -297,10 +298,12 @@ class _Outcome(NamedTuple):
     takes_gradients: bool
 
 
-def _unlike(one: _Outcome, other: _Outcome) -> str | None:
-    """The name of something that steps have written otherwise."""
+def _unlike(one: _Outcome, other: _Outcome, again: Callable[[], _Outcome]) -> str | None:
+    """The name of a number that steps have written otherwise, and which is no clock nor of chance."""
     first, *rest = (*one.written, *other.written)
-    return next((key for written in rest for key in first | written if first.get(key) != written.get(key)), None)
+    keys = [key for written in rest for key in first | written if first.get(key) != written.get(key)]
+    anew = again().written[0] if keys else first
+    return next((key for key in keys if first.get(key) == anew.get(key)), None)
 
 
 def _stepped(
@@ -318,7 +321,7 @@ def _stepped(
         )
         for part in divided
     ]
-    before, elements, steps = [*map(_noted, optimizers)], [], [*map(bare_step, optimizers)]
+    before, elements, steps = [*map(numbers_on, optimizers)], [], [*map(bare_step, optimizers)]
     for number, scale in enumerate(_SCALES):
         if number == _STEPS:
             elements.append(joined(parameters.values()))
@@ -339,11 +342,6 @@ def _stepped(
     )
     takes_gradients = any(one.grad is None for one in parameters.values())
     elements.append(joined(parameters.values()))
-    noted = zip(before, map(_noted, optimizers), strict=True)
-    written = [{key: value for key, value in now.items() if (key, value) not in then.items()} for then, now in noted]
+    noted = zip(before, map(numbers_on, optimizers), strict=True)
+    written = [{key: one for key, one in now.items() if then.get(key) != one} for then, now in noted]
     return _Outcome(torch.cat(elements), written, kept, is_by_element, takes_gradients)
-
-
-def _noted(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    own = {f"self.{key}": value for key, value in given(optimizer).items()}
-    return own | {key: comparable(value) for key, value in options_of(optimizer.param_groups[0]).items()}

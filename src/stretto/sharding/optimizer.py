@@ -143,15 +143,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         super().zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        """Only of what is not there: a method of the optimizer that was sharded, maybe."""
-        kind = type(self.__dict__.get("original"))
-        if not name.startswith("__") and callable(getattr(kind, name, None)):
-            raise AttributeError(
-                f"A sharded {kind.__name__} has no {name}(): each rank holds a share, of which {kind.__name__} knows "
-                "nothing. step(), zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
-                f"To call {name}(), use {kind.__name__} without stretto.shard(), or unshard() before."
-            )
-        raise AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
+        """Only of what is not there: something of the optimizer that was sharded, maybe."""
+        original = self.__dict__.get("original")
+        if name.startswith("__") or not hasattr(original, name):
+            raise AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
+        kind = type(original).__name__
+        raise AttributeError(
+            f"A sharded {kind} has no {name}: each rank holds a share, of which {kind} knows nothing. step(), "
+            "zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
+            f"Use {kind} without stretto.shard(), or unshard() before; .original is the one that was sharded."
+        )
 
     def _own_use(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._guard is None else self._guard.opened()

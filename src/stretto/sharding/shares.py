@@ -199,8 +199,6 @@ class Shares:
     def step(self, *, joins: bool = False, idle: bool = False) -> None:
         """Step this rank's share; all is stepped when this returns. Collective. Options: see joining.py."""
         refuse_to_send(self._peers, "step")
-        if self._reducer.tracker.unsynchronized:
-            self._reducer.stepped_alone.look_at_kept(self._optimizer)
         self._spread.finish()
         self._peers.seat.steps[self._number] += 1
         meets = self.layout.is_shared or joins or idle

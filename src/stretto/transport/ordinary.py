@@ -27,15 +27,16 @@ def all_bytes(mapping: mmap.mmap) -> torch.Tensor:
 
 def tensor_over(buffer: memoryview, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """So many elements from byte ``start`` of a mapping on, flat, as a tensor with a storage of its own."""
+    held = buffer[start : start + numel * dtype.itemsize]  # by this storage alone
     with torch.inference_mode(False):
-        tensor = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=start)
+        tensor = torch.frombuffer(held, dtype=dtype)
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    weakref.finalize(buffer.obj, _keep_for_ever, storage)
+    weakref.finalize(held, _keep_for_ever, storage)
     return tensor
 
 
 def _keep_for_ever(storage: StorageWeakRef) -> None:
-    """See [Note: past the end]. Before the end of the interpreter, mappings go after their storages."""
+    """See [Note: past the end]. Before the end of the interpreter it is called when the storage has gone."""
     alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
     if alive is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))

@@ -501,10 +501,11 @@ def test_nothing_is_kept_of_tensors_that_are_gone() -> None:
     def worker(transport: Any) -> tuple[int, int]:
         counts = []
         for _ in range(40):
-            model, sharded, sync, *_ = pair(transport)
-            sharded.unshard()
+            model = Net()
+            sync = stretto.attach(model, transport=transport)
+            stretto.shard(torch.optim.AdamW(model.parameters()), sync).unshard()
             sync.detach()
-            del model, sharded, sync
+            del model, sync
             gc.collect()
             counts.append(len(weakref.finalize._registry))
         return counts[5], counts[-1]

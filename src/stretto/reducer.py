@@ -187,6 +187,8 @@ class Reducer:
         elif self.synchronize:
             self.family.begin()
         else:
+            if not self.kept:
+                self._stepped_alone.kept()
             self.kept += 1
         return self.running
 

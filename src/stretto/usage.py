@@ -180,7 +180,6 @@ class SteppedAlone:
         self._tracker = tracker
         if queue.transport.rank == 0:
             listen(self._stepping)
-            listen(self._stepping_kept)  # at the end of an epoch, too
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         queue = self._queue
@@ -195,6 +194,11 @@ class SteppedAlone:
                 self._warn(type(optimizer).__name__, alone)
         if self._steps == PASSES or self._all_steps >= STEPS:
             stop_listening(self._stepping)
+
+    def kept(self) -> None:
+        """A backward is not synchronised, the first one that is not: from here on every step is looked at."""
+        if self._queue.transport.rank == 0:
+            listen(self._stepping_kept)
 
     def _stepping_kept(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         """With gradients of a backward that was not synchronised? Those that were zeroed are as good as none."""

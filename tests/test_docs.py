@@ -235,6 +235,7 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.alone
 def test_code_on_the_overlap_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
@@ -387,6 +388,7 @@ SIZES = "python examples/overlap.py --sizes 0.001 0.07 0.13 0.3 1"
 SKETCH = "python examples/overlap.py"
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -450,6 +452,7 @@ def test_the_sketch_of_the_overlap_page_shows_one_backward(tmp_path: Path) -> No
     assert HEADLINE.match(lines[-1])
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)

@@ -507,6 +507,7 @@ def test_micro_batches_are_forward_and_backward_in_turn() -> None:
     assert record(forwards=forwards).backward == pytest.approx(0.060 - 0.001), "a forward that no backward follows"
 
 
+@pytest.mark.flaky(reruns=2)
 def test_gradient_accumulation_is_seen_as_it_is() -> None:
     def worker(transport: Any) -> Report:
         model = Layers(2, 0.02)

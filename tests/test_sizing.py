@@ -170,6 +170,7 @@ def caps_measured(hosts: EmulatedHosts, sizes: list[int]) -> int:
     return statistics.median_low(ranks[0][0][0] for ranks in found)
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2]])

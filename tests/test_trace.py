@@ -554,6 +554,7 @@ def traced_with_another_clock(rank: int, folder: str, how: str) -> float:
     return took, store.num_keys() if hasattr(store, "num_keys") else 0
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["fine", "both fail", "one fails"])
 @pytest.mark.alone

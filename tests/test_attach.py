@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging.handlers
+import pickle
 import re
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import stretto
 from stretto.reducer import reducer_of
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
+from stretto.transport import Transport
 
 
 def linear() -> torch.nn.Module:
@@ -50,6 +52,42 @@ def test_no_parameter_requires_grad() -> None:
         ]
         * 3
     )
+
+
+def test_a_word_is_no_yes_or_no() -> None:
+    for one in ("no", ""):
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.attach(linear(), init_sync=one)  # type: ignore[arg-type]
+        assert str(caught.value) == f"attach: init_sync={one!r} must be True or False"
+    stretto.attach(linear(), init_sync=0).detach()  # type: ignore[arg-type]  # as torch's class takes it
+
+
+class HoldsItsHandle(torch.nn.Linear):
+    sync: stretto.Synchronizer
+
+
+def test_a_module_that_holds_its_handle_is_copied_and_says_why_it_is_not_pickled() -> None:
+    """As for an average of weights. The copy is not attached."""
+
+    def worker(transport: Transport) -> tuple[str, bool]:
+        model = HoldsItsHandle(3, 2)
+        model.sync = stretto.attach(model, transport=transport)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        with model.sync.no_sync():
+            copy.copy(model)(torch.ones(1, 3)).sum().backward()
+        model(torch.ones(1, 3)).sum().backward()
+        average.update_parameters(model)
+        assert all(reducer_of(one) is None for one in average.parameters())
+        with pytest.raises(stretto.UnsupportedError) as caught:
+            pickle.dumps(model)
+        return str(caught.value), average.module.sync is model.sync
+
+    for rank, (told, same) in enumerate(run_ranks(worker, 2)):
+        assert same
+        assert told == (
+            f"rank {rank}: a handle belongs to its process and cannot be pickled.\n"
+            "Save model.state_dict(), or keep the handle beside the module, not in it."
+        )
 
 
 def test_lazy_parameters_are_named() -> None:

@@ -149,7 +149,7 @@ def attach(
 
     refuse_arguments(attach, unknown)
     transport = "auto" if transport is None else transport
-    _refuse_kinds(module, transport)
+    _refuse_kinds(module, transport, init_sync)
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = carrier_of(transport, process_group, process_groups)
     if base is None or base.world_size == 1:
@@ -241,12 +241,14 @@ def _attach(
     return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
 
 
-def _refuse_kinds(module: object, transport: object) -> None:
+def _refuse_kinds(module: object, transport: object, init_sync: object) -> None:
     """Raise where nothing can be asked of what was given; a program does that on all ranks alike."""
     if not isinstance(module, torch.nn.Module):
         raise SetupError(f"attach: the first argument must be a torch.nn.Module, not {type(module).__name__}")
     if not isinstance(transport, str) and not hasattr(transport, "all_reduce"):
         refuse_unknown_name(transport, "attach")
+    if isinstance(init_sync, str):  # "no" would be taken for true
+        raise SetupError(f"attach: init_sync={init_sync!r} must be True or False")
 
 
 def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,7 +16,7 @@ from .check import Inspection
 from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
 from .describe import describe, describe_shortly
 from .engine import left_uncompiled
-from .errors import SetupError
+from .errors import SetupError, UnsupportedError
 from .events import Events
 from .family import unite
 from .membership import Membership, named, parameters_of, trained
@@ -55,9 +55,8 @@ class Synchronizer:
         beside: Sequence[Synchronizer] = (),
         chosen: bool = True,
     ) -> None:
-        self.module = module
+        self.module, self._options, self._peers = module, options, peers
         self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)
-        self._options, self._peers = options, peers
         self._idle_plan, self._last_statistics = plan, Statistics()
         self._transport, self._closes = transport, chosen  # one that the user made may carry other handles too
         self._events, self._buffer_places = Events(self.rank), BufferPlaces(module, options)
@@ -67,25 +66,26 @@ class Synchronizer:
         """Records passes now and then; None where there is one rank."""
         if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
-            self._reducer = Reducer(
-                trained,
-                plan,
-                transport,
-                self._events,
-                self._buffer_places,
-                Membership(module, options, functools.partial(parameters_of, [one.members for one in inside])),
-                scaling,
-                peers,
-                delay=options.delay,
-                inspection=Inspection(module, options, self._buffer_places, peers.gather),
-                sparse=SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse)),
-            )
+            members = Membership(module, options, functools.partial(parameters_of, [one.members for one in inside]))
+            inspection = Inspection(module, options, self._buffer_places, peers.gather)
+            rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
+            common = trained, plan, transport, self._events, self._buffer_places, members, scaling, peers
+            self._reducer = Reducer(*common, delay=options.delay, inspection=inspection, sparse=rows)
             self.sampler = Sampler(self._reducer)
             self._reducer.start_watching(self.sampler)
             unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
 
     def __repr__(self) -> str:
         return describe_shortly(self.module, self._reducer, was_attached=self._peers is not None)
+
+    def __deepcopy__(self, memo: object) -> Synchronizer:
+        return self  # a copy of a module that holds its handle is not attached
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UnsupportedError(
+            f"rank {self.rank}: a handle belongs to its process and cannot be pickled.\n"
+            "Save model.state_dict(), or keep the handle beside the module, not in it."
+        )
 
     @property
     def buffers(self) -> Buffers:

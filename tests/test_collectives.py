@@ -11,7 +11,7 @@ import stretto
 from stretto.broadcast import MESSAGE_BYTES, broadcast_coalesced
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import ProcessGroupTransport
-from stretto.words import MARKS, Control
+from stretto.words import LENGTH
 
 KB = 1 / 1024
 
@@ -67,7 +67,7 @@ def check_steady_pass(name, forward, calls, plan, sent):
     assert len(reduced) == len(plan.buckets)
     for number, size in enumerate(reduced):
         words = len(plan.buckets[number].indices)
-        words += (len(Control) + MARKS) * (number == len(plan.buckets) - 1)
+        words += LENGTH * (number == len(plan.buckets) - 1)
         assert size == plan.bucket_bytes(number) + words * plan.buckets[number].dtype.itemsize
     broadcasts = [size for kind, size in calls if kind == "broadcast"]
     assert len(broadcasts) == bool(buffers), "dtypes travel together"

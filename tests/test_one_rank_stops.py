@@ -14,7 +14,7 @@ import torch
 from test_peers import plain, ranks, within
 
 from stretto.family import Family
-from stretto.words import MARKS, Control, ControlWords
+from stretto.words import FIRST_VALUE, MARKS, VALUES, Control, ControlWords
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -361,9 +361,9 @@ told(lambda: pass_of(second))
 @pytest.mark.parametrize("garbage", [100.0, float("nan"), -1.0])
 def test_what_is_no_footer_is_taken_for_none(garbage: float) -> None:
     marks = [0.0, 2.0] * (MARKS // 2)
-    said = torch.tensor([0.0] * len(Control) + marks)
+    said = torch.tensor([0.0] * len(Control) + marks + [0.0] * VALUES)
     assert not ControlWords(said, marks=marks).are_mixed
-    said[Control.LATE], said[-1] = 1, garbage
+    said[Control.LATE], said[FIRST_VALUE - 1] = 1, garbage
     words = ControlWords(said, marks=marks)
     assert words.are_mixed and not words.ask_for_second_round(is_first=False)
 

@@ -18,7 +18,7 @@ import stretto
 from stretto.peers import Peers
 from stretto.testing import run_ranks, spawn_ranks
 from stretto.transport import Transport
-from stretto.words import MARKS, Control, ControlWords
+from stretto.words import MARKS, VALUES, Control, ControlWords
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 ADVICE = (
@@ -172,7 +172,7 @@ def test_words_that_come_late_from_a_device_end_the_next_pass_before_it_begins(m
         reducer = sync._reducer
         assert reducer is not None
         model(torch.ones(1, 2)).sum().backward()
-        said = torch.tensor([0.0] * len(Control) + [1.0] * MARKS)
+        said = torch.tensor([0.0] * len(Control) + [1.0] * MARKS + [0.0] * VALUES)
         reducer._consensus._late_words = ControlWords(said, marks=[0.0] * MARKS)
         with pytest.raises(stretto.PeerError) as met:
             model(torch.ones(1, 2)).sum().backward()

@@ -1,9 +1,17 @@
-"""Are the replicas still equal? A cheap fingerprint of every tensor, compared over the ranks."""
+"""Are the replicas still equal? A cheap fingerprint of every tensor, compared over the ranks.
+
+[Note: samples]  Unasked, a row of each parameter is weighed at the end of passes 1, 2, 4, 8 and so on. Of the weight
+some bits travel behind the last bucket of the next pass, so no message is sent for it and no device waited for. Where
+the ranks that compare do not all say the same, all know it at the same pass, look at everything together, and rank 0
+tells of it once: of weights or an optimizer's state that one rank alone has loaded in the second or third pass.
+"""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +21,9 @@ from .buffers import BufferPlaces
 from .errors import ReplicaError, name_list
 from .options import Options
 from .transport.base import as_reals, in_one_row
+from .words import COUNTS, FIRST_VALUE, LENGTH, VALUES, Control, to_host
+
+log = logging.getLogger("stretto")
 
 _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""
@@ -22,6 +33,10 @@ _LOOKED_AT = 1 << 16
 """Elements that are sent to tell how far two tensors are apart."""
 _FACTOR = 6364136223846793005
 """Odd, so that no bit is lost; each piece counts this many times what the one behind it does."""
+_ROW = 64
+"""Elements of a parameter that a sample looks at."""
+_SAMPLE_EVERY = 1 << 10
+"""Passes, at most, from one sample to the next."""
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
@@ -32,14 +47,45 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
     """
     if not tensor.numel():
         return 0, 0
+    words = _words_of(tensor)
+    return int(torch.hash_tensor(words).item()), int(_weigh(words).item())
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bits, as they read."""
     flat = as_reals(in_one_row(tensor))
     # At most 32 bits, or two numbers that differ in the sign alone could change places: weights differ by even numbers.
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[flat.element_size()])
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[flat.element_size()])
+
+
+def _weigh(words: torch.Tensor) -> torch.Tensor:
+    """A sum that sees where each is, in 64 bits, where they are."""
     weights = torch.arange(1, 2 * min(_PIECE, len(words)), 2, device=words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in torch.split(words, _PIECE):
         total = total * _FACTOR + (piece * weights[: len(piece)]).sum()
-    return int(torch.hash_tensor(words).item()), int(total.item())
+    return total
+
+
+class Sample:
+    """A row of each tensor, weighed, on its way to the host. See [Note: samples]."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        rows: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel() and tensor.untyped_storage().nbytes():  # not where memory is lent out between uses
+                row = _words_of(tensor[0] if tensor.dim() > 1 else tensor)[:_ROW]
+                rows.setdefault((row.dtype, row.device), []).append(row)
+        self._weights = [to_host(_weigh(torch.cat(some))) for some in rows.values()]
+
+    def says(self) -> list[int]:
+        """The words for it."""
+        bits = 0
+        for weight, arrival in self._weights:
+            if arrival is not None:
+                arrival.synchronize()
+            bits = zlib.crc32(int(weight).to_bytes(8, "little", signed=True), bits)  # any few of these tell of all
+        return [Control.COMPARES, *(FIRST_VALUE + place for place in range(VALUES) if bits >> place & 1)]
 
 
 def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[[Any], list[Any]], where: str) -> None:
@@ -76,7 +122,8 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
     raise ReplicaError(
         f"{where}: the ranks no longer hold the same values of {name_list(names)}.\n" + "\n".join(lines) + "\n"
         "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
-        "weights or an optimizer's state that were loaded there alone; another learning rate; a random number.\n"
+        "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that "
+        "looks at one rank's loss; a random number.\n"
         "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
         "ranks."
     )
@@ -116,8 +163,16 @@ def replicated(module: torch.nn.Module, options: Options, places: BufferPlaces) 
     return {name: tensor for name, tensor in tensors.items() if not options.ignores(name)}
 
 
+def _are_unlike(said: Sequence[float]) -> bool:
+    """Whether of the ranks that compare some said a word of the values, and others did not."""
+    compare, *values = (min(one, COUNTS) for one in (said[Control.COMPARES], *said[FIRST_VALUE:LENGTH]))
+    return any(0 < one < compare for one in values)
+
+
 class Inspection:
     """``check_replicas`` at the end of every n-th pass, on all ranks, those without batches included.
+
+    Where it was not asked for, at the end of a pass whose samples were unlike.
 
     Args:
         module: what is looked at; it is not kept alive.
@@ -134,6 +189,8 @@ class Inspection:
         self.every = options.check_every
         """Passes from one to the next; None for never."""
         self._gather = gather
+        self._samples = self.every is None
+        self._sample: Sample | None = None  # taken in the pass before
 
     def due(self, number: int) -> bool:
         """Whether this pass ends with one."""
@@ -144,3 +201,28 @@ class Inspection:
         module = None if idle else self._module()
         tensors = None if module is None else replicated(module, self._options, self._places)
         check_replicas(tensors, self._gather, f"pass {number}")
+
+    def says(self, number: int, parameters: Sequence[Callable[[], torch.Tensor | None]]) -> list[int]:
+        """What the last bucket of the pass is to tell. Some passes take a sample of what is alive, for the next one."""
+        said = self._sample.says() if self._sample else []
+        if self._samples and not (number & number - 1 and number % _SAMPLE_EVERY):
+            self._sample = Sample(one for reference in parameters if (one := reference()) is not None)
+        else:
+            self._sample = None
+        return said
+
+    def hear(self, said: Sequence[float], number: int, *, idle: bool, speaks: bool) -> None:
+        """Tell of it if the ranks' values differ. Collective. ``speaks``: this rank does so for all."""
+        if not (self._samples and _are_unlike(said)):
+            return
+        try:
+            self.run(number, idle=idle)
+        except ReplicaError as error:
+            self._samples, self._sample = False, None
+            if speaks:
+                log.warning(
+                    "%s\n"
+                    "stretto looks at a few elements unasked. Where ranks are meant to move their weights by "
+                    "themselves for a while, all is well. Told once; check_every=n looks at all, and raises.",
+                    error,
+                )

@@ -13,7 +13,7 @@ import torch
 
 from .agreement import describe_ranks
 from .beside import Beside
-from .check import fingerprint
+from .check import Inspection, fingerprint
 from .errors import CommunicationError, PeerError, UnsupportedError, name_list
 from .forward import ForwardWatch
 from .launch import LaunchQueue
@@ -41,6 +41,7 @@ class Consensus:
         rejoin: follows changes of the module.
         forward: knows how forward went.
         beside: what travels behind the last bucket.
+        inspection: looks whether the ranks are still equal.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Consensus:
         rejoin: Rejoin,
         forward: ForwardWatch,
         beside: Beside,
+        inspection: Inspection,
     ) -> None:
         self._queue = queue
         self._tracker = tracker
@@ -57,6 +59,7 @@ class Consensus:
         self._rejoin = rejoin
         self._forward = forward
         self._beside = beside
+        self._inspection = inspection
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
@@ -88,17 +91,19 @@ class Consensus:
         queue.peers.tell_failed("backward", error, leaves=True)
         raise error
 
-    def says(self, *, scheduled: bool) -> list[Control]:
+    def says(self, *, scheduled: bool) -> list[int]:
         """What the last bucket is to tell the other ranks.
 
         Args:
             scheduled: whether the pass was what the schedule foresaw.
         """
-        said, seat = self._forward.says(self._queue.pass_number), self._queue.peers.seat
+        said, seat = list[int](self._forward.says(self._queue.pass_number)), self._queue.peers.seat
         if self._beside.places.known is not None:
             said += self._beside.says()
         if seat.with_others and not seat.all_know:
             said.append(Control.WITH_OTHERS)
+        if self._queue.comm_hook is None:  # which may have each rank step by itself, as post-localSGD
+            said += self._inspection.says(self._queue.pass_number, self._queue.parameters)
         if scheduled and not self._replan_policy.deferred:
             return said
         if not scheduled:
@@ -183,6 +188,8 @@ class Consensus:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
+        number, speaks = self._queue.pass_number, self._queue.transport.rank == 0
+        self._inspection.hear(said, number, idle=not release, speaks=speaks)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or is_first:
             self._replan()

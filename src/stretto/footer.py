@@ -1,7 +1,7 @@
 """What travels behind a bucket's payload, and is summed with it.
 
-    footer:  | had p0 | had p1 | ... | control words | marks | weight |
-                                     └──── of the last bucket alone ──┘
+    footer:  | had p0 | had p1 | ... | control words | marks | values | weight |
+                                     └──────── of the last bucket alone ───────┘
 
 So every rank learns, at the same pass and without another message, which parameters any rank had, what some rank asks
 for, and whose the bucket is. Only "zero or not" is read where the dtype is too coarse to count: a sum of ones never
@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from .scaling import encode_weight
-from .words import MARKS, Control, ControlWords, marks_of
+from .words import FIRST_MARK, FIRST_VALUE, LENGTH, ControlWords, marks_of, to_host
 
 _ALL_WELL, _NOTHING_CARRIED = ControlWords(), ControlWords(were_carried=False)
 
@@ -45,11 +45,11 @@ class Footer:
 
     def bear(self, key: int, world_size: int) -> None:
         """Tell in each pass whose it is, by the handle's key. For the last bucket."""
-        first, marks = len(self.had) + len(Control), marks_of(key)
-        self._complete[first : first + MARKS] = torch.tensor(marks)
-        self._quiet[len(Control) :] = [world_size * one for one in marks]
+        marks, had = marks_of(key), len(self.had)
+        self._complete[had + FIRST_MARK : had + FIRST_VALUE] = torch.tensor(marks)
+        self._quiet[FIRST_MARK:FIRST_VALUE] = [world_size * one for one in marks]
 
-    def write(self, missing: Collection[int], weight: float, says: Collection[Control]) -> None:
+    def write(self, missing: Collection[int], weight: float, says: Collection[int]) -> None:
         """Whose gradients are in the bucket, and what this rank has to say.
 
         Args:
@@ -72,14 +72,11 @@ class Footer:
         if self.flat.device.type == "cpu":
             if self._words.tolist() == self._quiet:
                 return _ALL_WELL
-            return ControlWords(self._words, marks=self._quiet[len(Control) :])
-        words = torch.empty(len(self._words), dtype=self.flat.dtype, pin_memory=True)
-        words.copy_(self._words, non_blocking=True)
-        arrival = torch.Event(self.flat.device)
-        arrival.record()
-        return ControlWords(words, arrival, marks=self._quiet[len(Control) :])
+            return ControlWords(self._words, marks=self._quiet[FIRST_MARK:FIRST_VALUE])
+        words, arrival = to_host(self._words)
+        return ControlWords(words, arrival, marks=self._quiet[FIRST_MARK:FIRST_VALUE])
 
 
 def parts_of(parameters: int, weight_words: int, *, is_last: bool) -> tuple[int, int, int]:
     """How many elements the parts of a footer have."""
-    return (parameters, len(Control) + MARKS, weight_words) if is_last else (parameters, 0, 0)
+    return (parameters, LENGTH, weight_words) if is_last else (parameters, 0, 0)

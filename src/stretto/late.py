@@ -12,7 +12,6 @@ import torch
 from .bucket import Bucket
 from .scaling import Scaling
 from .transport.base import Transport, Work
-from .words import Control
 
 
 def second_round(
@@ -22,7 +21,7 @@ def second_round(
     wait: Callable[[Work, str], None],
     *,
     weight: float,
-    says: Collection[Control],
+    says: Collection[int],
     send: Callable[[Bucket], None],
     idle: bool,
 ) -> None:

@@ -79,7 +79,7 @@ class LaunchQueue:
         """Whether there ever were such: then what one rank has in ``.grad`` does not tell what others have."""
         self.presence = Presence(transport)
         self._footers: Footers | None = None
-        self._says: Collection[Control] = ()  # what its last bucket tells
+        self._says: Collection[int] = ()  # what its last bucket tells
         self.preset = Preset() if scaling.reduce == "sum" else None
         self.rebuild(parameters, plan)
 
@@ -179,7 +179,7 @@ class LaunchQueue:
             if absent := [place for place, index in enumerate(bucket.indices) if index not in coming]:
                 bucket.expect_absent(absent)
 
-    def launch_rest(self, contributed: set[int], says: Collection[Control]) -> None:
+    def launch_rest(self, contributed: set[int], says: Collection[int]) -> None:
         """Launch the last bucket, those that lack gradients, and those that wait behind them.
 
         Args:
@@ -204,13 +204,13 @@ class LaunchQueue:
         nothing = float("nan") if self.comm_hook is None else 0.0
         self._launch_nothing(nothing, [Control.GAVE_UP])
 
-    def launch_idle(self, says: Collection[Control]) -> None:
+    def launch_idle(self, says: Collection[int]) -> None:
         """This rank has run out of batches: launch zeros that say so. ``.grad`` stays as it is."""
         for bucket in self.buckets:
             bucket.leave()
         self._launch_nothing(0.0, says)
 
-    def _launch_nothing(self, value: float, says: Collection[Control]) -> None:
+    def _launch_nothing(self, value: float, says: Collection[int]) -> None:
         self.weight_now, self._says, self.peers.seat.ended = 0.0, says, self.pass_number
         self.presence.announce_nothing(len(self.buckets))
         drop_gradients(self.buckets)

@@ -96,7 +96,7 @@ class Reducer:
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
-        self._consensus = Consensus(self.queue, self.tracker, self._rejoin, self._forward, self._beside)
+        self._consensus = Consensus(self.queue, self.tracker, self._rejoin, self._forward, self._beside, inspection)
         self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members, self.tracker)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []

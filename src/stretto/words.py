@@ -30,18 +30,36 @@ class Control(IntEnum):
     """This rank's buffers are not what all had: see buffers.py, [Note: at rest]."""
     WITH_OTHERS = 8
     """One backward has reached handles of other process groups too: see family.py, [Note: other groups]."""
+    COMPARES = 9
+    """This rank says of which values its parameters are: see check.py, [Note: samples]."""
 
 
 MARKS = 16
 """Words behind these, which all ranks say alike: see footer.py, [Note: marks]."""
+VALUES = 8
+"""Words behind the marks, which all ranks that compare say alike."""
 COUNTS = 256
 """Ranks that bfloat16 can count."""
-_SILENCE: Sequence[float] = (0.0,) * len(Control)
+FIRST_MARK = len(Control)
+FIRST_VALUE = FIRST_MARK + MARKS
+LENGTH = FIRST_VALUE + VALUES
+_SILENCE: Sequence[float] = (0.0,) * LENGTH
 
 
 def marks_of(key: int) -> list[float]:
     """Bits of a handle's key, see :class:`~stretto.seat.Seat`."""
     return [float(key >> place & 1) for place in range(MARKS)]
+
+
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    """A tensor's values on the host, and what tells that they are there; None where they were there already."""
+    if tensor.device.type == "cpu":
+        return tensor, None
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    there.copy_(tensor, non_blocking=True)
+    arrival = torch.Event(tensor.device)
+    arrival.record()
+    return there, arrival
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,7 @@ class ControlWords:
         return self.arrival is None
 
     def read(self) -> Sequence[float]:
-        """A count for each member of :class:`Control`; if anything was said, the marks behind them."""
+        """A count for each word: those of :class:`Control`, marks, values."""
         if self.words is None:
             return _SILENCE
         if self.arrival is not None:
@@ -83,7 +101,9 @@ class ControlWords:
     @property
     def are_mixed(self) -> bool:
         """Whether they were summed with those of another handle, or with what is no footer at all. Reads them."""
-        said = self.read()[len(Control) :]
+        if self.words is None:
+            return False
+        said = self.read()[FIRST_MARK:FIRST_VALUE]
         return [min(one, COUNTS) for one in said] != [min(one, COUNTS) for one in self.marks]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import gc
 import logging
@@ -27,7 +28,7 @@ from stretto.events import Events
 from stretto.plan import plan_buckets
 from stretto.specs import dtype_of
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
-from stretto.transport import LocalGroup, LocalTransport, ProcessGroupTransport, RoundRobinTransport, Work
+from stretto.transport import LocalGroup, LocalTransport, ProcessGroupTransport, RoundRobinTransport, Transport, Work
 
 # Parameters that nobody used
 
@@ -168,6 +169,34 @@ def test_steps_behind_gradients_that_were_dropped_are_not_told_of(caplog, set_to
 
     run_ranks(worker, 2)
     assert not caplog.records
+
+
+ANOTHER_IS_TRAINED = (
+    "rank 0, before pass 1: 32 steps of SGD, of nothing that a handle averages, and no backward has reached the "
+    "attached module: each rank may train its own.\n"
+    "Attach the module that is trained, and not one that it was copied from or built behind. Where it is averaged in "
+    "another way, or each rank is to train its own first, all is well. Told once."
+)
+
+
+@pytest.mark.parametrize("what", ["a copy", "itself", "another that is attached", "without gradients"])
+def test_who_attaches_a_module_and_trains_another_is_told(caplog: pytest.LogCaptureFixture, what: str) -> None:
+    def worker(transport: Transport) -> None:
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        trained = model if what == "itself" else copy.deepcopy(model)
+        if what == "another that is attached":
+            stretto.attach(trained, transport=transport)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(99):
+            optimizer.zero_grad()
+            if what != "without gradients":
+                trained(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        sync.detach()
+
+    run_ranks(worker, 2)
+    assert [record.getMessage() for record in caplog.records] == [ANOTHER_IS_TRAINED] * (what == "a copy")
 
 
 STEPPED_ALONE = (

@@ -166,8 +166,8 @@ class NeverUsed:
 class SteppedAlone:
     """What an optimizer steps beside what is averaged, and nobody averages: a head beside an attached encoder, say.
 
-    Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached. And gradients
-    that it steps before they were averaged.
+    Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached. Or all of it,
+    where another module was attached. And gradients that it steps before they were averaged.
 
     Args:
         queue: has the parameters that are averaged.
@@ -176,14 +176,20 @@ class SteppedAlone:
     """
 
     def __init__(self, queue: LaunchQueue, members: Membership, tracker: ArrivalTracker) -> None:
-        self._queue, self._members, self._steps, self._all_steps = queue, members, 0, 0
+        self._queue, self._members = queue, members
+        self._early_steps, self._steps, self._all_steps = 0, 0, 0
         self._tracker = tracker
         if queue.transport.rank == 0:
             listen(self._stepping)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         queue = self._queue
-        if not begins or not queue.pass_number:
+        if not begins:
+            return
+        if not queue.pass_number:
+            self._early_steps += 1
+            if not self._early_steps % STEPS:
+                self._look_whether_others_train(optimizer)
             return
         self._all_steps += 1
         mine = {id(reference()) for reference in queue.parameters}
@@ -194,6 +200,21 @@ class SteppedAlone:
                 self._warn(type(optimizer).__name__, alone)
         if self._steps == PASSES or self._all_steps >= STEPS:
             stop_listening(self._stepping)
+
+    def _look_whether_others_train(self, optimizer: torch.optim.Optimizer) -> None:
+        """No pass yet: was another module attached than the one that is trained, a copy of it, say?"""
+        stepped = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        if stepped and all(owner_of(one) is None for one in stepped):
+            stop_listening(self._stepping)
+            log.warning(
+                "%s: %s steps of %s, of nothing that a handle averages, and no backward has reached the attached "
+                "module: each rank may train its own.\n"
+                "Attach the module that is trained, and not one that it was copied from or built behind. Where it is "
+                "averaged in another way, or each rank is to train its own first, all is well. Told once.",
+                self._queue.where,
+                STEPS,
+                type(optimizer).__name__,
+            )
 
     def kept(self) -> None:
         """A backward is not synchronised, the first one that is not: from here on every step is looked at."""

@@ -705,25 +705,25 @@ def test_a_clock_and_counts_on_an_optimizer_are_no_reason_to_refuse_it() -> None
     assert kind_of(WithAClock(parameters)) is Kind.ELEMENTWISE
 
 
-class WithModes(Signed):
+class WithMethods(Signed):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
     def eval(self) -> None:
-        """As of a schedule-free optimizer, whose parameters have two values."""
+        """Without a ``train()``: it is of another kind than that of schedule-free optimizers."""
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_method_that_is_not_divided_says_so(world: int) -> None:
     def worker(transport: Any = None) -> None:
-        _, sharded, *_ = pair(transport, WithModes)
+        _, sharded, *_ = pair(transport, WithMethods)
         assert not hasattr(sharded, "eval")
         with pytest.raises(AttributeError) as caught:
             sharded.eval()
         assert str(caught.value) == (
-            "A sharded WithModes has no eval: each rank holds a share, of which WithModes knows nothing. step(), "
+            "A sharded WithMethods has no eval: each rank holds a share, of which WithMethods knows nothing. step(), "
             "zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
-            "Use WithModes without stretto.shard(), or unshard() before; .original is the one that was sharded."
+            "Use WithMethods without stretto.shard(), or unshard() before; .original is the one that was sharded."
         )
         with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'epoch'"):
             assert sharded.epoch

@@ -113,12 +113,16 @@ class Groups:
 
     # Ranks
 
-    def number(self, *, has_moved: bool) -> int:
+    def number(self, *, has_moved: bool, turn: str = "") -> int:
         """The same on all ranks whose groups are alike: see [Note: one number]. Less than 2**40.
 
         Args:
             has_moved: what ``have_moved`` says.
+            turn: what is done in place of a step.
         """
+        return self._number(has_moved=has_moved) ^ crc32(turn.encode())
+
+    def _number(self, *, has_moved: bool) -> int:
         mark = self._mark
         if has_moved or self._queue.plan is not self._plan:  # what is remembered goes with the layout
             mark = Groups(self._optimizer, self._queue)._mark
@@ -131,17 +135,27 @@ class Groups:
         self._seen = _LastLook(mark, [] if any(map(_is_changeable, options)) else values, number)
         return number
 
-    def refuse_others(self, peers: Peers) -> None:
+    def refuse_others(self, peers: Peers, call: str = "step") -> None:
         """Compare in words, since numbers differ. Collective.
+
+        Args:
+            peers: the other ranks.
+            call: the method of the optimizer that this rank has called.
 
         Raises:
             ModelMismatchError: with the first difference. On all ranks.
         """
-        told = peers.gather(self.facts())
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
+        told = peers.gather((call, self.facts()))
+        first_call, first = told[0]
+        for rank, (theirs, facts) in enumerate(told):
+            if theirs != first_call:
                 raise ModelMismatchError(
-                    f"{peers.where}: {difference(rank, theirs, told[0])}\n"
+                    f"{peers.where}: rank {rank} calls optimizer.{theirs}(), rank 0 optimizer.{first_call}().\n"
+                    "Nothing has moved. Make the same calls on all ranks; then all can go on."
+                )
+            if facts != first:
+                raise ModelMismatchError(
+                    f"{peers.where}: {difference(rank, facts, first)}\n"
                     "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
                 )
 

@@ -62,9 +62,12 @@ class Inner:
         for own, group in zip(self._optimizer.param_groups, self._groups.all, strict=True):
             own.update(options_of(group))
 
-    def step(self) -> None:
-        """Step what has a gradient."""
-        self._step()
+    def step(self, turn: str) -> None:
+        """Step what has a gradient; or call its method of this name, see :func:`~stretto.sharding.probe.turns`."""
+        if turn:
+            getattr(self._optimizer, turn)()
+        else:
+            self._step()
         for own, group in zip(self._optimizer.param_groups, self._groups.all, strict=True):
             group.update(options_of(own))  # some keep numbers there
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
 from .attributes import are_same, comparable, hand_on, is_plain, numbers_on
-from .probe import equal, gradient, joined, numbers
+from .probe import equal, gradient, joined, numbers, turn
 from .state import by_element
 
 _STEPS = 7
@@ -199,6 +199,7 @@ def states_after_steps(
     like = build_like(optimizer, divided)
     like.state.update({one: state for one, state in zip(parameters, states, strict=bool(states)) if state})
     if parameters:
+        turn("train", like)
         with torch.random.fork_rng(devices=[]):
             for _ in range(steps):
                 bare_step(like)()
@@ -241,8 +242,8 @@ def _keywords(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) ->
 
 def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:
     options = options_of(group)
-    options |= {"lr": 0.01} if "lr" in options else {}  # it may be 0 until it is warm
-    options |= {"capturable": False} if "capturable" in options else {}  # for accelerators
+    tried = {"lr": 0.01, "capturable": False}  # it may be 0 until it is warm; for accelerators
+    options |= {key: value for key, value in tried.items() if key in options}
     whole = numbers(group["params"])
     again = functools.partial(_stepped, optimizer, options, whole, [whole], name)
     try:
@@ -315,13 +316,10 @@ def _stepped(
 ) -> _Outcome:
     """Of some steps, by one optimizer for each part of what is divided."""
     parameters = {id(value): torch.nn.Parameter(value.clone()) for value in values}
-    optimizers = [
-        build_like(
-            optimizer, [{**tried_options_of(options), "params": [parameters[id(value)] for value in part]}], name
-        )
-        for part in divided
-    ]
+    given = [[{**tried_options_of(options), "params": [parameters[id(one)] for one in part]}] for part in divided]
+    optimizers = [build_like(optimizer, groups, name) for groups in given]
     before, elements, steps = [*map(numbers_on, optimizers)], [], [*map(bare_step, optimizers)]
+    turn("train", *optimizers)
     for number, scale in enumerate(_SCALES):
         if number == _STEPS:
             elements.append(joined(parameters.values()))
@@ -341,7 +339,9 @@ def _stepped(
         for key, value in state.items()
     )
     takes_gradients = any(one.grad is None for one in parameters.values())
-    elements.append(joined(parameters.values()))
+    for how in ("train", "eval", "train"):  # it is in the first: nothing moves, but in steps
+        turn(how, *optimizers)
+        elements.append(joined(parameters.values()))
     noted = zip(before, map(numbers_on, optimizers), strict=True)
     written = [{key: one for key, one in now.items() if then.get(key) != one} for then, now in noted]
     return _Outcome(torch.cat(elements), written, kept, is_by_element, takes_gradients)

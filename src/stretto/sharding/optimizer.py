@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from .elsewhere import Elsewhere, Guard
 from .joining import Joins
 from .kinds import bare_step
 from .members import refuse_others, refuse_taken, refuse_twins
+from .probe import turns
 from .shares import Shares
 
 if TYPE_CHECKING:
@@ -145,6 +147,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def __getattr__(self, name: str) -> Any:
         """Only of what is not there: something of the optimizer that was sharded, maybe."""
         original = self.__dict__.get("original")
+        if original is not None and name in turns(original):
+            return functools.partial(self._turn, name)
         if name.startswith("__") or not hasattr(original, name):
             raise AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
         kind = type(original).__name__
@@ -153,6 +157,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             "zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
             f"Use {kind} without stretto.shard(), or unshard() before; .original is the one that was sharded."
         )
+
+    @left_uncompiled
+    def _turn(self, how: str) -> None:
+        """``train()`` and ``eval()`` of an optimizer that has both (schedule-free ones). Collective, as ``step``."""
+        if self._has_it_whole():
+            getattr(self.original, how)()
+            return
+        if self.joins:
+            raise SetupError(
+                f"{self._where}: {how}() of a sharded optimizer inside Join, where ranks without batches only step.\n"
+                "Call it before Join, or behind."
+            )
+        with torch.no_grad():
+            self._usable().step(turn=how)
 
     def _own_use(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._guard is None else self._guard.opened()

@@ -196,8 +196,8 @@ class Shares:
 
     # The step
 
-    def step(self, *, joins: bool = False, idle: bool = False) -> None:
-        """Step this rank's share; all is stepped when this returns. Collective. Options: see joining.py."""
+    def step(self, *, joins: bool = False, idle: bool = False, turn: str = "") -> None:
+        """Step this rank's share; all is stepped when this returns. Collective. See joining.py, ``probe.turns``."""
         refuse_to_send(self._peers, "step")
         self._spread.finish()
         self._peers.seat.steps[self._number] += 1
@@ -208,13 +208,14 @@ class Shares:
             strayed = self.layout.strayed()
             self._refuse(strayed, has_moved=has_moved)
             copies = {} if moves else self.layout.copies(strayed, self._pieces, self._reducer.members.all_parameters)
-            number = self._groups.number(has_moved=has_moved)
-        met = self._agree(number, moves=moves, meets=meets, idle=idle)
+            number = self._groups.number(has_moved=has_moved, turn=turn)
+        met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
         told = self.transport, self._peers, self._fail
         with lent(self._groups, *told, idle=idle) if met.idle else contextlib.nullcontext():
             if moves:
                 self._follow()
-            self._write([] if moves else strayed, copies, self._groups.number(has_moved=False) if idle else number)
+            said = self._groups.number(has_moved=False) if idle else number
+            self._write([] if moves else strayed, copies, said, turn)
         if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
             self.withholding.follow()
@@ -229,18 +230,18 @@ class Shares:
         if has_moved or any(one.grad is not None for one in self._apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 
-    def _agree(self, number: int, *, moves: bool, meets: bool, idle: bool) -> Met:
+    def _agree(self, number: int, *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
         """All have come, with groups that are alike: without shared memory that is seen in what they send."""
         met = self.attendance.meet(self._everything(), number, idle=idle) if meets else ALIKE
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
-            self._groups.refuse_others(self._peers)
+            self._groups.refuse_others(self._peers, call)
         return met
 
-    def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int) -> None:
+    def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int, turn: str) -> None:
         """What makes another model of it: see [Note: half a step]."""
         try:
             self.layout.bring_back(strayed, copies)
-            self._step_share()
+            self._step_share(turn)
             self._spread.send(number, self._peers.seat.key << 8 | self._number)
         except BaseException as error:
             self._fail(error)
@@ -251,15 +252,16 @@ class Shares:
             self.meetings.fail(error, sent=self._spread.is_under_way)
             self._spoil(error)
 
-    def _step_share(self) -> None:
+    def _step_share(self, turn: str) -> None:
         self.inner.follow()
-        self.stretches.take_gradients(self.inner.split)
-        self.inner.step()
+        if not turn:
+            self.stretches.take_gradients(self.inner.split)
+        self.inner.step(turn)
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
         parameters = self._everything()
         torch.autograd.graph.increment_version(parameters)
-        self.withholding.drop(parameters)
+        self.withholding.drop([] if turn else parameters)
 
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]

@@ -119,6 +119,24 @@ def test_weights_that_are_never_given_are_told_of_once(caplog, sets: str) -> Non
     assert [record.getMessage() for record in caplog.records] == [NO_WEIGHT] * (sets != "before the first pass")
 
 
+def joins_twice(rank: int) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("stretto").addHandler(handler)
+    model = DDP(torch.nn.Linear(2, 1))
+    for _ in range(2):
+        with model.join(divide_by_initial_world_size=False):
+            for _ in range(3 + rank):
+                model(torch.ones(1, 2)).sum().backward()
+    return told
+
+
+@pytest.mark.ranks
+def test_a_join_over_the_ranks_that_are_left_sets_its_weights_itself() -> None:
+    assert spawn_ranks(joins_twice, 2) == [[], []]
+
+
 # What an optimizer steps and nobody averages
 
 
@@ -152,6 +170,34 @@ def test_steps_behind_a_backward_inside_no_sync_are_told_of_once(caplog, shards:
     run_ranks(worker, 2)
     where = "before pass 1" if rounds == [1] else "pass 10"
     assert [record.getMessage() for record in caplog.records] == [KEPT.format(where)] * (1 in rounds)
+
+
+@pytest.mark.parametrize("averages", [True, False])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_step_whose_closure_runs_the_last_backward_is_told_of_by_what_that_was(
+    caplog, shards: bool, averages: bool
+) -> None:
+    """As Lightning steps."""
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = stretto.shard(optimizer, sync) if shards else optimizer
+
+        def closure():
+            with contextlib.nullcontext() if averages else sync.no_sync():
+                model(torch.ones(1, 2)).sum().backward()
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            with sync.no_sync():
+                model(torch.ones(1, 2)).sum().backward()
+            optimizer.step(closure)
+        sync.detach()
+
+    run_ranks(worker, 2)
+    assert [record.getMessage() for record in caplog.records] == [KEPT.format("before pass 1")] * (not averages)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -192,7 +238,8 @@ def test_who_attaches_a_module_and_trains_another_is_told(caplog: pytest.LogCapt
             optimizer.zero_grad()
             if what != "without gradients":
                 trained(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+            if transport.rank == 0:  # which hears of the steps of all threads
+                optimizer.step()
         sync.detach()
 
     run_ranks(worker, 2)
@@ -335,7 +382,7 @@ ALONE = [
         lambda: attach(buffers="all"),
         'buffers=\'all\' is not known: use one of "rank0", "mean", "none"',
     ),
-    (lambda: attach(check_every=0), "check_every=0 must be a number of passes, 1 or more, or None"),
+    (lambda: attach(check_every=-1), "check_every=-1 must be a number of passes, 0 for never, or None"),
     (
         lambda: attach(reduce_dtype=torch.int32),
         "reduce_dtype for '*' must be a floating dtype, as torch.float32, not torch.int32",
@@ -401,9 +448,9 @@ ALONE = [
         "reduce: item 0 is a Linear; give dense floating tensors, as [p.grad for p in model.parameters()]",
     ),
     (lambda: stretto.reduce(None), "reduce: None was given; give dense floating tensors"),
-    (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 1 or more, or None"),
-    (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 1 or more, or None"),
-    (lambda: attach(check_every=1.5), "check_every=1.5 must be a number of passes, 1 or more, or None"),
+    (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 0 for never, or None"),
+    (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 0 for never, or None"),
+    (lambda: attach(check_every=1.5), "check_every=1.5 must be a number of passes, 0 for never, or None"),
     (
         lambda: plan_buckets([spec()], cap_bytes=-4),
         "bucket caps must be positive, got cap_bytes=-4, last_cap_bytes=-1",

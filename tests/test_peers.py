@@ -664,6 +664,7 @@ def test_ctrl_c_before_the_others_have_come_to_a_call(tmp_path: Path, kind: str,
 
 
 @pytest.mark.ranks
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 def test_what_a_handler_of_signals_raises_does_not_stand_for_a_wait_that_lasts_too_long(
     tmp_path: Path, transport: str

@@ -266,6 +266,29 @@ def test_a_handle_that_is_dropped_amid_recording_takes_the_recorder_with_it() ->
     assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks
 
 
+def test_a_step_on_another_thread_finds_what_is_open_in_another_order_or_gone() -> None:
+    """Recorders hear of all steps of the process. It raised IndexError in a step of a model that has nothing to do."""
+
+    class Vanishing(list[Any]):
+        def __len__(self) -> int:
+            found = super().__len__()
+            self.clear()
+            return found
+
+    def worker(transport: Any) -> None:
+        sync = stretto.attach(Layers(1, 0.0), transport=transport)
+        assert sync.sampler is not None
+        recorder = Recorder(sync._reducer, sync.sampler.keep)
+        recorder.start()
+        recorder._open = Vanishing([(None, 1), (None, 2)])
+        recorder._stepping(torch.optim.SGD([torch.zeros(1)]), False)
+        recorder._open = [(None, 1), (optimizer := torch.optim.SGD([torch.zeros(1)]), 2), (None, 3)]
+        recorder._stepping(optimizer, False)
+        assert recorder._open == [(None, 1), (None, 3)] and [one.begin for one in recorder._optimizer] == [2]
+
+    run_ranks(worker, 2)
+
+
 def test_steps_on_another_thread_are_not_disturbed_by_recorders_that_come_and_go() -> None:
     """torch iterates over its table in each step; a table that changes meanwhile raises there."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])

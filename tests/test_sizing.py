@@ -22,6 +22,9 @@ from stretto.testing import DelayTransport, run_ranks, spawn_ranks
 from stretto.testing_network import EmulatedHosts
 from stretto.transport import LocalTransport
 
+pytestmark = pytest.mark.flaky(reruns=2)
+"""Links are emulated by sleeping, and timed."""
+
 COSTS = st.builds(AllReduceCost, st.floats(0, 1), st.floats(1e3, 1e12))
 Caps = tuple[int, int]
 """Of a plan's buckets, and of its last."""
@@ -170,7 +173,6 @@ def caps_measured(hosts: EmulatedHosts, sizes: list[int]) -> int:
     return statistics.median_low(ranks[0][0][0] for ranks in found)
 
 
-@pytest.mark.flaky(reruns=2)
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2]])

@@ -100,7 +100,7 @@ def attach(
             trigger parameters).
         check_every: at the end of every n-th pass compare all parameters and buffers over the ranks by a cheap
             fingerprint, as ``check()`` of the handle does at any time. None: samples are compared now and then, and a
-            difference is a warning.
+            difference is a warning. 0: not even that.
         sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
             ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.

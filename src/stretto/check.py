@@ -1,9 +1,11 @@
 """Are the replicas still equal? A cheap fingerprint of every tensor, compared over the ranks.
 
-[Note: samples]  Unasked, a row of each parameter is weighed at the end of passes 1, 2, 4, 8 and so on. Of the weight
-some bits travel behind the last bucket of the next pass, so no message is sent for it and no device waited for. Where
-the ranks that compare do not all say the same, all know it at the same pass, look at everything together, and rank 0
-tells of it once: of weights or an optimizer's state that one rank alone has loaded in the second or third pass.
+[Note: samples]  Unasked, a few elements of each parameter are weighed at the end of the optimizer's step behind passes
+1, 2, 4, 8 and so on: there ranks hold the same, also where each of them moves its weights for a backward and back, as
+SAM does. Of the weight some bits travel behind the last bucket of the next pass, so no message is sent for it and no
+device waited for. Where the ranks that compare do not all say the same, all know it at the same pass, look at all
+parameters together, and rank 0 tells of it once: of weights or an optimizer's state that one rank alone has loaded
+mostly in the second pass. Ranks without batches, or that gave up the pass between, say nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .agreement import describe_ranks
 from .buffers import BufferPlaces
 from .errors import ReplicaError, name_list
+from .membership import wrapping
 from .options import Options
+from .steps import listen, stop_listening
 from .transport.base import as_reals, in_one_row
 from .words import COUNTS, FIRST_VALUE, LENGTH, VALUES, Control, to_host
 
@@ -29,14 +34,18 @@ _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""
 _MOST = 6
 """Of so many tensors a message tells."""
+_CAMPS = 3
+"""And for each of so many ranks, or groups of them, that hold other values than the first."""
 _LOOKED_AT = 1 << 16
 """Elements that are sent to tell how far two tensors are apart."""
 _FACTOR = 6364136223846793005
 """Odd, so that no bit is lost; each piece counts this many times what the one behind it does."""
-_ROW = 64
+_FEW = 64
 """Elements of a parameter that a sample looks at."""
 _SAMPLE_EVERY = 1 << 10
 """Passes, at most, from one sample to the next."""
+_FRUITLESS = 2
+"""So often samples may be unlike where parameters are equal, before no more are taken."""
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:
@@ -67,16 +76,42 @@ def _weigh(words: torch.Tensor) -> torch.Tensor:
     return total
 
 
-class Sample:
-    """A row of each tensor, weighed, on its way to the host. See [Note: samples]."""
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether its values are here: not on meta, in other tensors, or in memory that is lent out between uses."""
+    if tensor.is_meta or is_lazy(tensor) or wrapping({"": tensor}):
+        return False
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        rows: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+def _few_of(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Some elements, neighbours as they read, others for each number. Not many more are copied for that."""
+    row = tensor.detach().as_subclass(torch.Tensor)
+    while row.dim():
+        place, inner = number % len(row), row.numel() // len(row)
+        if inner < _FEW:
+            rows = -(-_FEW // inner)
+            first = max(min(place, len(row) - rows), 0)
+            row = row[first : first + rows]
+            break
+        row = row[place]
+    return row.reshape(-1)[:_FEW]
+
+
+class Sample:
+    """A few elements of each tensor, weighed, on their way to the host. See [Note: samples].
+
+    Args:
+        tensors: those that cannot be read are left out.
+        number: says which elements.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], number: int = 0) -> None:
+        found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
-            if tensor.numel() and tensor.untyped_storage().nbytes():  # not where memory is lent out between uses
-                row = _words_of(tensor[0] if tensor.dim() > 1 else tensor)[:_ROW]
-                rows.setdefault((row.dtype, row.device), []).append(row)
-        self._weights = [to_host(_weigh(torch.cat(some))) for some in rows.values()]
+            if _is_readable(tensor) and tensor.numel():
+                words = _words_of(_few_of(tensor, number))
+                found.setdefault((words.dtype, words.device), []).append(words)
+        self._weights = [to_host(_weigh(torch.cat(some))) for some in found.values()]
 
     def says(self) -> list[int]:
         """The words for it."""
@@ -84,7 +119,7 @@ class Sample:
         for weight, arrival in self._weights:
             if arrival is not None:
                 arrival.synchronize()
-            bits = zlib.crc32(int(weight).to_bytes(8, "little", signed=True), bits)  # any few of these tell of all
+            bits = zlib.crc32(int(weight).to_bytes(8, "little", signed=True), bits)  # each of its bits depends on all
         return [Control.COMPARES, *(FIRST_VALUE + place for place in range(VALUES) if bits >> place & 1)]
 
 
@@ -99,11 +134,19 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
 
     Raises:
         ReplicaError: on every rank, naming each tensor that differs, the ranks that agree on it, and how far apart they
-            are.
+            are. What some rank cannot read is left out.
     """
-    mine = None if tensors is None else {name: fingerprint(tensor) for name, tensor in tensors.items()}
-    brought: list[dict[str, tuple[int, int]] | None] = gather(mine)
-    everyone = {rank: other for rank, other in enumerate(brought) if other is not None}
+    readable = {name: one for name, one in (tensors or {}).items() if _is_readable(one)}
+    mine = (
+        None if tensors is None else dict.fromkeys(tensors) | {name: fingerprint(readable[name]) for name in readable}
+    )
+    brought: list[dict[str, tuple[int, int] | None] | None] = gather(mine)
+    unread = {name for other in brought for name, one in (other or {}).items() if one is None}
+    everyone = {
+        rank: {name: one for name, one in other.items() if name not in unread}
+        for rank, other in enumerate(brought)
+        if other is not None
+    }
     first = next(iter(everyone.values()), {})
     if all(other == first for other in everyone.values()):
         return
@@ -116,7 +159,8 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
             camps.setdefault(other.get(name), []).append(rank)
         found = [values[ranks[0]].get(name) for ranks in camps.values()]
         some, *rest = camps.values()
-        told = " and from ".join(map(describe_ranks, rest))
+        told = " and from ".join(map(describe_ranks, rest[:_CAMPS]))
+        told += f" and {len(rest) - _CAMPS} others" if len(rest) > _CAMPS else ""
         differ = "differs" if len(some) == 1 else "differ"
         lines.append(f"  {name}: {describe_ranks(some)} {differ} from {told}{_by_how_much(found)}")
     raise ReplicaError(
@@ -172,7 +216,7 @@ def _are_unlike(said: Sequence[float]) -> bool:
 class Inspection:
     """``check_replicas`` at the end of every n-th pass, on all ranks, those without batches included.
 
-    Where it was not asked for, at the end of a pass whose samples were unlike.
+    Where nothing is said of it, of the parameters alone, in a pass whose samples were unlike.
 
     Args:
         module: what is looked at; it is not kept alive.
@@ -186,11 +230,13 @@ class Inspection:
     ) -> None:
         self._module = weakref.ref(module)
         self._options, self._places = options, places
-        self.every = options.check_every
+        self.every = options.check_every or None
         """Passes from one to the next; None for never."""
         self._gather = gather
-        self._samples = self.every is None
-        self._sample: Sample | None = None  # taken in the pass before
+        self.samples = options.check_every is None
+        """Whether samples are taken."""
+        self._passed, self._listens, self._fruitless = 0, False, 0
+        self._sample: tuple[int, Sample] | None = None  # and behind which pass it was taken
 
     def due(self, number: int) -> bool:
         """Whether this pass ends with one."""
@@ -202,27 +248,65 @@ class Inspection:
         tensors = None if module is None else replicated(module, self._options, self._places)
         check_replicas(tensors, self._gather, f"pass {number}")
 
-    def says(self, number: int, parameters: Sequence[Callable[[], torch.Tensor | None]]) -> list[int]:
-        """What the last bucket of the pass is to tell. Some passes take a sample of what is alive, for the next one."""
-        said = self._sample.says() if self._sample else []
-        if self._samples and not (number & number - 1 and number % _SAMPLE_EVERY):
-            self._sample = Sample(one for reference in parameters if (one := reference()) is not None)
-        else:
-            self._sample = None
-        return said
+    def ended(self, number: int) -> None:
+        """A pass has. Collective where one is due; behind some a sample is to be taken, for the next pass to tell."""
+        self._passed = number
+        if self.due(number):
+            self.run(number)
+        elif self.samples and not (self._listens or (number & number - 1 and number % _SAMPLE_EVERY)):
+            self._listens = True
+            listen(self._stepped)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
+        """Take the sample, if it was a step of these parameters."""
+        if begins:
+            return
+        mine = self._parameters()
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if not stepped.isdisjoint(map(id, mine.values())):
+            self.stop()
+            with torch.no_grad():
+                self._sample = self._passed, Sample(mine.values(), self._passed)
+
+    def stop(self) -> None:
+        """Take no sample behind the next step. Harmless twice."""
+        self._listens = False
+        stop_listening(self._stepped)
+
+    def says(self, number: int) -> list[int]:
+        """What the last bucket of the pass is to tell."""
+        taken, self._sample = self._sample, None
+        return taken[1].says() if taken is not None and taken[0] == number - 1 else []
 
     def hear(self, said: Sequence[float], number: int, *, idle: bool, speaks: bool) -> None:
-        """Tell of it if the ranks' values differ. Collective. ``speaks``: this rank does so for all."""
-        if not (self._samples and _are_unlike(said)):
+        """Look closely if samples were unlike, and tell of what differs. Collective.
+
+        Args:
+            said: what all ranks told in the pass.
+            number: of the pass.
+            idle: this rank does not step any more.
+            speaks: this rank tells for all.
+        """
+        if not (self.samples and _are_unlike(said)):
             return
         try:
-            self.run(number, idle=idle)
+            module = type(self._module()).__name__
+            where = f"pass {number} of {module}"
+            check_replicas(None if idle else self._parameters(), self._gather, where)
+            self._fruitless += 1
+            self.samples = self._fruitless < _FRUITLESS
         except ReplicaError as error:
-            self._samples, self._sample = False, None
+            self.samples = False
             if speaks:
                 log.warning(
                     "%s\n"
                     "stretto looks at a few elements unasked. Where ranks are meant to move their weights by "
-                    "themselves for a while, all is well. Told once; check_every=n looks at all, and raises.",
+                    "themselves for a while, all is well. Told once; check_every=n looks at everything, and raises; "
+                    "check_every=0 never looks.",
                     error,
                 )
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        module = self._module()
+        everything = () if module is None else module.named_parameters()
+        return {name: one for name, one in everything if not self._options.ignores(name)}

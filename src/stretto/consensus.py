@@ -63,6 +63,7 @@ class Consensus:
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
+        self._had_part = True  # in the pass that they are of
         self._failure_of_peer: PeerError | None = None
 
     def meet(self) -> None:
@@ -103,7 +104,7 @@ class Consensus:
         if seat.with_others and not seat.all_know:
             said.append(Control.WITH_OTHERS)
         if self._queue.comm_hook is None:  # which may have each rank step by itself, as post-localSGD
-            said += self._inspection.says(self._queue.pass_number, self._queue.parameters)
+            said += self._inspection.says(self._queue.pass_number)
         if scheduled and not self._replan_policy.deferred:
             return said
         if not scheduled:
@@ -135,17 +136,19 @@ class Consensus:
 
     # Following
 
-    def hear(self, words: ControlWords, *, at_once: bool) -> None:
+    def hear(self, words: ControlWords, *, at_once: bool, release: bool = True) -> None:
         """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass.
 
         Args:
+            words: what was said.
+            release: whether this rank had a part in the pass.
             at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
         """
         if at_once or words.arrival is None or self._queue.pass_number == 1:
-            self.act_on(words)
+            self.act_on(words, release=release)
         else:
-            self._late_words = words
+            self._late_words, self._had_part = words, release
         if self._failure_of_peer is not None:
             error, self._failure_of_peer = self._failure_of_peer, None
             raise error
@@ -155,7 +158,7 @@ class Consensus:
         if self._late_words is not None:
             words, self._late_words = self._late_words, None
             try:
-                self.act_on(words)
+                self.act_on(words, release=self._had_part)
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
                 if self._queue.peers.left:
                     raise

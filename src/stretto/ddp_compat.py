@@ -247,6 +247,7 @@ class TorchSurface(TorchDDP):
         if weigh:
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
+            self._synchronizer.weight = 1.0  # nobody has forgotten to set it
         hook = _ShadowHook(self, back_to_options=weigh)
         self.__dict__["_join_left"] = weakref.ref(hook)
         return hook

@@ -79,9 +79,9 @@ class Options:
         refuse_unknown(self.buffers)
         if self.check_every is not None:
             every = _number(self.check_every)
-            if not (every >= 1 and every.is_integer()):
+            if not (every >= 0 and every.is_integer()):
                 shown = reprlib.repr(self.check_every)
-                raise SetupError(f"check_every={shown} must be a number of passes, 1 or more, or None")
+                raise SetupError(f"check_every={shown} must be a number of passes, 0 for never, or None")
             object.__setattr__(self, "check_every", int(every))
 
     def ignores(self, name: str) -> bool:

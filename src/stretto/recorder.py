@@ -111,13 +111,14 @@ class Recorder:
         return known is not None and known() is parameter
 
     def _close(self, what: Any, spans: list[Span]) -> None:
-        for place in reversed(range(len(self._open))):
-            if self._open[place][0] is what:
-                begin = self._open.pop(place)[1]
-                while spans and spans[-1].begin >= begin:  # a sharded optimizer steps one inside
-                    spans.pop()
-                spans.append(Span(begin, now()))
-                return
+        found = [one for one in self._open if one[0] is what]  # no places: another thread, of another model, comes by
+        if not found:
+            return
+        begin = found[-1][1]
+        self._open = [one for one in self._open if one is not found[-1]]
+        while spans and spans[-1].begin >= begin:  # a sharded optimizer steps one inside
+            spans.pop()
+        spans.append(Span(begin, now()))
 
     def forward_started(self, pass_number: int) -> None:
         """See :class:`~stretto.events.Observer`, as for the methods below."""

@@ -138,6 +138,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
+        self._inspection.stop()
         self._stepped_alone.stop()
         self._forward.remove()
         self.members.stop()
@@ -272,8 +273,7 @@ class Reducer:
         self._consensus.hear(words, at_once=changed or inspected)
         if carries and self.sparse.given_up:
             raise self._consensus.failure(self.sparse.given_up)
-        if inspected:
-            self._inspection.run(queue.pass_number)
+        self._inspection.ended(queue.pass_number)
 
     def _wait(self, sent: CoalescedMessages | None, handed_out: bool = False, *, release: bool) -> ControlWords:
         words = self.queue.wait(release=release, handed_out=handed_out)
@@ -290,10 +290,10 @@ class Reducer:
 
     def begin_idle(self) -> None:
         """Begin a pass of the other ranks with nothing to give. Collective."""
-        with self.queue.lock, torch.no_grad(), self.failing:
+        queue = self.queue
+        with queue.lock, torch.no_grad(), self.failing:
             self._next_pass()
-            later = self.queue.waits_within and self.queue.peers.seat.all_know
-            self.queue.presence.announce_nothing(len(self.queue.buckets), later=later)
+            queue.presence.announce_nothing(len(queue.buckets), later=queue.waits_within and queue.peers.seat.all_know)
         self._is_idle = True
 
     def shadow(self) -> None:
@@ -307,8 +307,10 @@ class Reducer:
                 words = self._wait(self._beside.send(None), release=False)
             finally:
                 self._reset()
-            self._consensus.act_on(words, release=False)
-            if self._inspection.due(self.queue.pass_number) and not self.sparse.given_up:
+            inspected = self._inspection.due(self.queue.pass_number)
+            at_once = inspected or words.read()[Control.CHANGED] > 0  # as those with batches, whatever the device
+            self._consensus.hear(words, at_once=at_once, release=False)
+            if inspected and not self.sparse.given_up:
                 self._inspection.run(self.queue.pass_number, idle=True)
             self.queue.peers.seat.in_pass = False
 

@@ -222,8 +222,11 @@ class SteppedAlone:
             listen(self._stepping_kept)
 
     def _stepping_kept(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
-        """With gradients of a backward that was not synchronised? Those that were zeroed are as good as none."""
-        if not begins or not self._tracker.unsynchronized:
+        """With gradients of a backward that was not synchronised? Those that were zeroed are as good as none.
+
+        It is looked behind the step: a closure may run backward in it.
+        """
+        if begins or not self._tracker.unsynchronized:
             return
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         kept = [

@@ -41,8 +41,11 @@ VALUES = 8
 COUNTS = 256
 """Ranks that bfloat16 can count."""
 FIRST_MARK = len(Control)
+"""The place of the first mark among the words."""
 FIRST_VALUE = FIRST_MARK + MARKS
+"""And of the first value."""
 LENGTH = FIRST_VALUE + VALUES
+"""Words in all."""
 _SILENCE: Sequence[float] = (0.0,) * LENGTH
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -147,6 +148,39 @@ def test_the_drop_in_trains_as_torchs_with_autocast_and_a_scaler(backend: str) -
     for ours, theirs in on_devices(train_drop_in, backend):
         # rank 0's statistics of BatchNorm come at the end of a pass, and not when the next forward begins
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+# Replicas that drift apart
+
+
+def drift(device: torch.device, rank: int) -> list[str]:
+    """With BatchNorm, whose buffers each rank has written when words of the last pass are read in the next one."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("stretto").addHandler(handler)
+    model = model_on(device, "cnn", rank)
+    sync = stretto.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(12):
+        if step == 6 and rank == 1:
+            with torch.no_grad():
+                model[7].bias += 1
+        if step == 10:
+            sync.shadow_pass()
+            continue
+        optimizer.zero_grad()
+        loss(model, batch(device, "cnn", rank, step)).backward()
+        optimizer.step()
+    return [text.splitlines()[0] for text in told]
+
+
+@each_backend
+def test_ranks_that_drift_apart_are_told(backend: str) -> None:
+    """The sample of pass 8 travels in the ninth, whose words are read in the tenth."""
+    told = "of BatchNormCnn: the ranks no longer hold the same values of"
+    (found,), nothing = on_devices(drift, backend)
+    assert nothing == [] and told in found and "7.bias" in found and "running" not in found
 
 
 # What it costs

@@ -133,6 +133,16 @@ def test_run_names_the_rank_that_failed_first(tmp_path: Path, what: str) -> None
     assert failure.traceback.endswith(last)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("option", ["--ranks", "--ranks=1", "--steps"])
+def test_run_says_that_an_option_of_its_own_stands_behind_the_script(tmp_path: Path, option: str) -> None:
+    path = script(tmp_path, "import argparse; argparse.ArgumentParser().parse_args()")
+    done = command("run", "--ranks", 1, path, option)
+    assert done.returncode == 2
+    told = f"\n{option} stands behind the script, which it was handed to: stretto run {option} ... {path}"
+    assert (told in done.stderr) is ("ranks" in option)
+
+
 @pytest.fixture
 def narrow_group(tmp_path: Path) -> Iterator[Path]:
     """A control group in which a process can have 200 MiB."""

@@ -16,6 +16,10 @@ from ..cores import threads_per_rank
 from .console import AsJson, CommandError, note, say_json
 from .ranks import check_descriptors, check_room
 
+_USAGE = 2
+"""What a program exits with that does not know an option."""
+_OPTIONS = ("--ranks", "-n", "--nproc-per-node", "--json")
+
 
 def run(
     program: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
@@ -55,6 +59,8 @@ def run(
                 "\nThe kernel has killed a process of this machine for want of memory meanwhile, most likely this one "
                 "(see dmesg): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less."
             )
+        if failure.exit_code == _USAGE and (ours := [one for one in arguments or () if one.split("=")[0] in _OPTIONS]):
+            told += f"\n{ours[0]} stands behind the script, which it was handed to: stretto run {ours[0]} ... {program}"
         note(told + (f"\n--- traceback of rank {failure.rank} ---\n{failure.traceback}" if failure.traceback else ""))
     if as_json:
         first = asdict(outcome.failure) if outcome.failure else None

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import warm
 import warm_hosts
 import warm_programs
 from hypothesis import settings
+from torch.optim import optimizer as torch_optimizer
 
 import stretto.testing
 from stretto.testing_network import EmulatedHosts
@@ -76,8 +78,10 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch):
-    """No launcher's variables, fixed seeds, and the global settings as they were."""
+    """No launcher's variables, fixed seeds, the global settings as they were, and no listener of another test."""
     _forget_launcher(monkeypatch)
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):  # a handle that is left is alive
+        monkeypatch.setattr(torch_optimizer, name, OrderedDict())
     random.seed(0)
     torch.manual_seed(0)
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()

@@ -225,6 +225,44 @@ ANOTHER_IS_TRAINED = (
 )
 
 
+def test_steps_of_what_is_attached_or_the_modules_own_begin_the_count_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """A critic that is trained first, beside a temperature of each rank's own; a head that is to be left alone."""
+
+    def worker(transport: Transport) -> None:
+        actor = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        critic, own = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+        stretto.attach(actor, transport=transport, ignore=["1.*"])
+        stretto.attach(critic, transport=transport)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, own, actor[1])]
+        for number in range(120):
+            trained = (critic, own, actor[1])[place := number % 2 if number < 60 else 2]
+            trained(torch.ones(1, trained.in_features)).sum().backward()
+            if transport.rank == 0:
+                optimizers[place].step()
+
+    run_ranks(worker, 2)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_hook_that_clears_gradients_behind_the_step_hides_nothing(
+    caplog: pytest.LogCaptureFixture, clears: bool
+) -> None:
+    def worker(transport: Transport) -> None:
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if clears:
+            optimizer.register_step_post_hook(lambda one, *_: one.zero_grad())
+        with sync.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        if transport.rank == 0:
+            optimizer.step()
+
+    run_ranks(worker, 2)
+    assert [record.getMessage() for record in caplog.records] == [KEPT.format("before pass 1")]
+
+
 @pytest.mark.parametrize("what", ["a copy", "itself", "another that is attached", "without gradients"])
 def test_who_attaches_a_module_and_trains_another_is_told(caplog: pytest.LogCaptureFixture, what: str) -> None:
     def worker(transport: Transport) -> None:

@@ -62,7 +62,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
         "blame",
         "inquiry",
     },
-    {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership"},
+    {"late", "comm_hooks", "schedule", "check", "presence", "peers", "buffers", "membership", "spot_checks"},
     {"launch", "sparse", "failing", "crossing", "family", "forward"},
     {"tracker", "usage", "beside", "changes", "loose"},
     {"rejoin"},

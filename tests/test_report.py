@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -213,14 +212,6 @@ def test_a_pass_that_is_traced_counts_once(tmp_path: Any) -> None:
     run_ranks(worker, 2)
 
 
-@pytest.fixture
-def tables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's hooks are of the process: other tests leave listeners there until the garbage collector takes them."""
-    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-        monkeypatch.setattr(hooks, name, OrderedDict())
-
-
-@pytest.mark.usefixtures("tables_of_their_own")
 def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
     def listeners() -> int:
         return len(hooks._global_optimizer_pre_hooks[steps.ENTRY].__self__)
@@ -243,7 +234,6 @@ def test_a_pass_that_nobody_watches_has_no_optimizer_hooks() -> None:
     assert not hooks._global_optimizer_pre_hooks and not hooks._global_optimizer_post_hooks
 
 
-@pytest.mark.usefixtures("tables_of_their_own")
 def test_a_handle_that_is_dropped_amid_recording_takes_the_recorder_with_it() -> None:
     """It holds what is under way, and so memory that ranks share; torch's hooks on optimizers are of the process."""
 

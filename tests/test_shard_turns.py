@@ -13,6 +13,7 @@ from test_shared_memory import shared
 from torch.distributed.algorithms.join import Join
 
 import stretto
+from stretto.sharding import kinds
 from stretto.sharding.kinds import Kind, kind_of
 from stretto.testing import run_ranks, spawn_ranks
 
@@ -110,6 +111,92 @@ def test_gradients_stay_while_weights_are_turned() -> None:
     shared(worker, 2)
 
 
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_turn_between_backward_and_a_step_with_other_groups_loses_no_gradient(carrier: str, keep_grads: bool) -> None:
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, ScheduleFree, keep_grads=keep_grads)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            epoch(net, one, transport.rank, 0)
+            one.train()
+            one.zero_grad()
+            backward(net, transport.rank, 3)
+            (group,) = one.param_groups
+            one.add_param_group({**group, "params": [group["params"].pop()], "lr": 0.05})
+            one.train()
+            one.eval()
+            one.train()
+            before = net.second.weight.detach().clone()
+            one.step()
+            assert not torch.equal(net.second.weight, before)
+            epoch(net, one, transport.rank, 4)
+        assert_same(model, plain)
+
+    CARRIERS[carrier](worker, 3)
+
+
+def test_a_step_behind_eval_is_refused_and_all_can_go_on() -> None:
+    """The optimizer would say so too, but nobody could go on from a share that has failed."""
+
+    def worker(transport: Any) -> str:
+        model, sharded, _, plain, optimizer = pair(transport, ScheduleFree)
+        backward(model, transport.rank, 0)
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.step()
+        for net, one in ((model, sharded), (plain, optimizer)):
+            epoch(net, one, transport.rank, 0)
+        assert_same(model, plain)
+        return str(caught.value)
+
+    assert shared(worker, 2) == [
+        f"rank {rank}, pass 1: step() of ScheduleFree behind eval(), or before its first train().\n"
+        "Call optimizer.train() before, on all ranks. Nothing has moved."
+        for rank in range(2)
+    ]
+
+
+def test_an_optimizer_is_tried_once_for_each_of_its_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def counted(*what: Any) -> Kind:
+        tried.append(1)
+        return kind_of(*what)
+
+    monkeypatch.setattr(kinds, "kind_of", counted)
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport, ScheduleFree)
+        epoch(model, sharded, transport.rank, 0)
+        transport.all_gather_object(None)
+        before = len(tried)
+        for first in (3, 6, 9):
+            epoch(model, sharded, transport.rank, first)
+        transport.all_gather_object(None)
+        assert len(tried) <= before + 2  # on each rank once more, since what steps count is not 0 any more
+
+    run_ranks(worker, 2)
+
+
+def evaluates_alone(rank: int, transport: str) -> str:
+    model = Net()
+    sync = stretto.attach(model, transport=transport)  # type: ignore[arg-type]
+    sharded = stretto.shard(ScheduleFree(model.parameters()), sync)
+    sharded.train()
+    backward(model, rank, 0)
+    sharded.step()
+    with pytest.raises(stretto.CommunicationError) as caught:
+        if rank == 0:
+            sharded.eval()
+        backward(model, rank, 1)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_evaluates_alone_is_told_what_it_has_called() -> None:
+    told = spawn_ranks(evaluates_alone, 2, "shared_memory")
+    assert any("rank 0 called optimizer.step(), train() or eval(), rank 1" in text for text in told), told
+
+
 def test_an_output_of_before_cannot_be_used_in_backward() -> None:
     """As behind a step: weights that it needs have been written over."""
 
@@ -158,6 +245,7 @@ def test_without_shared_memory_ranks_that_call_something_else_have_a_patchwork_a
 
     for rank, told in enumerate(run_ranks(worker, 2)):
         assert told.startswith(f"rank {rank}, pass 3: the last step was taken with other parameter groups on ")
+        assert "), or was a train() or an eval() on some, so the model is a patchwork.\n" in told
 
 
 def test_one_rank_alone() -> None:

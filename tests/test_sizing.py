@@ -22,9 +22,6 @@ from stretto.testing import DelayTransport, run_ranks, spawn_ranks
 from stretto.testing_network import EmulatedHosts
 from stretto.transport import LocalTransport
 
-pytestmark = pytest.mark.flaky(reruns=2)
-"""Links are emulated by sleeping, and timed."""
-
 COSTS = st.builds(AllReduceCost, st.floats(0, 1), st.floats(1e3, 1e12))
 Caps = tuple[int, int]
 """Of a plan's buckets, and of its last."""
@@ -69,6 +66,7 @@ def attached(seconds: Callable[[int], float], **options: Any) -> list[tuple[Caps
     return run_ranks(worker, 2)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_all_ranks_follow_the_slowest(caplog: pytest.LogCaptureFixture) -> None:
     fast, slow = attached(lambda nbytes: 0.0), attached(lambda nbytes: nbytes / 110e6)
     for one, other in (fast, slow):
@@ -97,6 +95,7 @@ def test_nothing_is_timed_where_it_does_not_matter(options: dict[str, Any]) -> N
         assert options != {"bucket_cap_mb": 3} or caps == (3 * MIB, 3 * MIB // 4)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_defaults_of_torch_change_nothing() -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -106,11 +105,13 @@ def test_defaults_of_torch_change_nothing() -> None:
     assert (caps, times) == (SLOW, sizing.PROBES)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_last_bucket_that_was_named_stays() -> None:
     for caps, _, times in attached(lambda nbytes: nbytes / 110e6, last_bucket_cap_mb=0.125):
         assert (caps, times) == ((SLOW[0], MIB // 8), sizing.PROBES)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_changed_module_keeps_the_size() -> None:
     def worker(inner: LocalTransport) -> list[tuple[Caps, int]]:
         inner.caps_follow_link = True  # type: ignore[attr-defined]
@@ -173,6 +174,7 @@ def caps_measured(hosts: EmulatedHosts, sizes: list[int]) -> int:
     return statistics.median_low(ranks[0][0][0] for ranks in found)
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2]])

@@ -99,8 +99,8 @@ def attach(
         launch_after: parameters, or their names, whose gradient closes the buckets that are being filled (Apex's
             trigger parameters).
         check_every: at the end of every n-th pass compare all parameters and buffers over the ranks by a cheap
-            fingerprint, as ``check()`` of the handle does at any time. None: samples are compared now and then, and a
-            difference is a warning. 0: not even that.
+            fingerprint, as ``check()`` of the handle does at any time. None: spot checks now and then, of which a
+            difference is a warning, once. 0: not even that.
         sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
             ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.

@@ -13,13 +13,15 @@ import torch
 
 from .agreement import describe_ranks
 from .beside import Beside
-from .check import Inspection, fingerprint
+from .check import fingerprint
 from .errors import CommunicationError, PeerError, UnsupportedError, name_list
 from .forward import ForwardWatch
 from .launch import LaunchQueue
+from .membership import Membership
 from .plan import BucketPlan
 from .rejoin import Rejoin
 from .replan import ReplanPolicy, complete_order, recut
+from .spot_checks import SpotChecks
 from .tracker import ArrivalTracker
 from .transport.base import Work
 from .usage import carry_over, ranks_that_had
@@ -41,7 +43,7 @@ class Consensus:
         rejoin: follows changes of the module.
         forward: knows how forward went.
         beside: what travels behind the last bucket.
-        inspection: looks whether the ranks are still equal.
+        members: the parameters, which are compared now and then.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Consensus:
         rejoin: Rejoin,
         forward: ForwardWatch,
         beside: Beside,
-        inspection: Inspection,
+        members: Membership,
     ) -> None:
         self._queue = queue
         self._tracker = tracker
@@ -59,7 +61,8 @@ class Consensus:
         self._rejoin = rejoin
         self._forward = forward
         self._beside = beside
-        self._inspection = inspection
+        self.spot_checks = SpotChecks(members, queue.peers, speaks=queue.transport.rank == 0)
+        """Whether all ranks still have the same parameters."""
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
@@ -104,7 +107,7 @@ class Consensus:
         if seat.with_others and not seat.all_know:
             said.append(Control.WITH_OTHERS)
         if self._queue.comm_hook is None:  # which may have each rank step by itself, as post-localSGD
-            said += self._inspection.says(self._queue.pass_number)
+            said += self.spot_checks.says(self._queue.pass_number)
         if scheduled and not self._replan_policy.deferred:
             return said
         if not scheduled:
@@ -152,6 +155,8 @@ class Consensus:
         if self._failure_of_peer is not None:
             error, self._failure_of_peer = self._failure_of_peer, None
             raise error
+        if release:
+            self.spot_checks.ended(self._queue.pass_number)
 
     def catch_up(self) -> None:
         """Before a pass: act on words of the last one that were not there yet."""
@@ -191,8 +196,7 @@ class Consensus:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
-        number, speaks = self._queue.pass_number, self._queue.transport.rank == 0
-        self._inspection.hear(said, number, idle=not release, speaks=speaks)
+        self.spot_checks.hear(said, self._queue.pass_number, idle=not release)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or is_first:
             self._replan()

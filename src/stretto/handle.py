@@ -67,7 +67,7 @@ class Synchronizer:
         if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
             members = Membership(module, options, functools.partial(parameters_of, [one.members for one in inside]))
-            inspection = Inspection(module, options, self._buffer_places, peers.gather)
+            inspection = Inspection(members, self._buffer_places, peers.gather)
             rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
             common = trained, plan, transport, self._events, self._buffer_places, members, scaling, peers
             self._reducer = Reducer(*common, delay=options.delay, inspection=inspection, sparse=rows)
@@ -242,7 +242,7 @@ class Synchronizer:
         if self._reducer is None and self._peers is not None:
             raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
         if self._reducer is not None and self._peers is not None:
-            Inspection(self.module, self._options, self._buffer_places, self._peers.gather).run(self.statistics.passes)
+            Inspection(self._reducer.members, self._buffer_places, self._peers.gather).run(self.statistics.passes)
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective.

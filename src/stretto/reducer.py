@@ -96,7 +96,7 @@ class Reducer:
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
-        self._consensus = Consensus(self.queue, self.tracker, self._rejoin, self._forward, self._beside, inspection)
+        self._consensus = Consensus(self.queue, self.tracker, self._rejoin, self._forward, self._beside, members)
         self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members, self.tracker)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
@@ -138,7 +138,7 @@ class Reducer:
     def detach(self) -> None:
         """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
         self.family.leave(self)
-        self._inspection.stop()
+        self._consensus.spot_checks.stop()
         self._stepped_alone.stop()
         self._forward.remove()
         self.members.stop()
@@ -273,7 +273,8 @@ class Reducer:
         self._consensus.hear(words, at_once=changed or inspected)
         if carries and self.sparse.given_up:
             raise self._consensus.failure(self.sparse.given_up)
-        self._inspection.ended(queue.pass_number)
+        if inspected:
+            self._inspection.run(queue.pass_number)
 
     def _wait(self, sent: CoalescedMessages | None, handed_out: bool = False, *, release: bool) -> ControlWords:
         words = self.queue.wait(release=release, handed_out=handed_out)

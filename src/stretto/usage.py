@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function_unary
 
 from .arrivals import owner_of
 from .bucket import Bucket
@@ -178,6 +179,7 @@ class SteppedAlone:
     def __init__(self, queue: LaunchQueue, members: Membership, tracker: ArrivalTracker) -> None:
         self._queue, self._members = queue, members
         self._early_steps, self._steps, self._all_steps = 0, 0, 0
+        self._began_with: tuple[int, list[str]] = 0, []
         self._tracker = tracker
         if queue.transport.rank == 0:
             listen(self._stepping)
@@ -187,9 +189,7 @@ class SteppedAlone:
         if not begins:
             return
         if not queue.pass_number:
-            self._early_steps += 1
-            if not self._early_steps % STEPS:
-                self._look_whether_others_train(optimizer)
+            self._look_whether_others_train(optimizer)
             return
         self._all_steps += 1
         mine = {id(reference()) for reference in queue.parameters}
@@ -204,7 +204,13 @@ class SteppedAlone:
     def _look_whether_others_train(self, optimizer: torch.optim.Optimizer) -> None:
         """No pass yet: was another module attached than the one that is trained, a copy of it, say?"""
         stepped = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        if stepped and all(owner_of(one) is None for one in stepped):
+        if not stepped:
+            return
+        own = _all_of([self._members])
+        under_way = any(map(has_torch_function_unary, stepped))  # so a handle has it, and nothing of it is read
+        alone = not under_way and all(owner_of(one) is None and id(one) not in own for one in stepped)
+        self._early_steps = self._early_steps + 1 if alone else 0
+        if self._early_steps == STEPS:
             stop_listening(self._stepping)
             log.warning(
                 "%s: %s steps of %s, of nothing that a handle averages, and no backward has reached the attached "
@@ -222,19 +228,13 @@ class SteppedAlone:
             listen(self._stepping_kept)
 
     def _stepping_kept(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
-        """With gradients of a backward that was not synchronised? Those that were zeroed are as good as none.
-
-        It is looked behind the step: a closure may run backward in it.
-        """
-        if begins or not self._tracker.unsynchronized:
+        """With gradients of a backward that was not synchronised? A closure may run another, that is, in the step."""
+        if begins:
+            self._began_with = id(optimizer), self._kept_of(optimizer)
             return
-        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        kept = [
-            self._queue.names[index]
-            for index, one in self._tracker.alive(sorted(self._tracker.unsynchronized))
-            if id(one) in stepped and type(one.grad) is torch.Tensor and one.grad.any()
-        ]
-        if kept:
+        (began, before), self._began_with = self._began_with, (0, [])
+        kept = (before if began == id(optimizer) else []) or self._kept_of(optimizer)
+        if kept and self._tracker.unsynchronized:
             stop_listening(self._stepping_kept)
             log.warning(
                 "%s: a step with gradients of this rank alone, of a backward that was not synchronised (no_sync()): "
@@ -244,6 +244,15 @@ class SteppedAlone:
                 self._queue.where,
                 name_list(kept),
             )
+
+    def _kept_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Names. Gradients that were zeroed are as good as none."""
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return [
+            self._queue.names[index]
+            for index, one in self._tracker.alive(sorted(self._tracker.unsynchronized))
+            if id(one) in stepped and type(one.grad) is torch.Tensor and one.grad.any()
+        ]
 
     def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Their names. Of the module's own nothing is read, since behind a sharded step they may be under way."""

@@ -31,7 +31,7 @@ class Control(IntEnum):
     WITH_OTHERS = 8
     """One backward has reached handles of other process groups too: see family.py, [Note: other groups]."""
     COMPARES = 9
-    """This rank says of which values its parameters are: see check.py, [Note: samples]."""
+    """This rank says of which values its parameters are: see spot_checks.py."""
 
 
 MARKS = 16

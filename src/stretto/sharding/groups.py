@@ -26,6 +26,7 @@ from ..specs import dtype_name
 from .attributes import are_same, comparable, is_scalar
 from .kinds import options_of
 from .state import State
+from .turns import turns
 
 _MASK = (1 << 40) - 1
 
@@ -180,9 +181,10 @@ class Groups:
             )
         if not (others := [other for other, (groups, _) in enumerate(stepped) if groups != stepped[rank][0]]):
             return
+        calls = ", or was a train() or an eval() on some" if turns(self._optimizer) else ""
         raise ModelMismatchError(
             f"{where}: the last step was taken with other parameter groups on {describe_ranks(others)} than here "
-            f"({self._in_words()}), so the model is a patchwork.\n"
+            f"({self._in_words()}){calls}, so the model is a patchwork.\n"
             "Set the same on all ranks, schedules included, and start again from the last checkpoint."
         )
 

@@ -26,8 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
 from .attributes import are_same, comparable, hand_on, is_plain, numbers_on
-from .probe import equal, gradient, joined, numbers, turn
+from .probe import equal, gradient, joined, numbers
 from .state import by_element
+from .turns import refuse_to_step, turn
 
 _STEPS = 7
 """Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
@@ -69,7 +70,7 @@ class KindWatch:
     def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind) -> None:
         self._optimizer = optimizer
         self._kind = kind
-        self._known, self._values = self._characters(), self._looked_at()
+        self._known, self._values = [self._characters()], self._looked_at()
 
     def _looked_at(self) -> list[Any]:
         return [*chain.from_iterable(group.values() for group in self._optimizer.param_groups)]
@@ -77,29 +78,31 @@ class KindWatch:
     def _characters(self) -> list[dict[str, Any]]:
         return [{key: _character(value) for key, value in group.items()} for group in self._optimizer.param_groups]
 
-    def refuse_change(self, where: str, *, has_moved: bool) -> None:
+    def refuse_change(self, where: str, *, has_moved: bool, turn: str) -> None:
         """Try again, if options have changed by more than a number, or groups have other parameters.
 
         Args:
             where: how the message begins.
             has_moved: groups have other parameters: of other dimensions, maybe.
+            turn: what follows; empty for a step.
 
         Raises:
             SetupError: an element's step depends on all of its parameter now, which is divided.
             UnsupportedError: parameters depend on each other now.
         """
+        refuse_to_step(self._optimizer, where, turn)
         values = self._looked_at()
         if not has_moved and are_same(values, self._values):
             return
         found = self._characters()
-        changed = has_moved or found != self._known
+        changed = has_moved or found not in self._known
         if changed and kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
             raise SetupError(
                 f"{where}: with what the groups of {type(self._optimizer).__name__} hold now, the step of an element "
                 "depends on all of its parameter, and parameters are divided by elements.\n"
                 "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
             )
-        self._known, self._values = found, values
+        self._known, self._values = ([found] if has_moved else [*self._known, *[found] * changed]), values
 
 
 def _character(value: object) -> object:

@@ -24,6 +24,7 @@ from ..errors import CommunicationError, PeerError
 from ..peers import Peers
 from ..transport import Transport, Work
 from .awaited import Arrival
+from .turns import turns
 
 
 class Coming(IntEnum):
@@ -53,9 +54,11 @@ class Meetings:
     Args:
         transport: carries a number.
         peers: the other ranks.
+        optimizer: what steps.
     """
 
-    def __init__(self, transport: Transport, peers: Peers) -> None:
+    def __init__(self, transport: Transport, peers: Peers, optimizer: torch.optim.Optimizer) -> None:
+        self._name = b"optimizer.turn" if turns(optimizer) else b"optimizer.step"
         self._transport: Any = transport
         self._peers = peers
         self._said = array.array("q", (0, 0))  # to index a tensor costs some microseconds
@@ -82,7 +85,7 @@ class Meetings:
         self._said[0], self._said[1] = coming, number
         carrier = self._transport
         named = hasattr(carrier, "meet")
-        work: Work = carrier.meet(self._said, b"optimizer.step") if named else carrier.all_reduce(self._words)
+        work: Work = carrier.meet(self._said, self._name) if named else carrier.all_reduce(self._words)
         return work
 
     def meet_before(

@@ -19,8 +19,8 @@ from .elsewhere import Elsewhere, Guard
 from .joining import Joins
 from .kinds import bare_step
 from .members import refuse_others, refuse_taken, refuse_twins
-from .probe import turns
 from .shares import Shares
+from .turns import turns
 
 if TYPE_CHECKING:
     from .checkpoint import ShardedState

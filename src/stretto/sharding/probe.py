@@ -60,22 +60,6 @@ def gradient(value: torch.Tensor, number: int) -> torch.Tensor:
     return (((value * 4096 + _LEVELS // 2) * 1201 + 2503 * number) % _LEVELS - _LEVELS // 2) / 4096
 
 
-def turns(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """``"train"`` and ``"eval"``, if it has both: those of schedule-free optimizers, which move weights between steps.
-
-    An optimizer may refuse to step before its ``train()``.
-    """
-    both = "train", "eval"
-    return both if all(callable(getattr(optimizer, one, None)) for one in both) else ()
-
-
-def turn(how: str, *optimizers: torch.optim.Optimizer) -> None:
-    """Call this one of each that has both."""
-    for one in optimizers:
-        if how in turns(one):
-            getattr(one, how)()
-
-
 def joined(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """Their elements."""
     return torch.cat([parameter.detach().flatten() for parameter in parameters])

@@ -62,7 +62,7 @@ class Shares:
         self._kinds, self._compiler = KindWatch(optimizer, kind), CompilerWatch()
         self._reducer, self._peers = reducer, peers
         self.transport, self.rank = reducer.transport, reducer.transport.rank
-        self.meetings = Meetings(reducer.transport, peers)
+        self.meetings = Meetings(reducer.transport, peers, optimizer)
         self._groups = Groups(optimizer, reducer.queue)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
@@ -206,7 +206,7 @@ class Shares:
             has_moved = self._groups.have_moved()
             moves = has_moved or self._reducer.plan is not self.layout.plan
             strayed = self.layout.strayed()
-            self._refuse(strayed, has_moved=has_moved)
+            self._refuse(strayed, has_moved=has_moved, turn=turn)
             copies = {} if moves else self.layout.copies(strayed, self._pieces, self._reducer.members.all_parameters)
             number = self._groups.number(has_moved=has_moved, turn=turn)
         met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
@@ -216,17 +216,18 @@ class Shares:
                 self._follow()
             said = self._groups.number(has_moved=False) if idle else number
             self._write([] if moves else strayed, copies, said, turn)
-        if has_moved or self._has_moved:  # not before: what is there now is in the shares of this pass
+        self._has_moved |= has_moved
+        if self._has_moved and not turn:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
             self.withholding.follow()
             self.withholding.drop(self._everything())
 
-    def _refuse(self, strayed: Sequence[int], *, has_moved: bool) -> None:
+    def _refuse(self, strayed: Sequence[int], *, has_moved: bool, turn: str = "load") -> None:
         """Raise what speaks against a step of this rank."""
         layout, where, plan = self.layout, self._peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         self._groups.refuse_other_dtypes(where)
-        self._kinds.refuse_change(where, has_moved=has_moved)
+        self._kinds.refuse_change(where, has_moved=has_moved, turn=turn)
         if has_moved or any(one.grad is not None for one in self._apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 
@@ -259,9 +260,8 @@ class Shares:
         self.inner.step(turn)
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
-        parameters = self._everything()
-        torch.autograd.graph.increment_version(parameters)
-        self.withholding.drop([] if turn else parameters)
+        torch.autograd.graph.increment_version(self._everything())
+        self.withholding.drop([] if turn else self._everything())
 
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]

@@ -68,7 +68,11 @@ class Entry:
 
     def __str__(self) -> str:
         action = self.action.decode(errors="replace")
-        return f"{action} of {self.numel} elements" if action != "optimizer.step" else "optimizer.step()"
+        return _CALLS.get(action, f"{action} of {self.numel} elements")
+
+
+_CALLS = {"optimizer.step": "optimizer.step()", "optimizer.turn": "optimizer.step(), train() or eval()"}
+"""In which the elements are nobody's affair."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Ranks that drift apart are told of, unasked and without a message for it: check.py, [Note: samples]."""
+"""Ranks that drift apart are told of, unasked and without a message for it: spot_checks.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stretto
-from stretto.check import Sample, _are_unlike, _few_of, check_replicas
+from stretto.check import check_replicas
 from stretto.footer import Footer
+from stretto.spot_checks import SpotCheck, _are_unlike, _few_of
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
-from stretto.transport import LocalTransport, Transport
+from stretto.transport import LocalGroup, LocalTransport, Transport
 from stretto.words import COUNTS, FIRST_MARK, FIRST_VALUE, LENGTH, VALUES, Control, ControlWords
 
 APART = (
@@ -112,16 +113,19 @@ def test_of_three_ranks_those_are_named_that_agree(caplog: pytest.LogCaptureFixt
     assert "0.bias: ranks 0, 2 differ from rank 1 by up to 1, in 4 of 4 elements" in told
 
 
-def test_equal_ranks_are_told_nothing_and_send_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_ranks_are_told_nothing_and_send_nothing_more(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(monkeypatch)
+
     def worker(transport: LocalTransport) -> None:
         one = Run(recording := RecordingTransport(transport), lr=0.1)
         one.step(2)  # the order is learnt
         recording.calls.clear()
         one.step(40)
         assert [kind for kind, _ in recording.calls] == ["all_reduce"] * 40
-        assert one.sync._peers is not None
 
-    assert run(caplog, worker) == []
+    assert run(caplog, worker) == [] and looks.number == 0
 
 
 def test_who_compares_by_himself_or_never_or_has_a_comm_hook_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -258,12 +262,81 @@ def test_buffers_are_left_to_who_asks(caplog: pytest.LogCaptureFixture) -> None:
     assert run(caplog, worker) == []
 
 
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.expert = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.shared(x))
+
+
+def test_what_a_handle_inside_looks_after_is_its_own_affair(caplog: pytest.LogCaptureFixture) -> None:
+    """Experts, of which each pair of ranks has another."""
+    pairs = LocalGroup(2), LocalGroup(2)
+
+    def worker(transport: LocalTransport) -> None:
+        torch.manual_seed(transport.rank % 2)
+        model = Experts()
+        stretto.attach(model.expert, transport=pairs[transport.rank % 2].transport(transport.rank // 2))
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        sync.check()
+
+    assert run(caplog, worker, 4) == []
+
+
+def test_a_step_of_another_thread_touches_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may change meanwhile."""
+
+    def worker(transport: LocalTransport) -> None:
+        one = Run(transport)
+        one.backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one.model, "named_parameters", None)
+            torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()
+
+    run_ranks(worker, 2)
+
+
+class Outer(torch.optim.Optimizer):
+    """As ZeroRedundancyOptimizer: another one steps a part, and what others have stepped comes behind that."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], rank: int) -> None:
+        super().__init__(parameters, {})
+        self.inner, self.rank = torch.optim.SGD(parameters[rank:], lr=0.5), rank
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        if self.rank:
+            first = self.param_groups[0]["params"][0]
+            first -= 0.5 * first.grad
+
+
+def test_a_step_inside_a_step_is_not_yet_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(monkeypatch)
+
+    def worker(transport: LocalTransport) -> None:
+        one = Run(transport)
+        one.optimizer = Outer([*one.model.parameters()], transport.rank)
+        one.step(6)
+
+    assert run(caplog, worker) == [] and looks.number == 0
+
+
 class Looks:
     """How often parameters were compared closely, on all ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
-        monkeypatch.setattr(stretto.check, "check_replicas", self.look)
+        monkeypatch.setattr(stretto.spot_checks, "check_replicas", self.look)
 
     def look(self, *what: Any) -> None:
         self.number += 1
@@ -274,7 +347,7 @@ class Looks:
 def test_memory_that_is_lent_out_between_uses_is_no_drift(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, everywhere: bool
 ) -> None:
-    """Of a frozen layer. Where some ranks alone do so, their samples are unlike, which is found out twice."""
+    """Of a frozen layer. Where some ranks alone do so, what they say is unlike, which is found out twice."""
     looks = Looks(monkeypatch)
 
     def worker(transport: LocalTransport) -> None:
@@ -434,7 +507,7 @@ def resumes_on_rank_0(rank: int, transport: str) -> list[str]:
     return told
 
 
-# What a sample sees
+# What a spot check sees
 
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn]
@@ -442,26 +515,26 @@ KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.comp
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (100,), (4, 5), (2, 3, 4, 4)], ids=str)
-def test_a_sample_sees_another_value(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_spot_check_sees_another_value(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).to(dtype)
-    said = [Sample([tensor, torch.zeros(0)]).says()]
+    said = [SpotCheck([tensor, torch.zeros(0)]).says()]
     for number in range(64):
         tensor.copy_(torch.full((), 1 + number / 8))
-        said.append(Sample([tensor, torch.zeros(0)]).says())
+        said.append(SpotCheck([tensor, torch.zeros(0)]).says())
     assert all(one[0] == Control.COMPARES and len(one) == len({*one}) <= 1 + VALUES for one in said)
     assert all(FIRST_VALUE <= word < LENGTH for one in said for word in one[1:])
     assert len({tuple(one) for one in said}) > 40 / 65 * len({*torch.arange(1, 9, 1 / 8).to(dtype).tolist()})
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 1024])
-def test_a_sample_does_not_depend_on_how_a_tensor_lies(number: int) -> None:
+def test_a_spot_check_does_not_depend_on_how_a_tensor_lies(number: int) -> None:
     tensor = torch.randn(2, 3, 4, 4)
     laid_out = tensor.to(memory_format=torch.channels_last), torch.cat([tensor] * 2)[2:]
-    assert all(Sample([one], number).says() == Sample([tensor], number).says() for one in laid_out)
+    assert all(SpotCheck([one], number).says() == SpotCheck([tensor], number).says() for one in laid_out)
 
 
 @pytest.mark.parametrize("shape", [(200,), (40, 5), (7, 3, 70), (9, 2, 3, 3)], ids=str)
-def test_samples_of_many_passes_see_most_elements(shape: tuple[int, ...]) -> None:
+def test_spot_checks_of_many_passes_see_most_elements(shape: tuple[int, ...]) -> None:
     places = torch.arange(math.prod(shape)).view(shape)
     seen = [{*_few_of(places, number).tolist()} for number in range(2000)]
     assert len(set().union(*seen)) > 0.9 * places.numel()
@@ -478,12 +551,12 @@ def test_no_more_than_what_is_looked_at_is_copied() -> None:
 def test_memory_that_is_lent_out_is_left_alone() -> None:
     tensor = torch.randn(4, 5)
     tensor.untyped_storage().resize_(0)
-    assert Sample([tensor, torch.ones(3)]).says() == Sample([torch.ones(3)]).says()
+    assert SpotCheck([tensor, torch.ones(3)]).says() == SpotCheck([torch.ones(3)]).says()
 
 
 def test_what_cannot_be_read_is_left_alone() -> None:
     others = torch.empty(3, device="meta"), torch.eye(3).to_sparse(), torch.nn.UninitializedParameter()
-    assert Sample([*others, torch.ones(3)]).says() == Sample([torch.ones(3)]).says()
+    assert SpotCheck([*others, torch.ones(3)]).says() == SpotCheck([torch.ones(3)]).says()
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=VALUES, max_size=VALUES), max_size=4), st.integers(0, 3))

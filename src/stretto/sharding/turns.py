@@ -1,0 +1,35 @@
+"""``train()`` and ``eval()`` of optimizers that have both: schedule-free ones, which move weights between steps."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import SetupError
+
+
+def turns(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """``"train"`` and ``"eval"``, if it has both."""
+    both = "train", "eval"
+    return both if all(callable(getattr(optimizer, one, None)) for one in both) else ()
+
+
+def turn(how: str, *optimizers: torch.optim.Optimizer) -> None:
+    """Call this one of each that has both."""
+    for one in optimizers:
+        if how in turns(one):
+            getattr(one, how)()
+
+
+def refuse_to_step(optimizer: torch.optim.Optimizer, where: str, turn: str) -> None:
+    """Raise ``SetupError`` where a step would: a share that has failed to step leaves nothing to go on with.
+
+    Args:
+        optimizer: the user's, whose groups tell.
+        where: how the message begins.
+        turn: what follows; empty for a step.
+    """
+    if not turn and turns(optimizer) and any(group.get("train_mode") is False for group in optimizer.param_groups):
+        raise SetupError(
+            f"{where}: step() of {type(optimizer).__name__} behind eval(), or before its first train().\n"
+            "Call optimizer.train() before, on all ranks. Nothing has moved."
+        )

@@ -1,0 +1,157 @@
+"""Are the parameters still equal? A look that nobody has asked for, and no message is sent for.
+
+[Note: spot checks]  A few elements of each parameter are weighed at the end of the optimizer's step behind passes 1, 2,
+4, 8 and so on: there ranks hold the same, also where each of them moves its weights for a backward and back, as SAM
+does. Of the weight some bits travel behind the last bucket of the next pass, so that hardly any device is waited for.
+Where the ranks that compare do not all say the same, all know it at the same pass, look at all parameters together, and
+rank 0 tells of it once: of weights or an optimizer's state that one rank alone has loaded mostly in the second pass.
+Ranks without batches, or that gave up the pass between, say nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.overrides import has_torch_function_unary
+
+from .check import check_replicas, is_readable, weigh, words_of
+from .errors import ReplicaError
+from .membership import Membership
+from .peers import Peers
+from .steps import listen, stop_listening
+from .words import COUNTS, FIRST_VALUE, LENGTH, VALUES, Control, to_host
+
+_FEW = 64
+"""Elements of a parameter that are looked at."""
+_EVERY = 1 << 10
+"""Passes, at most, from one spot check to the next."""
+_FRUITLESS = 2
+"""So often ranks may say different things where parameters are equal, before no more is said."""
+
+log = logging.getLogger("stretto")
+
+
+def _few_of(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Some elements, neighbours as they read, others for each number. Not many more are copied for that."""
+    row = tensor.detach().as_subclass(torch.Tensor)
+    while row.dim():
+        place, inner = number % len(row), row.numel() // len(row)
+        if inner < _FEW:
+            rows = -(-_FEW // inner)
+            first = max(min(place, len(row) - rows), 0)
+            row = row[first : first + rows]
+            break
+        row = row[place]
+    return row.reshape(-1)[:_FEW]
+
+
+class SpotCheck:
+    """A few elements of each tensor, weighed, on their way to the host. See [Note: spot checks].
+
+    Args:
+        tensors: those that cannot be read are left out.
+        number: says which elements.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], number: int = 0) -> None:
+        found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            # What is under way between hosts comes to all from one, and whoever looks at it would wait.
+            if not has_torch_function_unary(tensor) and is_readable(tensor) and tensor.numel():
+                words = words_of(_few_of(tensor, number))
+                found.setdefault((words.dtype, words.device), []).append(words)
+        self._weights = [to_host(weigh(torch.cat(some))) for some in found.values()]
+
+    def says(self) -> list[int]:
+        """The words for it."""
+        bits = 0
+        for weight, arrival in self._weights:
+            if arrival is not None:
+                arrival.synchronize()
+            bits = zlib.crc32(int(weight).to_bytes(8, "little", signed=True), bits)  # each of its bits depends on all
+        return [Control.COMPARES, *(FIRST_VALUE + place for place in range(VALUES) if bits >> place & 1)]
+
+
+def _are_unlike(said: Sequence[float]) -> bool:
+    """Whether of the ranks that compare some said a word of the values, and others did not."""
+    compare, *values = (min(one, COUNTS) for one in (said[Control.COMPARES], *said[FIRST_VALUE:LENGTH]))
+    return any(0 < one < compare for one in values)
+
+
+class SpotChecks:
+    """Those of one handle.
+
+    Args:
+        members: the parameters, and whether a comparison was asked for: then none of these.
+        peers: the other ranks.
+        speaks: this rank tells for all.
+    """
+
+    def __init__(self, members: Membership, peers: Peers, *, speaks: bool) -> None:
+        self._members, self._peers, self._speaks = members, peers, speaks
+        self._wanted = members.options.check_every is None
+        self._passed, self._fruitless = 0, 0
+        self._mine: frozenset[int] = frozenset()  # of which a step is awaited, by id
+        self._depth = 0  # of steps of these that have begun: ZeroRedundancyOptimizer steps another, and sends then
+        self._taken: tuple[int, SpotCheck] | None = None  # and behind which pass
+
+    def ended(self, number: int) -> None:
+        """A pass has. Behind some a step is awaited, at whose end the parameters are looked at."""
+        self._passed, self._depth = number, 0
+        if self._wanted and not self._mine and not (number & number - 1 and number % _EVERY):
+            self._mine = frozenset(map(id, self._members.everything().values()))
+            listen(self._stepping)
+
+    def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
+        """Of any optimizer, on any thread: of others nothing is touched."""
+        mine = self._mine
+        if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
+            return
+        self._depth += 1 if begins else -1
+        if not begins and self._depth <= 0:
+            self.stop()
+            with torch.no_grad():
+                self._taken = self._passed, SpotCheck(self._members.everything().values(), self._passed)
+
+    def stop(self) -> None:
+        """Await no step. Harmless twice."""
+        self._mine = frozenset()
+        stop_listening(self._stepping)
+
+    def says(self, number: int) -> list[int]:
+        """What the last bucket of the pass is to tell."""
+        taken, self._taken = self._taken, None
+        return taken[1].says() if taken is not None and taken[0] == number - 1 else []
+
+    def hear(self, said: Sequence[float], number: int, *, idle: bool) -> None:
+        """Look closely if ranks said different things, and tell of what differs. Collective.
+
+        Args:
+            said: what all ranks told in the pass.
+            number: of the pass.
+            idle: this rank does not step any more.
+        """
+        if not (self._wanted and _are_unlike(said)):
+            return
+        where = f"pass {number} of {type(self._members.module()).__name__}"
+        try:
+            check_replicas(None if idle else self._members.everything(), self._peers.gather, where)
+        except ReplicaError as error:
+            self._wanted = False
+            if self._speaks:
+                self._tell(error)
+            return
+        self._fruitless += 1
+        self._wanted = self._fruitless < _FRUITLESS
+        log.info("%s: what ranks looked at behind the last step was not alike, and all parameters are equal now", where)
+
+    def _tell(self, error: ReplicaError) -> None:
+        log.warning(
+            "%s\n"
+            "stretto looks at a few elements unasked. Where ranks are meant to move their weights by themselves for a "
+            "while, all is well. Told once; check_every=n looks at everything, and raises; check_every=0 never looks.",
+            error,
+        )

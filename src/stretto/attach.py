@@ -109,7 +109,8 @@ def attach(
             comes; on different ones they act together from the first pass on, and not only once they have met.
 
     Returns:
-        The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too.
+        The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too. A copy of a
+        module that holds it has the same one, and is not attached. It cannot be pickled.
 
     Raises:
         SetupError: no parameter requires grad; lazy parameters, or some on the meta device; ``WORLD_SIZE`` is set and

@@ -54,6 +54,14 @@ class Run:
             self.backward()
             self.optimizer.step()
 
+    def step_by_gradients_elsewhere(self, by: float) -> None:
+        before = [one.detach().clone() for one in self.model.parameters()]
+        self.move(by)
+        self.backward()
+        with torch.no_grad():
+            torch._foreach_copy_([*self.model.parameters()], before)
+        self.optimizer.step()
+
     def move(self, by: float = 1.0) -> None:
         with torch.no_grad():
             for one in self.model.parameters():
@@ -207,12 +215,7 @@ def test_weights_that_each_rank_moves_for_a_backward_and_back_are_no_drift(caplo
     def worker(transport: LocalTransport) -> None:
         one = Run(transport, lr=0.1)
         for _ in range(20):
-            before = [each.detach().clone() for each in one.model.parameters()]
-            one.move(0.5 * (1 + transport.rank))
-            one.backward()
-            with torch.no_grad():
-                torch._foreach_copy_([*one.model.parameters()], before)
-            one.optimizer.step()
+            one.step_by_gradients_elsewhere(0.5 * (1 + transport.rank))
 
     assert run(caplog, worker) == []
 
@@ -221,12 +224,7 @@ def test_drift_behind_such_moves_is_told_of(caplog: pytest.LogCaptureFixture) ->
     def worker(transport: LocalTransport) -> None:
         one = Run(transport, lr=2.0 * (1 + transport.rank))
         for _ in range(3):
-            before = [each.detach().clone() for each in one.model.parameters()]
-            one.move(0.5 * (1 + transport.rank))
-            one.backward()
-            with torch.no_grad():
-                torch._foreach_copy_([*one.model.parameters()], before)
-            one.optimizer.step()
+            one.step_by_gradients_elsewhere(0.5 * (1 + transport.rank))
 
     (told,) = run(caplog, worker)
     assert told.startswith("pass 2 of Sequential: ")

@@ -74,10 +74,9 @@ def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[
         ReplicaError: on every rank, naming each tensor that differs, the ranks that agree on it, and how far apart they
             are. What some rank cannot read is left out.
     """
-    readable = {name: one for name, one in (tensors or {}).items() if is_readable(one)}
-    mine = (
-        None if tensors is None else dict.fromkeys(tensors) | {name: fingerprint(readable[name]) for name in readable}
-    )
+    mine = None
+    if tensors is not None:
+        mine = {name: fingerprint(one) if is_readable(one) else None for name, one in tensors.items()}
     brought: list[dict[str, tuple[int, int] | None] | None] = gather(mine)
     unread = {name for other in brought for name, one in (other or {}).items() if one is None}
     everyone = {

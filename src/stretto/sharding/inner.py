@@ -63,7 +63,7 @@ class Inner:
             own.update(options_of(group))
 
     def step(self, turn: str) -> None:
-        """Step what has a gradient; or call its method of this name, see :func:`~stretto.sharding.probe.turns`."""
+        """Step what has a gradient; or call its method of this name, see turns.py."""
         if turn:
             getattr(self._optimizer, turn)()
         else:

@@ -197,7 +197,7 @@ class Shares:
     # The step
 
     def step(self, *, joins: bool = False, idle: bool = False, turn: str = "") -> None:
-        """Step this rank's share; all is stepped when this returns. Collective. See joining.py, ``probe.turns``."""
+        """Step this rank's share; all is stepped when this returns. Collective. See joining.py, turns.py."""
         refuse_to_send(self._peers, "step")
         self._spread.finish()
         self._peers.seat.steps[self._number] += 1

@@ -257,6 +257,31 @@ def test_buffers_that_each_rank_keeps_may_differ_in_shape_when_the_plan_changes(
     assert run_ranks(worker, 2) == [(2, 1), (3, 1)]
 
 
+def test_statistics_of_a_forward_on_one_rank_alone_are_told_of_as_such() -> None:
+    """It evaluates in train() mode behind a backward; the next one brings rank 0's to all."""
+
+    def worker(transport: Any) -> str:
+        model = normed()
+        sync = stretto.attach(model, transport=transport)
+        model(rows(transport.rank)).sum().backward()
+        if transport.rank == 1:
+            with torch.no_grad():
+                model(rows(7))
+        with pytest.raises(stretto.ReplicaError) as caught:
+            sync.check()
+        model(rows(transport.rank)).sum().backward()
+        sync.check()
+        head, *lines = str(caught.value).splitlines()
+        return "\n".join([head, *(line for line in lines if "differs" not in line)])
+
+    told = (
+        "pass 1: the ranks no longer hold the same values of 0.running_mean, 0.running_var, 0.num_batches_tracked.\n"
+        "They are buffers, and the parameters are equal: mostly some ranks only ran a forward in train() mode since "
+        "the last backward, to evaluate without model.eval(), say. The next backward makes them equal again."
+    )
+    assert run_ranks(worker, 2) == [told] * 2
+
+
 def test_a_policy_set_later_says_what_is_compared() -> None:
     def worker(transport: Any) -> None:
         model = normed()

@@ -330,7 +330,13 @@ def wrapped_twice(rank):
     try:
         DistributedDataParallel(outer.module[1])
     except AlreadyAttachedError as error:
-        return grads, str(error), again.synchronizer.world_size, inner.synchronizer.statistics.passes
+        told = str(error)
+    earlier = outer.synchronizer
+    changed = earlier.graph_changed, outer.reducer._ddp_graph_static()
+    earlier.detach()
+    loss(again, batch("mlp", rank)).backward()
+    reduced = [p.grad.clone() for p in outer.parameters()]
+    return grads, told, changed, inner.synchronizer.statistics.passes, reduced
 
 
 def trunk_with_two_heads(rank, joint):
@@ -578,7 +584,8 @@ class TestTogether:
             "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
             "Or wrap the outer module last, or delete its wrapper first if it is not needed any more."
         )
-        assert [scene["wrapped twice"][3] for scene in scenes] == [0, 0]  # those of the one that has ended
+        assert [scene["wrapped twice"][2:4] for scene in scenes] == [((False, True), 0)] * 2  # of one that has ended
+        assert same(scenes[0]["wrapped twice"][4], scenes[1]["wrapped twice"][4])
 
     @pytest.mark.parametrize("joint", [True, False], ids=["one backward for both", "in turn"])
     def test_two_wrappers_have_layers_in_common(self, scenes, joint):

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(60)
 FAILED = (
     "rank {0}, pass {1}: forward failed on {2} before this pass and was caught, so this pass may mix batches.\n"
     "{3}"
-    "Do not step with these gradients: zero_grad() and go on, on all ranks. What may fail and be tried again on one "
-    "rank belongs into no_sync() of the handle (a wrapper's .synchronizer), backward outside."
+    "Do not step with these gradients: zero_grad() and go on, on all ranks. A forward that may fail and be tried "
+    "again on one rank must run inside no_sync() of the handle (a wrapper's .synchronizer), its backward outside."
 )
 EARLY = (
     "rank {0}, pass {1}: backward failed on {2} before this pass and was caught, so this pass may mix batches.\n"

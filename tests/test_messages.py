@@ -47,8 +47,7 @@ class Heads(torch.nn.Module):
 NEVER_USED = (
     "rank 0, pass 3: heads.c.weight, heads.c.bias, heads.d.weight, heads.d.bias had no gradient in any pass so far, "
     "{}. Each stays untrained, and is sent as zeros if others share its bucket.\n"
-    "If it is meant so, freeze it, requires_grad_(False), or leave it out: "
-    "attach(..., ignore=['heads.c.weight', 'heads.c.bias', 'heads.d.weight', 'heads.d.bias'])."
+    "If it is meant so, as of a target network, freeze it: requires_grad_(False)."
 )
 
 
@@ -430,7 +429,7 @@ ALONE = [
         "launch_after names 9.weight, not of this module.\n"
         "Give parameters of the attached module, or names as in module.named_parameters().",
     ),
-    (lambda: attach(reduce="max"), 'reduce=\'max\' is not known: use reduce="mean" or reduce="sum"'),
+    (lambda: attach(reduce="max"), 'reduce=\'max\' is not known: use one of "mean", "sum"'),
     (lambda: attach(predivide_factor=0), "predivide_factor=0 must be a positive number, or None"),
     (lambda: attach(bucket_cap_mb="25"), "bucket_cap_mb='25' must be a positive number, or None"),
     (lambda: attach(weighted="yes"), "weighted='yes' must be True or False"),
@@ -509,7 +508,13 @@ ALONE = [
         "rank 0: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of attach() have no "
         "effect beside it.\nLeave them out, or leave out the hook.",
     ),
-    (lambda: stretto.reduce([], op="max"), 'op=\'max\' is not known: use op="mean" or op="sum"'),
+    (lambda: stretto.reduce([], op="max"), 'reduce: op=\'max\' is not known: use one of "mean", "sum"'),
+    (
+        lambda: stretto.reduce([], bucket_cap_mb="10 MB"),
+        "reduce: bucket_cap_mb='10 MB' must be a positive number",
+    ),
+    (lambda: stretto.reduce([], bucket_cap_mb=-1), "reduce: bucket_cap_mb=-1 must be a positive number"),
+    (lambda: stretto.reduce([], bucket_cap_mb=None), "reduce: bucket_cap_mb=None must be a positive number"),
     (
         lambda: stretto.reduce([torch.ones(2), torch.ones(2, dtype=torch.int64)]),
         "reduce: tensor 1 is torch.int64: give a floating one, tensor.float()",

@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Fails
 
 import stretto
 from stretto.check import check_replicas
+from stretto.errors import PeerError
 from stretto.footer import Footer
 from stretto.spot_checks import SpotCheck, _are_unlike, _few_of
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
@@ -428,6 +430,27 @@ class ThereAlready:
 def read_late(self: Footer, *, summed: bool) -> ControlWords:
     assert summed
     return ControlWords(self._words.clone(), ThereAlready(), marks=self._quiet[FIRST_MARK:FIRST_VALUE])  # type: ignore[arg-type]
+
+
+def test_an_error_of_a_pass_is_told_of_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where words come late one is told a pass later; but not behind another, by ranks that heard of both alone."""
+    monkeypatch.setattr(Footer, "read", read_late)
+
+    def worker(transport: LocalTransport) -> dict[int, str]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        stretto.attach(model, transport=transport, check_every=2)  # at every other pass words are waited for
+        told = {}
+        for number in range(1, 9):
+            model.zero_grad()
+            hidden = model[0](torch.ones(1, 4))
+            try:
+                model[1](Fails.apply(hidden) if number in (3, 4) and transport.rank == 1 else hidden).sum().backward()
+            except (PeerError, ValueError) as error:
+                told[number] = f"{error}".splitlines()[0]
+        return told
+
+    failed = "rank 0, pass 4: backward failed on rank 1, so the mean of this pass lacks gradients."
+    assert run_ranks(worker, 2) == [{4: failed}, {3: "on purpose", 4: "on purpose"}]
 
 
 def test_another_plan_beside_a_rank_without_batches_where_words_come_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from .membership import named, stand_in, trained, wrapping
 from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns, refuse_arguments
 from .peers import Peers
 from .reducer import Reducer, reducer_of
-from .scaling import Reduce, Scaling
+from .scaling import Reduce
 from .sizing import plan_for, suit_link
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_unknown_name, warn_of_tasks
@@ -86,7 +86,8 @@ def attach(
             one does.
         init_sync: False if the ranks are known to hold the same values: nothing is compared or sent, but for what
             ``transport`` asks unless it is ``"process_group"``.
-        ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone.
+        ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone: they are not averaged,
+            do not get rank 0's values, and are not compared.
         reduce: ``"mean"`` or ``"sum"`` over ranks. What ``.grad`` already held before a pass (no ``zero_grad``, or set
             by hand) is averaged over ranks in both modes, never summed, so what all ranks hold alike stays.
         weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
@@ -191,7 +192,6 @@ def _attach_alone(
     """One rank, or none of a group: only what would fail with several fails here."""
     if base is None:
         warn_of_tasks()
-    Scaling(1, options.reduce, options.predivide_factor, options.weighted)
     _refuse(module, options, sends=init_sync)
     dense, rows = _split(module, options)
     inside = _inside(module, options)
@@ -213,7 +213,6 @@ def _attach(
     """Collective. A rank that cannot attach takes part all the same, so that the others learn of it."""
     try:
         options = ask()
-        Scaling(carrier.world_size, options.reduce, options.predivide_factor, options.weighted)
         _refuse(module, options, sends=init_sync)
         dense, rows = _split(module, options)
         plan = plan_for(dense, options, carrier)

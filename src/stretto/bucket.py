@@ -159,8 +159,11 @@ class Bucket:
 
     def not_taken(self) -> list[int]:
         """Places of what may still come, and of what came and was left."""
-        dealt_with = {place for places in self.taken for place in places} | set(self.missing)
+        dealt_with = self._taken_places().union(self.missing)
         return [place for place in range(len(self.indices)) if place not in dealt_with]
+
+    def _taken_places(self) -> set[int]:
+        return {place for places in self.taken for place in places}
 
     def expect_absent(self, places: Sequence[int]) -> None:
         """These parameters do not come in this pass."""
@@ -201,9 +204,8 @@ class Bucket:
                 passes without synchronisation before it.
         """
         self.filled = True
-        taken = [place for places in self.taken for place in places]
         rest = self.not_taken()
-        self.add_late([*taken, *self.missing])
+        self.add_late(self._taken_places().union(self.missing))
         Part(self, [place for place in rest if self.indices[place] in contributed]).take()
         self._fill_absent([place for place in rest if self.indices[place] not in contributed])
 
@@ -298,7 +300,7 @@ class Bucket:
 
     def drop_gradients(self) -> None:
         """Forget gradients that lie in this bucket, since a reduction is overwriting them; put back what was aside."""
-        taken = {place for places in self.taken for place in places}
+        taken = self._taken_places()
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if place in self.aside and place not in taken:
                 parameter.grad = self.aside[place]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,53 +61,75 @@ def is_readable(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
-def check_replicas(tensors: Mapping[str, torch.Tensor] | None, gather: Callable[[Any], list[Any]], where: str) -> None:
+def check_replicas(
+    tensors: Mapping[str, torch.Tensor] | None,
+    gather: Callable[[Any], list[Any]],
+    where: str,
+    buffers: Container[str] = (),
+) -> None:
     """Compare tensors over all ranks. Collective; waits for the device.
 
     Args:
-        tensors: by name, the same names on every rank. None: this rank has none that could be compared, and takes part
-            all the same.
-        gather: returns the fingerprints of all ranks in rank order, some tens of bytes a tensor.
+        tensors: as in ``unlike``.
+        gather: as there.
         where: how the message begins.
+        buffers: names of those that are no parameters.
 
     Raises:
         ReplicaError: on every rank, naming each tensor that differs, the ranks that agree on it, and how far apart they
-            are. What some rank cannot read is left out.
+            are.
+    """
+    names, lines = unlike(tensors, gather)
+    if names:
+        told = f"{where}: the ranks no longer hold the same values of {name_list(names)}.\n" + "\n".join(lines) + "\n"
+        raise ReplicaError(told + (_BUFFERS if all(name in buffers for name in names) else _PARAMETERS))
+
+
+_PARAMETERS = (
+    "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
+    "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that looks "
+    "at one rank's loss; a random number.\n"
+    "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all ranks."
+)
+_BUFFERS = (
+    "They are buffers, and the parameters are equal: mostly some ranks only ran a forward in train() mode since the "
+    "last backward, to evaluate without model.eval(), say. The next backward makes them equal again."
+)
+
+
+def unlike(
+    tensors: Mapping[str, torch.Tensor] | None, gather: Callable[[Any], list[Any]]
+) -> tuple[list[str], list[str]]:
+    """Which tensors are not the same on all ranks, by name, and a line to be read for each of the first. Collective.
+
+    Args:
+        tensors: by name; what some rank does not have, or cannot read, is left out. None: this rank has none that could
+            be compared, and takes part all the same.
+        gather: returns the fingerprints of all ranks in rank order, some tens of bytes a tensor.
     """
     mine = None
     if tensors is not None:
         mine = {name: fingerprint(one) if is_readable(one) else None for name, one in tensors.items()}
     brought: list[dict[str, tuple[int, int] | None] | None] = gather(mine)
-    unread = {name for other in brought for name, one in (other or {}).items() if one is None}
-    everyone = {
-        rank: {name: one for name, one in other.items() if name not in unread}
-        for rank, other in enumerate(brought)
-        if other is not None
-    }
+    everyone = {rank: other for rank, other in enumerate(brought) if other is not None}
     first = next(iter(everyone.values()), {})
-    if all(other == first for other in everyone.values()):
-        return
-    lines, names = [], [name for name in first if len({other.get(name) for other in everyone.values()}) > 1]
+    found = {name: {other.get(name) for other in everyone.values()} for name in first}
+    lines, names = list[str](), [name for name, values in found.items() if len(values) > 1 and None not in values]
+    if not names:
+        return names, lines
     shown = names[:_MOST]
     values = gather({name: _beginning(tensors[name]) for name in shown if name in tensors} if tensors else {})
     for name in shown:
         camps: dict[object, list[int]] = {}
         for rank, other in everyone.items():
             camps.setdefault(other.get(name), []).append(rank)
-        found = [values[ranks[0]].get(name) for ranks in camps.values()]
+        samples = [values[ranks[0]].get(name) for ranks in camps.values()]
         some, *rest = camps.values()
         told = " and from ".join(map(describe_ranks, rest[:_CAMPS]))
         told += f" and {len(rest) - _CAMPS} others" if len(rest) > _CAMPS else ""
         differ = "differs" if len(some) == 1 else "differ"
-        lines.append(f"  {name}: {describe_ranks(some)} {differ} from {told}{_by_how_much(found)}")
-    raise ReplicaError(
-        f"{where}: the ranks no longer hold the same values of {name_list(names)}.\n" + "\n".join(lines) + "\n"
-        "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
-        "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that "
-        "looks at one rank's loss; a random number.\n"
-        "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
-        "ranks."
-    )
+        lines.append(f"  {name}: {describe_ranks(some)} {differ} from {told}{_by_how_much(samples)}")
+    return names, lines
 
 
 def _beginning(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,4 +189,6 @@ class Inspection:
     def run(self, number: int, *, idle: bool = False) -> None:
         """Collective. ``idle``: this rank does not step any more, so its values are not those of the others."""
         gone = idle or self._members.module() is None
-        check_replicas(None if gone else replicated(self._members, self._places), self._gather, f"pass {number}")
+        tensors = None if gone else replicated(self._members, self._places)
+        buffers = tensors.keys() - self._members.everything().keys() if tensors else ()
+        check_replicas(tensors, self._gather, f"pass {number}", buffers)

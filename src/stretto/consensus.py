@@ -24,13 +24,14 @@ from .replan import ReplanPolicy, complete_order, recut
 from .spot_checks import SpotChecks
 from .tracker import ArrivalTracker
 from .transport.base import Work
+from .unattached import Unattached
 from .usage import carry_over, ranks_that_had
 from .words import COUNTS, Control, ControlWords
 
 log = logging.getLogger("stretto")
 AGAIN = (
-    " What may fail and be tried again on one rank belongs into no_sync() of the handle (a wrapper's .synchronizer), "
-    "backward outside."
+    " A forward that may fail and be tried again on one rank must run inside no_sync() of the handle (a wrapper's "
+    ".synchronizer), its backward outside."
 )
 
 
@@ -63,10 +64,12 @@ class Consensus:
         self._beside = beside
         self.spot_checks = SpotChecks(members, queue.peers, speaks=queue.transport.rank == 0)
         """Whether all ranks still have the same parameters."""
+        self.unattached = Unattached(members, queue.peers, speaks=queue.transport.rank == 0)
+        """Whether they have the same of what is stepped beside these."""
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
-        self._had_part = True  # in the pass that they are of
+        self._was_idle = False  # in the pass that they are of
         self._failure_of_peer: PeerError | None = None
 
     def meet(self) -> None:
@@ -108,6 +111,7 @@ class Consensus:
             said.append(Control.WITH_OTHERS)
         if self._queue.comm_hook is None:  # which may have each rank step by itself, as post-localSGD
             said += self.spot_checks.says(self._queue.pass_number)
+        said += self.unattached.says(self._queue.pass_number)
         if scheduled and not self._replan_policy.deferred:
             return said
         if not scheduled:
@@ -139,23 +143,23 @@ class Consensus:
 
     # Following
 
-    def hear(self, words: ControlWords, *, at_once: bool, release: bool = True) -> None:
+    def hear(self, words: ControlWords, *, at_once: bool, idle: bool = False) -> None:
         """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass.
 
         Args:
             words: what was said.
-            release: whether this rank had a part in the pass.
+            idle: this rank had no part in the pass.
             at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
         """
+        error, self._failure_of_peer = self._failure_of_peer, None  # first: it is of no pass behind this one
         if at_once or words.arrival is None or self._queue.pass_number == 1:
-            self.act_on(words, release=release)
+            self.act_on(words, idle=idle)
         else:
-            self._late_words, self._had_part = words, release
-        if self._failure_of_peer is not None:
-            error, self._failure_of_peer = self._failure_of_peer, None
+            self._late_words, self._was_idle = words, idle
+        if error is not None:
             raise error
-        if release:
+        if not idle:
             self.spot_checks.ended(self._queue.pass_number)
 
     def catch_up(self) -> None:
@@ -163,18 +167,18 @@ class Consensus:
         if self._late_words is not None:
             words, self._late_words = self._late_words, None
             try:
-                self.act_on(words, release=self._had_part)
+                self.act_on(words, idle=self._was_idle)
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
                 if self._queue.peers.left:
                     raise
                 self._failure_of_peer = error
 
-    def act_on(self, words: ControlWords, *, release: bool = True) -> None:
+    def act_on(self, words: ControlWords, *, idle: bool = False) -> None:
         """Do what all ranks do after these words. Collective.
 
         Args:
             words: what was said.
-            release: whether this rank had a part in the pass.
+            idle: this rank had no part in the pass.
 
         Raises:
             CommunicationError: buckets were summed with those of another attached model; this rank has lost its place.
@@ -190,13 +194,14 @@ class Consensus:
         said = words.read()
         if words.are_mixed:
             self._refuse_mixed()
-        if self._ends_with(said, words, release):
+        if self._ends_with(said, words, idle):
             return
         if words.on_host:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
-        self.spot_checks.hear(said, self._queue.pass_number, idle=not release)
+        self.spot_checks.hear(said, self._queue.pass_number, idle=idle)
+        self.unattached.hear(said, self._queue.pass_number, idle=idle)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or is_first:
             self._replan()
@@ -213,7 +218,7 @@ class Consensus:
             peers.tell_failed("backward", error, leaves=True)
             raise error from None
 
-    def _ends_with(self, said: Sequence[float], words: ControlWords, release: bool) -> bool:
+    def _ends_with(self, said: Sequence[float], words: ControlWords, idle: bool) -> bool:
         """Whether nothing more follows: a pass was given up, or the module has changed."""
         if said[Control.GAVE_UP]:
             if words.own_failure:
@@ -227,7 +232,7 @@ class Consensus:
             return False
         if self._queue.comm_hook is not None:
             self._rejoin.refuse()
-        self._rejoin.all_together(release=release)
+        self._rejoin.all_together(idle=idle)
         self._replan_policy = ReplanPolicy()
         self._queue.replans += 1
         return True

@@ -38,7 +38,7 @@ from .transport import TransportName
 class DistributedDataParallel(TorchSurface):
     """torch's ``DistributedDataParallel``, argument for argument. Collective.
 
-    What differs, always for the better:
+    What differs:
 
     - ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``,
       ``skip_all_reduce_unused_params`` and ``delay_all_reduce_named_params`` are accepted and change nothing: any graph
@@ -46,6 +46,8 @@ class DistributedDataParallel(TorchSurface):
     - ``no_sync`` counts where ``backward`` runs; what only a forward inside has made is not reduced either.
     - Forward never communicates (but inside ``join()``, and for a buffer hook): ``forward_sync_buffers``
       (``broadcast_buffers``) sends rank 0's buffers at the end of backward. Evaluation on one rank alone works.
+    - Hooks are on parameters, so a backward through ``ddp.module(x)`` is reduced too, where torch leaves it to its
+      rank: run that inside ``no_sync()``.
     - Without a process group, or in a world of one, it is a plain wrapper.
 
     Args:

@@ -57,8 +57,8 @@ def describe(
 
 
 def _how(reducer: Reducer, options: Options) -> str:
-    if reducer.comm_hook is not None:
-        return f"by comm hook {hook_name(reducer.comm_hook.hook)}, in the place of {reducer.transport.name}"
+    if reducer.queue.comm_hook is not None:
+        return f"by comm hook {hook_name(reducer.queue.comm_hook.hook)}, in the place of {reducer.transport.name}"
     kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
     return f"{kind} over ranks, sent {'after backward' if reducer.delay else 'while backward runs'}"
 

@@ -95,7 +95,7 @@ class Family:
         in_order = sorted(members, key=_number)
         self._members = [weakref.ref(member) for member in in_order]  # [Note: weak parameters] in bucket.py
         self._warned = False
-        self._place = (-1, -1)
+        self._backward = (-1, -1)
         self._met: weakref.WeakSet[Family] = weakref.WeakSet()  # in one backward, on other process groups
         self._has_met = False  # the set's own answer runs Python, in every pass
         self._checkpoints = ReentrantCheckpoints()
@@ -139,7 +139,7 @@ class Family:
         """A gradient of one of them has arrived. From its hook."""
         if not self._has_met and (alone := self._alone()) is not None:
             if alone.synchronize and not alone.running:
-                self._place, alone.waits = (current_task(), threading.get_ident()), waits_for_others(alone.queue)
+                self._backward, alone.waits = (current_task(), threading.get_ident()), waits_for_others(alone.queue)
                 amid().add(self)
                 alone.begin()
             return
@@ -147,8 +147,8 @@ class Family:
             all_of(self._due(), _begin)
             return
         company = [*dict.fromkeys((*self._company(), *self._met))]
-        place = (current_task(), threading.get_ident())
-        coming = [family for family in company if family is self or family._comes(place)]
+        backward = (current_task(), threading.get_ident())
+        coming = [family for family in company if family is self or family._comes(backward)]
         for family in coming:
             if family._is_running():
                 family._look_back(coming)
@@ -156,13 +156,13 @@ class Family:
         for family in coming:
             if not family._is_running() and (new := family._due()):
                 unforeseen = self._checkpoints.alive() or family._warned
-                family._set_out(place, company if unforeseen else coming)
+                family._set_out(backward, company if unforeseen else coming)
                 due += new
         all_of(sorted(due, key=_number), _begin)
 
-    def _set_out(self, place: tuple[int, int], company: Sequence[Family]) -> None:
-        """Be amid a pass, in the backward at that place; see which members are to send nothing before its end."""
-        self._place = place
+    def _set_out(self, backward: tuple[int, int], company: Sequence[Family]) -> None:
+        """Be amid a pass, in that backward; see which members are to send nothing before its end."""
+        self._backward = backward
         amid().add(self)
         others = [one.queue for family in company if family is not self for one in family.members()]
         for member in self.members():
@@ -252,7 +252,7 @@ class Family:
         """All on its process groups that this backward has reached."""
         if (alone := self._alone()) is not None:
             return [alone] if alone.running else []
-        reached = [family for family in self._company() if family is self or family._is_at(self._place)]
+        reached = [family for family in self._company() if family is self or family._is_of(self._backward)]
         return [member for family in reached for member in family.members() if member.running]
 
     def _reached(self) -> list[Member]:
@@ -261,7 +261,7 @@ class Family:
             amid().discard(self)
             member = members[0]()
             return [member] if member is not None and member.running else []
-        found = {family for family in self._company() if family is self or family._is_at(self._place)}
+        found = {family for family in self._company() if family is self or family._is_of(self._backward)}
         found |= {family for family in amid().copy() if family._is_beside(self)}
         amid().difference_update(found)
         running = sorted({one for family in found for one in family.members() if one.running}, key=_number)
@@ -273,9 +273,9 @@ class Family:
                 member.queue.peers.seat.with_others = True
         return running
 
-    def _is_at(self, place: tuple[int, int]) -> bool:
-        """Whether its pass, if it runs, is of the backward at that place and not of another thread's."""
-        return any(one == other for one, other in zip(self._place, place, strict=True))
+    def _is_of(self, backward: tuple[int, int]) -> bool:
+        """Whether its pass, if it runs, is of that backward and not of another thread's."""
+        return any(one == other for one, other in zip(self._backward, backward, strict=True))
 
     def _is_beside(self, other: Family) -> bool:
         """Whether it is in one backward with another on other process groups, where threads may train at once.
@@ -283,12 +283,12 @@ class Family:
         Then on devices a thread tells nothing: the engine has one for each, for all backwards.
         """
         on_host = all(device.type == "cpu" for member in self.members() for device in member.queue.devices)
-        return self._is_at(other._place) and (on_host or self._place[0] == other._place[0])
+        return self._is_of(other._backward) and (on_host or self._backward[0] == other._backward[0])
 
-    def _comes(self, place: tuple[int, int]) -> bool:
-        """Whether the backward at that place, which is running, reaches it."""
+    def _comes(self, backward: tuple[int, int]) -> bool:
+        """Whether that backward, which is running, reaches it."""
         if self._is_running():
-            return self._is_at(place)
+            return self._is_of(backward)
         members = [member for member in self.members() if member.synchronize]
         return any(will_arrive([p for one in members for p in (*one.parameters, *one.members.outsiders())]))
 

@@ -20,7 +20,7 @@ from .errors import SetupError, UnsupportedError
 from .events import Events
 from .family import unite
 from .membership import Membership, named, parameters_of, trained
-from .options import Buffers, Options, refuse_unknown, weight_of
+from .options import Buffers, Options, refuse_unlisted, weight_of
 from .peers import Peers
 from .plan import BucketPlan
 from .recorder import Sampler
@@ -37,7 +37,7 @@ from .usage import Statistics
 class Synchronizer:
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
-    __slots__ = (  # noqa: SIM905  # a literal would take a line a name
+    __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
         "module rank world_size sharded sampler _options _peers _idle_plan _last_statistics _transport _closes _events "
         "_buffer_places _reducer __weakref__"
     ).split()
@@ -94,7 +94,7 @@ class Synchronizer:
 
     @buffers.setter
     def buffers(self, policy: Buffers) -> None:
-        refuse_unknown(policy)
+        refuse_unlisted("buffers", policy, Buffers)
         if self._reducer is not None:  # while each kept its own, nobody asked whether they are alike
             self._reducer.members.suspect |= self.buffers == "none" != policy
         self._buffer_places.use(policy)
@@ -125,12 +125,9 @@ class Synchronizer:
 
     @weight.setter
     def weight(self, value: float) -> None:
-        try:
-            weight = weight_of(value, self._options)
-            if self._reducer is not None:
-                self._reducer.queue.weight, self._reducer.queue.has_weight = weight, True
-        except SetupError as problem:
-            raise SetupError(f"rank {self.rank}: {problem}") from None
+        weight = weight_of(value, self._options, self.rank)
+        if self._reducer is not None:
+            self._reducer.queue.weight, self._reducer.queue.has_weight = weight, True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -193,7 +190,7 @@ class Synchronizer:
     @property
     def graph_changed(self) -> bool:
         """Whether passes of this rank have reached different sets of parameters."""
-        return self._reducer is not None and self._reducer.tracker.graph_changed
+        return self._reducer is not None and not self._reducer.detached and self._reducer.tracker.graph_changed
 
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.
@@ -225,8 +222,8 @@ class Synchronizer:
         """
         refuse_hook(hook, self._options, self.rank)
         if self._reducer is not None:
-            refuse_second_hook(self._reducer.comm_hook, self.rank)
-            self._reducer.comm_hook = CommHook(state, hook)
+            refuse_second_hook(self._reducer.queue.comm_hook, self.rank)
+            self._reducer.use(CommHook(state, hook))
 
     def check(self) -> None:
         """Compare all parameters, and the buffers unless each rank keeps its own, over the ranks. Collective.
@@ -254,12 +251,12 @@ class Synchronizer:
             self._reducer.start_watching(observer)
 
     def stop_observing(self, observer: object) -> None:
-        """Undo :meth:`observe`."""
+        """Undo :meth:`observe`. Not collective; harmless twice."""
         if self._reducer is not None:
             self._reducer.stop_watching(observer)
 
     def describe(self) -> str:
-        """What happens in a pass, in plain words, with the plan."""
+        """What happens in a pass, in plain words, with the plan: ``print(sync.describe())``. Not collective."""
         ended, optimizers = self._reducer is None and self._peers is not None, [one.describe() for one in self.sharded]
         return describe(self._reducer, self._options, self._buffer_places, optimizers, is_detached=ended)
 
@@ -324,7 +321,8 @@ class Synchronizer:
     ) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all parameters, wherever their gradients are. Returns the norm, 0-dim.
 
-        Needed, and collective, with ``stretto.shard(..., keep_grads=False)``; ``norm_type=0`` raises there.
+        Needed, and collective, with ``stretto.shard(..., keep_grads=False)``: ``sync.clip_grad_norm_(1.0)`` before the
+        step. Raises ``UnsupportedError`` there for ``norm_type=0``; ``RuntimeError`` as torch's, if asked for.
         """
         parameters = [*named(self.module, self._options, "parameters").values()]
         if self._reducer is None:
@@ -334,9 +332,11 @@ class Synchronizer:
     def detach(self) -> None:
         """Stop reducing: the module is as before, and gradients stay, but None where a share is here. Harmless twice.
 
-        What sharded optimizers have in shares is lost: ``unshard()`` before. Raises ``SetupError`` while backward runs.
+        Sends nothing, but all ranks do it between the same two passes. What sharded optimizers have in shares is lost:
+        ``unshard()`` before. Raises ``SetupError`` while backward runs, and where another handle has left parameters
+        to this one: detach that one first.
         """
-        if self._reducer is not None:
+        if self._reducer is not None and not self._reducer.detached:
             self._reducer.family.leave(self._reducer)  # first: it may be refused
         for sharded in self.sharded:
             sharded.end()

@@ -234,7 +234,7 @@ class LaunchQueue:
         """Wait for every bucket, put ``.grad`` of every parameter in place, and return what ranks said.
 
         Args:
-            release: False if the pass was given up, and ``.grad`` is to be left alone.
+            release: False if ``.grad`` is to be left alone: this rank has given up the pass, or had no part in it.
             handed_out: the slots of what has arrived are ``.grad`` already.
         """
         self._await_all()

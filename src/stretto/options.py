@@ -69,14 +69,12 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "last_bucket_cap_mb", "predivide_factor"):
             if (value := getattr(self, name)) is not None:
-                number, least = _number(value), 0.0 if name == "last_bucket_cap_mb" else math.ulp(0.0)
-                if not least <= number < math.inf:
-                    wanted = "0 or a positive number" if name == "last_bucket_cap_mb" else "a positive number"
-                    raise SetupError(f"{name}={reprlib.repr(value)} must be {wanted}, or None")
+                number = positive(name, value, or_zero=name == "last_bucket_cap_mb", or_none=True)
                 object.__setattr__(self, name, number)
         for name in ("weighted", "delay"):
             object.__setattr__(self, name, truth(name, getattr(self, name)))
-        refuse_unknown(self.buffers)
+        refuse_unlisted("buffers", self.buffers, Buffers)
+        refuse_unlisted("reduce", self.reduce, Reduce)
         if self.check_every is not None:
             every = _number(self.check_every)
             if not (every >= 0 and every.is_integer()):
@@ -115,11 +113,20 @@ class Options:
         return found
 
 
-def refuse_unknown(buffers: object) -> None:
-    """Raise ``UnsupportedError`` for a policy that there is not."""
-    if not isinstance(buffers, str) or buffers not in get_args(Buffers):
-        known = ", ".join(f'"{policy}"' for policy in get_args(Buffers))
-        raise UnsupportedError(f"buffers={reprlib.repr(buffers)} is not known: use one of {known}")
+def refuse_unlisted(name: str, value: object, literal: Any) -> None:
+    """Raise ``UnsupportedError`` for what is none of a ``Literal``'s words."""
+    if not isinstance(value, str) or value not in get_args(literal):
+        known = ", ".join(f'"{one}"' for one in get_args(literal))
+        raise UnsupportedError(f"{name}={reprlib.repr(value)} is not known: use one of {known}")
+
+
+def positive(name: str, value: Any, *, or_zero: bool = False, or_none: bool = False) -> float:
+    """A finite number. Raises ``SetupError`` otherwise."""
+    number = _number(value)
+    if not (0.0 if or_zero else math.ulp(0.0)) <= number < math.inf:
+        wanted = ("0 or " if or_zero else "") + "a positive number" + (", or None" if or_none else "")
+        raise SetupError(f"{name}={reprlib.repr(value)} must be {wanted}")
+    return number
 
 
 def truth(name: str, value: Any) -> bool:
@@ -129,16 +136,16 @@ def truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def weight_of(value: Any, options: Options) -> float:
+def weight_of(value: Any, options: Options, rank: int) -> float:
     """What was given for a pass. Raises ``SetupError`` if it cannot be one, or there are none."""
     if not options.weighted:
         raise SetupError(
-            f"weight={value} has no effect on a model that was attached without weights.\n"
+            f"rank {rank}: weight={value} has no effect on a model that was attached without weights.\n"
             "Use stretto.attach(model, weighted=True)."
         )
     if not 0 <= (weight := _number(value)) < 2**WEIGHT_BITS:
         raise SetupError(
-            f"weight={reprlib.repr(value)} must be between 0 and 2**{WEIGHT_BITS}.\n"
+            f"rank {rank}: weight={reprlib.repr(value)} must be between 0 and 2**{WEIGHT_BITS}.\n"
             "Set it to this rank's number of samples or tokens in the batch."
         )
     return weight

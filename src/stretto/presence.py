@@ -71,12 +71,10 @@ class Presence:
         each rank, by who is faster. There the map is waited for.
         """
         done = getattr(self._work, "is_completed", None)
-        return self.active and self._used is None and done is not None and not done()
+        return self._used is None and done is not None and not done()
 
     def unused(self, bucket: int, wait: Callable[[Work, str], None]) -> bool:
         """Whether no rank has anything for the bucket. Waits for the map when it is asked first in a pass."""
-        if not self.active:
-            return False
         if self._used is None:
             assert self._map is not None, "a map is announced before anything is launched"
             work = self._work if self._work is not None else self._transport.all_reduce(self._map)

@@ -25,7 +25,7 @@ from .listeners import at_forks
 from .plan import BucketPlan
 from .record import Launch, PassRecord, Span
 from .reducer import Reducer
-from .steps import listen, stop_listening
+from .steps import listen, stepped_by, stop_listening
 
 FIRST_PASSES = range(4, 9)
 """Looked at without being asked: the plan is learnt by then, memory is warm."""
@@ -103,7 +103,7 @@ class Recorder:
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         if not begins:
             self._close(optimizer, self._optimizer)
-        elif any(self._knows(one) for group in optimizer.param_groups for one in group["params"]):
+        elif any(map(self._knows, stepped_by(optimizer))):
             self._open.append((optimizer, now()))
 
     def _knows(self, parameter: torch.Tensor) -> bool:

@@ -85,7 +85,7 @@ class Reducer:
         """The buckets of the plan in use."""
         self._events, self.stop_watching = events, events.remove
         self.members, self.delay, self.always_delays = members, delay, delay
-        self.waits, self._is_idle, self.transport = False, False, transport
+        self.waits, self._is_idle, self.detached, self.transport = False, False, False, transport
         self._inspection, self.sparse = inspection, sparse  # the parameters that lie in no bucket
         self._beside = Beside(self.queue, places, sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -125,20 +125,19 @@ class Reducer:
         """How many ranks had a gradient for each parameter in the last pass."""
         return used_by(self.queue) | self.sparse.used_by
 
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """What is called in place of the all-reduce. Can be set once."""
-        return self.queue.comm_hook
-
-    @comm_hook.setter
-    def comm_hook(self, hook: CommHook) -> None:
+    def use(self, hook: CommHook) -> None:
+        """Call it in place of the all-reduce. Once."""
         self.queue.use(hook)
         self.family.part()
 
     def detach(self) -> None:
-        """Remove the hooks; ``.grad`` stays as it is. Raises ``SetupError`` if another has left parameters to this."""
+        """Remove the hooks; ``.grad`` stays. Raises ``SetupError`` if another has left parameters to this."""
+        if self.detached:  # by a wrapper around the same module, say
+            return
         self.family.leave(self)
+        self.detached = True
         self._consensus.spot_checks.stop()
+        self._consensus.unattached.stop()
         self._stepped_alone.stop()
         self._forward.remove()
         self.members.stop()
@@ -269,7 +268,7 @@ class Reducer:
             self._events.emit(self._events.pass_settled, queue.pass_number)
         if changed and not queue.tells:
             self._rejoin.refuse()
-        inspected = self._inspection.every is not None and self._inspection.due(queue.pass_number)
+        inspected = self._inspection.due(queue.pass_number)
         self._consensus.hear(words, at_once=changed or inspected)
         if carries and self.sparse.given_up:
             raise self._consensus.failure(self.sparse.given_up)
@@ -310,7 +309,7 @@ class Reducer:
                 self._reset()
             inspected = self._inspection.due(self.queue.pass_number)
             at_once = inspected or words.read()[Control.CHANGED] > 0  # as those with batches, whatever the device
-            self._consensus.hear(words, at_once=at_once, release=False)
+            self._consensus.hear(words, at_once=at_once, idle=True)
             if inspected and not self.sparse.given_up:
                 self._inspection.run(self.queue.pass_number, idle=True)
             self.queue.peers.seat.in_pass = False

@@ -194,11 +194,11 @@ class Rejoin:
 
     # Following, on all ranks
 
-    def all_together(self, *, release: bool) -> None:
+    def all_together(self, *, idle: bool) -> None:
         """Follow the change: see [Note: order of messages]. Collective.
 
         Args:
-            release: False if this rank had no part in the pass, and ``.grad`` is to be left alone.
+            idle: this rank had no part in the pass, and ``.grad`` is to be left alone.
 
         Raises:
             ModelMismatchError: modules have not changed alike. The same difference on all ranks.
@@ -213,16 +213,14 @@ class Rejoin:
         give_back_whole(queue.buckets, but=wanted.values())  # who leaves the plan, frozen, may be stepped all the same
         in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
         renamed, misfits = self._renamed(now)
-        mine = _Told(self._loose(wanted, rows, release=release), in_shares, renamed, misfits, members.unseen())
+        mine = _Told(self._loose(wanted, rows, idle=idle), in_shares, renamed, misfits, members.unseen())
         told = queue.peers.gather(mine)
         olds = {n: old for n, old in renamed.items() if all(one.renamed.get(n) == old for one in told)}
         everyone = [{n: has for n, has in one.loose.items() if n not in olds or n in one.misfits} for one in told]
         in_shares.intersection_update(*(one.in_shares for one in told))
         loose = {name for one in everyone for name in one}
         words, factor = self._changes.in_words(), queue.scaling.after(queue.buckets[-1].footer.weight)
-        contributions = self._contributions(
-            everyone[queue.transport.rank], renamed.keys() - misfits, now, release=release
-        )
+        contributions = self._contributions(everyone[queue.transport.rank], renamed.keys() - misfits, now, idle=idle)
         partly = [name for name in loose if not all(name in one for one in everyone)]
         carried = self._carried({olds.get(name, name): name for name in partly})
         rows_used = self._rows.used_by
@@ -237,10 +235,10 @@ class Rejoin:
         follow_a_change(queue, self._rows, used, olds, everyone)
         members.follow(now)
         had = {name for name in loose if name in carried or any(one.get(name) for one in everyone)}
-        reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=release)
+        reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=not idle)
         if loose & rows.keys():
             among = {name: one for name, one in rows.items() if name in loose}
-            LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, rows_used, release=release)
+            LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, rows_used, release=not idle)
         self._arrived, self._before, self._waiting = set(), {}, set()
         self._tell(words, plan, [one.unseen for one in told])
 
@@ -269,7 +267,7 @@ class Rejoin:
         return state_model(everything, buffers, facts)
 
     def _loose(
-        self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], *, release: bool
+        self, wanted: Mapping[str, torch.nn.Parameter], rows: Mapping[str, torch.nn.Parameter], *, idle: bool
     ) -> dict[str, bool]:
         """Names of what is loose on this rank, and whether there is a gradient of this pass for it."""
         members, outside = self._members, self._changes.outside()
@@ -277,7 +275,7 @@ class Rejoin:
         for name in (*self._changes.misfits(), *self._rows.misfits()):
             one = wanted.get(name, rows.get(name))
             found.setdefault(name, name in self._arrived and one is not None and one.grad is not None)
-        found = {name: has and release for name, has in found.items() if name in wanted or name in rows}
+        found = {name: has and not idle for name, has in found.items() if name in wanted or name in rows}
         return found | dict.fromkeys(members.strangers(), False)
 
     def _came(self, outside: Mapping[str, torch.nn.Parameter]) -> dict[str, bool]:
@@ -304,12 +302,12 @@ class Rejoin:
         renamed: Collection[str],
         now: Mapping[str, torch.nn.Parameter],
         *,
-        release: bool,
+        idle: bool,
     ) -> dict[str, Contribution]:
         """What this rank has of what is loose here. An idle one has no more than what was summed already."""
-        gradients = {name: now[name].grad for name in loose if name in now} if release else {}
+        gradients = {name: now[name].grad for name in loose if name in now and not idle}
         if self._queue.preset is not None:
-            done = self._summed_already([name for name in loose if release or name in renamed], now)
+            done = self._summed_already([name for name in loose if not idle or name in renamed], now)
             self._before |= done
             gradients |= done
         return {n: Contribution(g, self._before.get(n)) for n, g in gradients.items() if g is not None}

@@ -14,8 +14,6 @@ from typing import Literal
 
 import torch
 
-from .errors import UnsupportedError
-
 Reduce = Literal["mean", "sum"]
 WEIGHT_BITS = 31
 """A weight is less than two to this power."""
@@ -39,10 +37,6 @@ class Scaling:
     reduce: Reduce = "mean"
     predivide_factor: float | None = None
     weighted: bool = False
-
-    def __post_init__(self) -> None:
-        if self.reduce not in ("mean", "sum"):
-            raise UnsupportedError(f'reduce={self.reduce!r} is not known: use reduce="mean" or reduce="sum"')
 
     @property
     def divisor(self) -> float:

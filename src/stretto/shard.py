@@ -37,8 +37,8 @@ def shard(
             module; not stepped before.
         sync: the handle from :func:`stretto.attach`, or the drop-in.
         keep_grads: False to leave each rank with its share of the mean gradient: all that its step needs, and less to
-            send. ``.grad`` raises then when it is read; ``step`` sets it to None, ``sync.clip_grad_norm_`` clips.
-            Without effect where parameters stay whole.
+            send. ``.grad`` has a shape and no values then: to compute with it raises ``WithheldError``; ``step`` sets
+            it to None, ``sync.clip_grad_norm_`` clips. Without effect where parameters stay whole.
         overlap: where ranks do not share memory, let what was stepped travel while the next forward goes on; whoever
             reads a parameter, in whatever way, waits until it is there. False to wait for all of it in ``step``, as is
             done anyway where hosts have unequal numbers of ranks.

@@ -21,7 +21,7 @@ from .check import check_replicas, is_readable, weigh, words_of
 from .errors import ReplicaError
 from .membership import Membership
 from .peers import Peers
-from .steps import listen, stop_listening
+from .steps import listen, stepped_by, stop_listening
 from .words import COUNTS, FIRST_VALUE, LENGTH, VALUES, Control, to_host
 
 _FEW = 64
@@ -108,7 +108,7 @@ class SpotChecks:
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         """Of any optimizer, on any thread: of others nothing is touched."""
         mine = self._mine
-        if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
+        if not any(id(one) in mine for one in stepped_by(optimizer)):
             return
         self._depth += 1 if begins else -1
         if not begins and self._depth <= 0:

@@ -8,7 +8,7 @@ keeps it. It stays, at one call a step, until a handle is detached and nobody li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,19 @@ def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
 def _watch() -> StepWatch | None:
     hook = _tables()[0].get(ENTRY)
     return None if hook is None else hook.__self__
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    """The parameters of all its groups."""
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def name_in(group: Mapping[str, Any], number: int, place: int) -> str:
+    """What a parameter is called in an optimizer's group: as it was given, or else by place and shape."""
+    names, parameters = group.get("param_names") or (), group["params"]
+    if len(names) == len(parameters):
+        return str(names[place])
+    return f"param_groups[{number}]['params'][{place}] {(*parameters[place].shape,)}"
 
 
 def listen(listener: Listener) -> None:

@@ -13,6 +13,7 @@ from .agreement import Statement, agree
 from .broadcast import start_reduce
 from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
+from .options import positive, refuse_unlisted
 from .peers import Peers
 from .scaling import Reduce
 from .specs import MIB, dtype_name
@@ -45,8 +46,8 @@ def reduce(
         bucket_cap_mb: a message is at most so many MiB, unless one tensor alone is larger.
 
     Raises:
-        UnsupportedError: a tensor that is sparse or of integers, an ``op`` that is not known; on this rank; the
-            others raise ModelMismatchError.
+        UnsupportedError: a tensor that is sparse or of integers, an ``op`` that is not known.
+        SetupError: ``bucket_cap_mb`` is no positive number. Either on this rank; the others raise ModelMismatchError.
         ModelMismatchError: the ranks give different tensors or options; the same difference on all of them.
         CommunicationError: a rank does not come, with the places where all are; ``PeerError`` if it has failed, ended
             or died.
@@ -59,7 +60,7 @@ def reduce(
     alone = isinstance(tensors, torch.Tensor | torch.nn.Module) or not hasattr(type(tensors), "__iter__")
     everything: list[Any] = [tensors] if alone else [*tensors]
     nothing = UnsupportedError("reduce: None was given; give dense floating tensors") if tensors is None else None
-    problem, given = nothing or _problem(everything, op), [tensor for tensor in everything if tensor is not None]
+    problem, given = nothing or _problem(everything, op, bucket_cap_mb), [one for one in everything if one is not None]
     carrier = carrier_of(transport, process_group)
     if carrier is None or carrier.world_size == 1:
         if problem is not None:
@@ -75,9 +76,12 @@ def reduce(
         peers.close()
 
 
-def _problem(given: Sequence[object], op: str) -> UnsupportedError | None:
-    if op not in ("mean", "sum"):
-        return UnsupportedError(f'op={op!r} is not known: use op="mean" or op="sum"')
+def _problem(given: Sequence[object], op: object, bucket_cap_mb: object) -> SetupError | None:
+    try:
+        refuse_unlisted("reduce: op", op, Reduce)
+        positive("reduce: bucket_cap_mb", bucket_cap_mb)
+    except SetupError as problem:
+        return problem
     for place, tensor in enumerate(given):
         if tensor is None:
             continue
@@ -92,9 +96,7 @@ def _problem(given: Sequence[object], op: str) -> UnsupportedError | None:
     return None
 
 
-def _agree(
-    given: Sequence[torch.Tensor], asked: object, problem: UnsupportedError | None, rank: int, peers: Peers
-) -> None:
+def _agree(given: Sequence[torch.Tensor], asked: object, problem: SetupError | None, rank: int, peers: Peers) -> None:
     """Collective, in one message if all is well; Gloo ends the process where messages differ in length."""
     facts = [("option op, bucket_cap_mb", f"{asked}")]
     facts += [

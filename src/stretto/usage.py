@@ -20,7 +20,7 @@ from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership, wrapping
 from .sparse import SparseGradients
-from .steps import leave, listen, stop_listening
+from .steps import leave, listen, name_in, stepped_by, stop_listening
 from .tracker import ArrivalTracker
 
 PASSES = 3
@@ -148,11 +148,10 @@ class NeverUsed:
         log.warning(
             "%s: %s had no gradient in any pass so far, %s. "
             "Each stays untrained, and is sent as zeros if others share its bucket.\n"
-            "If it is meant so, freeze it, requires_grad_(False), or leave it out: attach(..., ignore=[%s]).",
+            "If it is meant so, as of a target network, freeze it: requires_grad_(False).",
             self._queue.where,
             name_list(names),
             "on any rank" if told else "on this rank",
-            ", ".join(map(repr, names[:6])) + (", ..." if len(names) > 6 else ""),
         )
 
     def _warn_of_weight(self) -> None:
@@ -193,7 +192,7 @@ class SteppedAlone:
             return
         self._all_steps += 1
         mine = {id(reference()) for reference in queue.parameters}
-        if not mine.isdisjoint([id(one) for group in optimizer.param_groups for one in group["params"]]):
+        if not mine.isdisjoint(map(id, stepped_by(optimizer))):
             self._steps += 1
             if alone := self._alone_in(optimizer):
                 self._all_steps = STEPS
@@ -203,7 +202,7 @@ class SteppedAlone:
 
     def _look_whether_others_train(self, optimizer: torch.optim.Optimizer) -> None:
         """No pass yet: was another module attached than the one that is trained, a copy of it, say?"""
-        stepped = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        stepped = [one for one in stepped_by(optimizer) if one.grad is not None]
         if not stepped:
             return
         own = _all_of([self._members])
@@ -247,7 +246,7 @@ class SteppedAlone:
 
     def _kept_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Names. Gradients that were zeroed are as good as none."""
-        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        stepped = {*map(id, stepped_by(optimizer))}
         return [
             self._queue.names[index]
             for index, one in self._tracker.alive(sorted(self._tracker.unsynchronized))
@@ -266,7 +265,7 @@ class SteppedAlone:
         owners: Iterable[Any] = {owner_of(one) for *_, one in others} - {None}
         there = _all_of([owner.members for owner in owners])  # what is not averaged there is left alone by request
         return [
-            _name_of(groups[number], number, place)
+            name_in(groups[number], number, place)
             for number, place, one in others
             if id(one) not in there and one.grad is not None and owner_of(one) is None and not wrapping({"": one})
         ]
@@ -292,11 +291,3 @@ def _all_of(all_members: Iterable[Membership]) -> set[int]:
     """By ``id``, whatever their modules have."""
     modules = [members.module() for members in all_members]
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
-
-
-def _name_of(group: Mapping[str, Any], number: int, place: int) -> str:
-    """As the optimizer was given it, or else by place and shape."""
-    names, parameters = group.get("param_names") or (), group["params"]
-    if len(names) == len(parameters):
-        return str(names[place])
-    return f"param_groups[{number}]['params'][{place}] {(*parameters[place].shape,)}"

@@ -32,6 +32,8 @@ class Control(IntEnum):
     """One backward has reached handles of other process groups too: see family.py, [Note: other groups]."""
     COMPARES = 9
     """This rank says of which values its parameters are: see spot_checks.py."""
+    UNATTACHED = 10
+    """This rank's program steps parameters that no handle averages: see unattached.py."""
 
 
 MARKS = 16

@@ -14,6 +14,7 @@ from ..notes import text_of
 from ..options import truth
 from ..peers import Peers
 from ..reducer import Reducer
+from ..steps import stepped_by
 from .groups import difference, facts
 from .kinds import Kind, kind_of
 from .layout import warn_of_other_processes
@@ -126,7 +127,7 @@ def _has_stepped(state: dict[str, Any]) -> bool:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = {*map(id, stepped_by(optimizer))}
     return {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
 
 

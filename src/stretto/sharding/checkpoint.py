@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import SetupError, UnsupportedError, name_list
+from ..steps import stepped_by
 from .keeping import kept_whole, with_first_states
 from .state import Kept, State
 
@@ -195,7 +196,7 @@ class OnlyRank:
 
     def kept(self) -> list[Kept]:
         """All of it."""
-        everything = [one for group in self._optimizer.param_groups for one in group["params"]]
+        everything = [*stepped_by(self._optimizer)]
         found = [kept_whole(one, self._optimizer.state.get(one)) for one in everything]
         wanted = [one for one in found if not one.is_new or one.parameter.requires_grad]
         return with_first_states(self._optimizer, wanted)

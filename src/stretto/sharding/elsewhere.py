@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import SetupError, UnsupportedError
+from ..steps import stepped_by
 
 log = logging.getLogger("stretto")
 
@@ -74,7 +75,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         )
 
     def _is_own(self, key: object) -> bool:
-        return any(key is one for group in self._optimizer.param_groups for one in group["params"])
+        return any(key is one for one in stepped_by(self._optimizer))
 
     def _refuse_own(self, key: object) -> None:
         if self._is_own(key):

@@ -1,12 +1,12 @@
 """Where parameters lie that are stepped in shares: flat, one behind the other, once for all ranks of a host.
 
     bucket of the plan:    | slot of p0 | slot of p1 | slot of p2 |         gradients: a memory on every rank
-    layout:                | p0         | p1         | p2         |         parameters: one memory for a home
+    layout:                | p0         | p1         | p2         |         parameters: one memory for a host
 
 A parameter becomes a tensor in that memory by ``parameter.data``; its strides stay. It has a storage of its own, so
 that a state dict, a copy or a pickle of one module holds that module's bytes alone.
 
-[Note: shared parameters]  What one rank of a home writes into a parameter, all of them have. The step is divided, so
+[Note: shared parameters]  What one rank of a host writes into a parameter, all of them have. The step is divided, so
 nothing is written twice; but whoever changes parameters by hand on every rank (``parameter.mul_(0.9)``) does it as
 often as there are ranks. To copy values into them, as ``load_state_dict`` does, is harmless between two barriers.
 """
@@ -72,11 +72,11 @@ class Layout:
         self.nbytes = sum(sizes.values())
         on_host = all(device.type == "cpu" for device in sizes)
         alone = [(rank,) for rank in range(transport.world_size)]
-        self.homes: Sequence[Sequence[int]] = getattr(transport, "homes", alone) if on_host else alone
+        self.hosts: Sequence[Sequence[int]] = getattr(transport, "hosts", alone) if on_host else alone
         """The groups of ranks that share memory for parameters."""
-        self.home = next(ranks for ranks in self.homes if transport.rank in ranks)
-        self.is_shared = any(len(ranks) > 1 for ranks in self.homes)
-        self._is_first = self.home[0] == transport.rank
+        self.host = next(ranks for ranks in self.hosts if transport.rank in ranks)
+        self.is_shared = any(len(ranks) > 1 for ranks in self.hosts)
+        self._is_first = self.host[0] == transport.rank
         self._memories: dict[torch.device, Any] = (
             {torch.device("cpu"): self._common(transport, wait_for)}
             if self.is_shared
@@ -118,7 +118,7 @@ class Layout:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Write the values that parameters have: those of the first rank of a home. The others wait for it."""
+        """Write the values that parameters have: those of the first rank of a host. The others wait for it."""
         if self._is_first or not self.is_shared:
             for index, parameter in self.parameters.items():
                 self.views[index].copy_(parameter)

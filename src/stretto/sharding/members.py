@@ -14,6 +14,7 @@ from ..membership import Membership
 from ..peers import Peers
 from ..reducer import Reducer
 from ..specs import dtype_name
+from ..steps import stepped_by
 
 
 def all_reduced(reducer: Reducer) -> list[torch.nn.Parameter]:
@@ -60,7 +61,7 @@ def _advice(outsider: torch.Tensor, own: set[int]) -> str:
 
 def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, where: str) -> None:
     """Raise if a parameter that it steps begins in the memory of another tensor of the module: it would get its own."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {*map(id, stepped_by(optimizer))}
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, one in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(one) or not one.data_ptr():
@@ -75,7 +76,7 @@ def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, wher
 
 def refuse_converted(optimizer: torch.optim.Optimizer, reducer: Reducer, where: str) -> None:
     """Raise if a parameter that it steps is not what the plan says: in the plan's memory it would be that again."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {*map(id, stepped_by(optimizer))}
     queue = reducer.queue
     for spec, reference, device in zip(queue.plan.parameters, queue.parameters, queue.devices, strict=True):
         one = reference()
@@ -94,9 +95,9 @@ def refuse_taken(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[torch.optim.Optimizer], where: str
 ) -> None:
     """Raise if the optimizer steps a parameter that one of the others steps."""
-    twice = {id(parameter) for one in others for group in one.param_groups for parameter in group["params"]}
+    twice = {id(parameter) for one in others for parameter in stepped_by(one)}
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    both = [names.get(id(one), "?") for group in optimizer.param_groups for one in group["params"] if id(one) in twice]
+    both = [names.get(id(one), "?") for one in stepped_by(optimizer) if id(one) in twice]
     if both:
         raise SetupError(
             f"{where}: {name_list(both)} belong to another sharded optimizer.\nGive each parameter to one optimizer."

@@ -36,7 +36,7 @@ def footprint_of(
     own, of_every_rank = sum(map(state_bytes, states.values())), sum(state_bytes(states.get(one, {})) for one in apart)
     whole = sum(one.nbytes for one in apart)
     dense = sum(layout.plan.parameters[index].nbytes for index in layout.parameters)
-    held = Footprint(layout.nbytes // len(layout.home) + whole, dense, own)
+    held = Footprint(layout.nbytes // len(layout.host) + whole, dense, own)
     return held, Footprint(dense + whole, dense, of_every_rank)
 
 
@@ -73,10 +73,10 @@ def describe_shares(layout: Layout, numels: tuple[int, int], nbytes: int, *, who
         whole: whether parameters stay whole.
         late: whether what was stepped travels while forward runs.
     """
-    home = layout.home
+    host = layout.host
     how = "each parameter whole on one rank" if whole else "in equal shares of each bucket"
-    where = [f"lie once for ranks {', '.join(map(str, home))}"] if len(home) > 1 else []
-    if len(layout.homes) > 1:
+    where = [f"lie once for ranks {', '.join(map(str, host))}"] if len(host) > 1 else []
+    if len(layout.hosts) > 1:
         when = "while the next forward runs" if late else "before step() returns"
         where.append(f"come from {'other hosts' if where else 'other ranks'} {when}")
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -14,6 +14,7 @@ import torch
 from ..engine import left_uncompiled
 from ..errors import CommunicationError, SetupError, StrettoError
 from ..report import Footprint
+from ..steps import stepped_by
 from ..withheld import Withheld
 from .elsewhere import Elsewhere, Guard
 from .joining import Joins
@@ -138,8 +139,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of torch's optimizers. What stands in for a gradient becomes None either way."""
         left = [] if self._shares is None else [one for one in self._shares.withholding.left if one.grad is not None]
-        others = {id(one) for each in self.beside if each is not self for one in _stepped_by(each)} if left else ()
-        for parameter in (*_stepped_by(self), *(one for one in left if id(one) not in others)):
+        others = {id(one) for each in self.beside if each is not self for one in stepped_by(each)} if left else ()
+        for parameter in (*stepped_by(self), *(one for one in left if id(one) not in others)):
             if isinstance(parameter.grad, Withheld):
                 parameter.grad = None
         super().zero_grad(set_to_none)
@@ -331,7 +332,3 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         raise StrettoError(
             "A sharded optimizer is tied to its process: use state_dict(), on all ranks, to save or copy it."
         )
-
-
-def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
-    return (one for group in optimizer.param_groups for one in group["params"])

@@ -333,7 +333,7 @@ class Shares:
 
     def describe_gradients(self) -> str:
         """How they arrive, if in shares was asked for."""
-        return self.withholding.in_words(self.layout.homes)
+        return self.withholding.in_words(self.layout.hosts)
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""

@@ -76,10 +76,10 @@ class Spread:
         self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
         before_forks().change(more=self._finish_here)
-        self._home = layout.home
+        self._host = layout.host
         self._compiler = compiler
         compiler.call(self.finish)
-        numbers = reversed(range(len(layout.plan.buckets))) if len(layout.homes) > 1 else ()
+        numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
         self._spreading: Any = None
         if layout.is_shared and self._buckets and hasattr(transport, "spreading"):
@@ -187,7 +187,7 @@ class Spread:
         def arrive() -> None:
             for work, message, flats, root in under_way:
                 self._wait_for(work, f"what rank {root} has stepped")
-                if root not in self._home:  # what they have stepped is here already
+                if root not in self._host:  # what they have stepped is here already
                     _put(message, flats)
 
         return arrive

@@ -54,15 +54,15 @@ class Withholding:
             if isinstance(parameter.grad, Withheld):
                 parameter.grad = None
 
-    def in_words(self, homes: Sequence[Sequence[int]]) -> str:
+    def in_words(self, hosts: Sequence[Sequence[int]]) -> str:
         """How gradients arrive, and why so; empty if they were to be whole.
 
         Args:
-            homes: groups of ranks that share memory.
+            hosts: groups of ranks that share memory.
         """
         if not self._asked:
             return ""
-        sizes, queue = [*map(len, homes)], self._queue
+        sizes, queue = [*map(len, hosts)], self._queue
         why = ""
         if not self._divisible:
             why = "each parameter is stepped whole on one rank"

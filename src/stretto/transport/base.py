@@ -17,6 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+SHORTEST_SECONDS = 0.001
+"""Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
 FLUSH_SECONDS = 5.0
 """How long a rank that has given up a pass stays with it at most, where others need its part: it may not come back."""
 
@@ -46,8 +48,8 @@ class Transport(Protocol):
     comm hooks; ``transports`` are those beneath where several take turns.
     ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements, and
     ``spread_share(received, share, numels)`` gives each rank the shares of the others (exchange.py).
-    ``homes`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes
-    ``common(nbytes)``, a collective that gives a home memory to share (common.py).
+    ``hosts`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes
+    ``common(nbytes)``, a collective that gives a host memory to share (common.py).
     ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
     go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
     any more. ``break_off(reason)`` ends the transport when the patience is over, on all ranks: what was waited for may

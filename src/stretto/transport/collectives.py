@@ -110,7 +110,7 @@ class Collectives:
 
     def _reduce_strips(self, pieces: Sequence[torch.Tensor], operation: str, timeout: timedelta | None) -> None:
         """While a piece is reduced, the strips of the one before are gathered."""
-        ranks, place = len(self._host.peers), self._host.place
+        ranks, place = len(self._host.peers), self._host.local_rank
         reduced: collections.deque[tuple[list[torch.Tensor], Posted]] = collections.deque()
         for piece in pieces:
             size = -(-piece.numel() // ranks)
@@ -123,7 +123,7 @@ class Collectives:
 
     def _gather_strips(self, strips: Sequence[torch.Tensor], reduced: Posted, timeout: timedelta | None) -> Posted:
         self._host.wait(reduced, timeout)
-        return self._post(Gathering(self._host, self._staging, strips[self._host.place], strips), timeout)
+        return self._post(Gathering(self._host, self._staging, strips[self._host.local_rank], strips), timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
         """Replace the tensor by that of rank ``root``, who waits for the others only where the window is full."""
@@ -148,7 +148,7 @@ class Collectives:
         """Write into ``result`` the reduction of what the ranks have for this one: of ``tensors``, one for each."""
         nbytes = max(STAGED_BYTES // len(tensors), 64)
         parts = zip(_pieces(result, nbytes), *(_pieces(tensor, nbytes) for tensor in tensors), strict=True)
-        place = self._host.place
+        place = self._host.local_rank
         pieces = (
             Reduction(self._host, self._staging, strips, place * into.numel(), into, operation, "rs ")
             for into, *strips in parts

@@ -53,7 +53,7 @@ class OfferMemory(Message):
 
     def __init__(self, host: Host, nbytes: int) -> None:
         self.numel = nbytes
-        self.tensor = host.allocate(nbytes) if host.place == 0 else None
+        self.tensor = host.allocate(nbytes) if host.local_rank == 0 else None
         self.memory: CommonMemory | None = None
         self._host = host
 
@@ -81,6 +81,6 @@ class Offered:
 
     @property
     def memory(self) -> CommonMemory:
-        """What all ranks of the home see, once the work is done."""
+        """What all ranks of the host see, once the work is done."""
         assert self._offer.memory is not None, "the work has been waited for"
         return self._offer.memory

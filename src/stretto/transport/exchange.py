@@ -24,14 +24,12 @@ import torch
 import torch.distributed as dist
 
 from ..specs import KIB
-from .base import Work, done_within
-from .slices import WIDER, slice_of
+from .base import SHORTEST_SECONDS, Work, done_within
+from .slices import add_in_order, slice_of
 
 _ALONE_BYTES = 64 * KIB
 """A share of up to here is sent at once."""
 _PIECE_BYTES = 512 * KIB
-_SHORTEST_SECONDS = 0.001
-"""Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
 
 
 def all_to_all(
@@ -159,7 +157,7 @@ class ShareSum:
         if until is None:
             piece.wait()
             return
-        left = max(until - time.monotonic(), _SHORTEST_SECONDS)
+        left = max(until - time.monotonic(), SHORTEST_SECONDS)
         try:
             come = done_within(piece, datetime.timedelta(seconds=left))
         except RuntimeError:
@@ -169,14 +167,10 @@ class ShareSum:
             raise RuntimeError("not done in time")
 
     def _add_up(self, own: torch.Tensor, others: torch.Tensor, divisor: int) -> None:
-        """In rank order, into ``own``; half types are rounded once."""
+        """In rank order, into ``own``."""
         parts = [*others]
         parts.insert(self._rank, own)
-        wide = WIDER.get(own.dtype)
-        total = parts[0].to(wide) if wide else torch.add(parts[0], parts[1])
-        for part in parts[1 if wide else 2 :]:
-            total.add_(part)
-        own.copy_(total if divisor == 1 else total.div_(divisor))
+        add_in_order(parts, own, divisor)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

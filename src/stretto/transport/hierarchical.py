@@ -73,7 +73,7 @@ class HierarchicalTransport(HostMemoryTransport):
         self._team = Team(host, tuple(map(tuple, hosts)), base, name)
 
     @property
-    def homes(self) -> Hosts:
+    def hosts(self) -> Hosts:
         """The ranks of each host share one memory."""
         return self._team.hosts
 
@@ -148,12 +148,12 @@ class Team:
         self.world_size = base.world_size
         self.slices = min(map(len, hosts))
         self.is_even = self.slices == max(map(len, hosts))
-        self.home = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
+        self.host_number = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
         self.counterparts = Counterparts(base, host.patience)
         self.hosts = hosts
-        if host.place < self.slices:
-            host.abroad = _of_others([ranks[host.place] for ranks in hosts if base.rank not in ranks])
-            self.counterparts.connect(f"{name}/{host.place}", self.home, len(hosts))
+        if host.local_rank < self.slices:
+            host.abroad = _of_others([ranks[host.local_rank] for ranks in hosts if base.rank not in ranks])
+            self.counterparts.connect(f"{name}/{host.local_rank}", self.host_number, len(hosts))
 
     def home_of(self, rank: int) -> tuple[int, int]:
         """The number of its host, and its place there."""
@@ -163,7 +163,7 @@ class Team:
     def slice_of(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """First and last (excluded) element of what this rank owns; small messages are not cut, the first owns all."""
         slices = 1 if numel * dtype.itemsize <= SMALL_BYTES else self.slices
-        return slice_of(numel, self.host.place, slices)
+        return slice_of(numel, self.host.local_rank, slices)
 
 
 def _of_others(ranks: Sequence[int]) -> str:
@@ -288,9 +288,9 @@ class CopyAcross(AcrossHosts):
 
     def __init__(self, team: Team, flat: torch.Tensor, root: int) -> None:
         self._from, place = team.home_of(root)
-        source = place if self._from == team.home else 0
+        source = place if self._from == team.host_number else 0
         super().__init__(team, f"bcast from {root}".encode(), flat, staged=True, source=source)
-        if self._from == team.home and place == team.host.place:
+        if self._from == team.host_number and place == team.host.local_rank:
             self.tensor[: self.numel].copy_(flat)
 
     def _leave(self, share: OwnSlice) -> Work:

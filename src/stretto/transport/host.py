@@ -31,7 +31,7 @@ import torch
 from ..errors import CallsDifferError, CommunicationError, PeerError
 from ..listeners import in_children
 from . import memory
-from .base import raised_by_handler
+from .base import SHORTEST_SECONDS, raised_by_handler
 from .mapped import not_mapped
 from .memory import Location
 from .message import Message, Posted
@@ -44,8 +44,6 @@ _LOOK_SECONDS = 0.2
 """How long a rank sleeps before it looks whether the others still live."""
 _OUTSIDE_SECONDS = 0.002
 """How long it waits for what goes on outside, while messages wait for peers: one cannot sleep on both."""
-_SHORTEST_SECONDS = 0.001
-"""Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
 
 
 class Host:
@@ -54,16 +52,16 @@ class Host:
     Args:
         page: this rank's.
         peers: all ranks of the host in rank order, this one included.
-        place: the index of this rank among them.
+        local_rank: the index of this rank among them.
         patience: seconds that a collective may take.
     """
 
-    def __init__(self, page: Page, peers: Sequence[Peer], place: int, patience: float) -> None:
-        self.page, self.place, self.patience = page, place, patience
+    def __init__(self, page: Page, peers: Sequence[Peer], local_rank: int, patience: float) -> None:
+        self.page, self.local_rank, self.patience = page, local_rank, patience
         self.peers = list(peers)
         self._futex = page.futex
-        self._others = [peer for peer in peers if peer is not peers[place]]
-        self._me = peers[place]
+        self._others = [peer for peer in peers if peer is not peers[local_rank]]
+        self._me = peers[local_rank]
         self._number = 0
         self._waiting: collections.deque[Posted] = collections.deque()  # for others to publish
         self._outside: collections.deque[Posted] = collections.deque()  # begun, and not ended
@@ -91,17 +89,17 @@ class Host:
 
     # Posting
 
-    def post(self, message: Message, place: Location | None = None) -> Posted:
-        """Publish, and do what can be done now for this and earlier messages. ``place``: of its tensor, if known."""
+    def post(self, message: Message, location: Location | None = None) -> Posted:
+        """Publish, and do what can be done now for this and earlier messages. ``location``: of its tensor, if known."""
         if len(self._held) + len(self._waiting) + len(self._outside) >= ENTRIES:
             self._make_room()
         number = self._number + 1
         posted = Posted(self, message, number, self._others if message.root is None else (self.peers[message.root],))
         if self.broken is not None:
             return posted  # its wait says why
-        place = place or self._place_of(message.tensor)
+        location = location or self._location_of(message.tensor)
         try:
-            self.page.publish(number, message.action, message.numel, place)
+            self.page.publish(number, message.action, message.numel, location)
             self._number = number
             self._waiting.append(posted)
             self._say(PUBLISHED, number)
@@ -111,10 +109,10 @@ class Host:
         self.advance()
         return posted
 
-    def _place_of(self, tensor: torch.Tensor | None) -> Location:
-        place = Location(0, 0, 0) if tensor is None else self.page.arena.locate(tensor)
-        assert place is not None, "what is published lies in the arena"
-        return place
+    def _location_of(self, tensor: torch.Tensor | None) -> Location:
+        location = Location(0, 0, 0) if tensor is None else self.page.arena.locate(tensor)
+        assert location is not None, "what is published lies in the arena"
+        return location
 
     def _say(self, word: int, number: int) -> None:
         if self._futex.fenced:
@@ -266,7 +264,7 @@ class Host:
         """Until a word has changed without which nothing goes on. False if time went by instead."""
         if self._outside and (work := self._outside[0].outside) is not None:
             also_peers = self._waiting or posted.number < self._outside[0].number
-            limit = max(min(seconds, _OUTSIDE_SECONDS) if also_peers else seconds, _SHORTEST_SECONDS)
+            limit = max(min(seconds, _OUTSIDE_SECONDS) if also_peers else seconds, SHORTEST_SECONDS)
             with contextlib.suppress(RuntimeError):  # raised again where its end is looked for
                 work.wait(timedelta(seconds=limit))
             return bool(work.is_completed())

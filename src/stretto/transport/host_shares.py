@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .message import Message
-from .slices import slice_of
-from .sums import BLOCK_BYTES, Block, action, views
+from .slices import add_in_order, slice_of
+from .sums import BLOCK_BYTES, action, views
 
 if TYPE_CHECKING:
     from .hierarchical import Team
@@ -40,13 +40,13 @@ class HostShares(Message):
         self.tensor = tensor
         self._team = team
         self._shared = shared
-        place = team.host.place
+        place = team.host.local_rank
         self._bounds = [slice_of(shared, ranks[place], team.world_size) for ranks in team.hosts]
-        self._own = self._bounds[team.home]
+        self._own = self._bounds[team.host_number]
         behind = self.numel - shared
         self._sizes = [stop - start + behind for start, stop in self._bounds]
         self._sent = tensor.new_empty(sum(self._sizes))
-        self._received = tensor.new_empty((len(team.hosts), self._sizes[team.home]))
+        self._received = tensor.new_empty((len(team.hosts), self._sizes[team.host_number]))
 
     def begin(self, entries: Sequence[bytes]) -> Any:
         """What this host has of each counterpart's share, to the counterparts."""
@@ -60,11 +60,12 @@ class HostShares(Message):
         for start in range(low, high, step):
             stop = min(start + step, high)
             parts = views(self._team.host, entries, total.dtype, start, stop)
-            Block(parts, 1).add_up_into(total[start - low : stop - low])
+            add_in_order(parts, total[start - low : stop - low])
 
     def end(self) -> None:
         """Add up what hosts have sent: nobody else reads this rank's share of its tensor."""
-        total = Block([*self._received], 1).add_up()
+        received = [*self._received]
+        total = add_in_order(received, received[0])
         start, stop = self._own
         torch.div(total[: stop - start], self._team.world_size, out=self.tensor[start:stop])
 

@@ -43,7 +43,7 @@ if sys.platform != "win32":  # which has none of what this file is for: see choo
 CHUNK_BYTES = 4 * MIB
 """Segments for several tensors are at least so large; later ones a quarter of all in use, up to the following."""
 LARGEST_CHUNK_BYTES = 64 * MIB
-_ALIGNMENT = 128  # two cache lines: processors fetch them in pairs
+LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _MAP_FIXED = 16
 _TURN_SECONDS = 5.0
@@ -201,7 +201,7 @@ class Arena:
             mapping = self._new_segment(chunk)
             self._space, self._used, self._size = weakref.ref(mapping), 0, len(mapping)
         start = self._used
-        self._used += -(-needed // _ALIGNMENT) * _ALIGNMENT
+        self._used += -(-needed // LINE_BYTES) * LINE_BYTES
         return all_bytes(mapping)[start : start + nbytes]
 
     def locate(self, tensor: torch.Tensor) -> Location | None:

@@ -27,15 +27,14 @@ from . import memory
 from .futex import Futex
 from .life import Life
 from .mapped import PeersMemory
-from .memory import Arena, Location
+from .memory import LINE_BYTES, Arena, Location
 
 TOKEN_BYTES = 16
-_LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
-PUBLISHED, FINISHED, RETIRED, ASLEEP, _BROKEN = (n * _LINE_BYTES for n in range(1, 6))
+PUBLISHED, FINISHED, RETIRED, ASLEEP, _BROKEN = (n * LINE_BYTES for n in range(1, 6))
 SEQUENCE = 2**32
 """Counters begin again at 0 when they have come here."""
 ENTRIES = 1024
-_REASON_BYTES = 8 * _LINE_BYTES
+_REASON_BYTES = 8 * LINE_BYTES
 _END = b"\x03"
 """Behind the reason. It may be seen first, and holes of zeros in the text: cache lines come in any order."""
 _TABLE = _BROKEN + _REASON_BYTES

@@ -39,7 +39,7 @@ class Spreading:
 
     def __init__(self, team: Team, messages: int, wait_for: Callable[[Work, str], None]) -> None:
         self.hosts = team.hosts
-        self.place = team.host.place
+        self.place = team.host.local_rank
         self._team = team
         self._messages = messages
         offered = Offered.by(team.host, 4 * messages * len(team.host.peers))
@@ -75,7 +75,7 @@ class Spreading:
             self._team.counterparts.courier.take(Incoming(exchange, received, others, say))
         else:
             say(None)
-        ranks = dict(zip(places, self.hosts[self._team.home], strict=True))
+        ranks = dict(zip(places, self.hosts[self._team.host_number], strict=True))
         return SharesUnderWay(self._words, ranks, self._round, self._team.counterparts.courier, self._team.host.abroad)
 
 

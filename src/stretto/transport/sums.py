@@ -21,7 +21,7 @@ from .host import Host
 from .message import Message
 from .ordinary import elements
 from .page import Entry
-from .slices import WIDER, slice_of
+from .slices import add_in_order, slice_of
 from .staging import Staging
 
 SMALL_BYTES = 16 * KIB
@@ -52,14 +52,7 @@ class SumForAll(Message):
         parts = routes.get(key)
         if parts is None:
             parts = routes[key] = views(self._host, entries, self._result.dtype, 0, self.numel)
-        if self._result.dtype in WIDER:
-            total = _widened(parts)
-            total[: self._averaged].div_(divisor)
-            self._result.copy_(total)
-            return
-        _added(parts, self._result)
-        if self._averaged:
-            self._result[: self._averaged].div_(divisor)
+        add_in_order(parts, self._result, divisor if self._averaged else 1, self._averaged)
 
     def release(self) -> None:
         """The staging memory is free."""
@@ -111,7 +104,7 @@ class SumOfSlices(Message):
 
     def _route(self, entries: Sequence[bytes]) -> list[Block]:
         places = len(self._host.peers)
-        low, high = slice_of(self.numel, self._host.place, places)
+        low, high = slice_of(self.numel, self._host.local_rank, places)
         edge = min(max(low, self._averaged), high)
         return [*self._cut(entries, low, edge, places), *self._cut(entries, edge, high, 1)]
 
@@ -135,13 +128,13 @@ class SumOfShare(SumOfSlices):
         """Sum."""
         *share, behind = self.blocks(entries)
         for block in share:
-            block.add_up(self._host.place)
+            block.add_up(self._host.local_rank)
         self._behind = torch.empty_like(behind.parts[0])
-        behind.add_up_into(self._behind)
+        add_in_order(behind.parts, self._behind)
 
     def _route(self, entries: Sequence[bytes]) -> list[Block]:
         places = len(self._host.peers)
-        low, high = slice_of(self._averaged, self._host.place, places)
+        low, high = slice_of(self._averaged, self._host.local_rank, places)
         behind = Block(views(self._host, entries, self.dtype, self._averaged, self.numel), 1)
         return [*self._cut(entries, low, high, places), behind]
 
@@ -176,13 +169,13 @@ class Copy(Message):
         self.numel = tensor.numel()
         self.root = root
         self._host, self._result, self._staging = host, tensor, staging
-        if root == host.place:
+        if root == host.local_rank:
             self.tensor = staging.take(tensor.nbytes)
             self.tensor[: self.numel].copy_(tensor)
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Receive."""
-        if self.root != self._host.place:
+        if self.root != self._host.local_rank:
             memory = self._host.peers[self.root].memory
             self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self.numel))
 
@@ -214,40 +207,7 @@ class Block:
 
     def add_up(self, place: int = 0) -> torch.Tensor:
         """The sum in rank order, divided, in the memory of one of them; the others' stay as they are."""
-        total = self.parts[place]
-        if total.dtype in WIDER:
-            wide = _widened(self.parts)
-            total.copy_(wide if self.divisor == 1 else wide.div_(self.divisor))
-            return total
-        if place < 2:
-            _added(self.parts, total)
-        else:  # in rank order all the same
-            total.copy_(_added(self.parts, torch.empty_like(total)))
-        return total if self.divisor == 1 else total.div_(self.divisor)
-
-    def add_up_into(self, total: torch.Tensor) -> None:
-        """The sum in rank order, undivided, into another tensor, or the first of them."""
-        if total.dtype in WIDER:
-            total.copy_(_widened(self.parts))
-        else:
-            _added(self.parts, total)
-
-
-def _added(parts: Sequence[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
-    """The sum in rank order, written into ``total``, which may be one of the first two."""
-    if len(parts) == 1:
-        return total.copy_(parts[0])
-    torch.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        total.add_(part)
-    return total
-
-
-def _widened(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].to(WIDER[parts[0].dtype])
-    for part in parts[1:]:
-        total.add_(part)
-    return total
+        return add_in_order(self.parts, self.parts[place], self.divisor)
 
 
 @functools.cache

@@ -1,12 +1,13 @@
 """Ranks of one host: an all-reduce alone, and whole training steps, through shared memory and through Gloo.
 
-    python benchmarks/host.py [sizes] [steps] [ranks] [--rounds 40] [--json FILE] [--plot FILE]
+    python benchmarks/host.py [sizes] [steps] [ranks] [busy] [--rounds 40] [--json FILE] [--plot FILE]
 
 sizes: an all-reduce of 4 B to 256 MB by stretto, by Gloo on loopback and, where mpi4py is installed, by MPI.
 steps: an SGD step over the same step without communication, on seven models, stretto beside torch DDP as tuned, and
        beside what no exact method can do without: ranks that only wait for each other (lockstep), and those that also
        move the bytes once through shared memory (floor; see src/stretto/bench/floor.py).
 ranks: the same step with 2, 4 and 8 ranks, whatever the number of cores.
+busy:  the same step while other programs compute on the same cores, as workers that load data do.
 One thread a rank. Contestants take turns within a round; figures are medians over rounds with quartiles.
 """
 
@@ -21,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,25 +208,56 @@ def run_steps(rounds: int, only: list[str]) -> dict[str, Any]:
     return {title: ratios(found) for title, found in runs.items()} | {"geometric mean": means}
 
 
+FEW = ["stretto", "stretto over Gloo", "torch DDP, 4 MB"]
+
+
+def run_busy_table(rounds: int, only: list[str]) -> dict[str, Any]:
+    found, rows = {}, []
+    who = [one for one in CONTESTANTS if one.name in (ALONE, *FEW)]
+    effort = Effort(rounds, float("inf"), BLOCK_SECONDS, warm_up=5)
+    titles = "policy, 2 x Linear(64), batch 256", "GPT-2, 4 x 256, batch 2 x 64"
+    for title in [one for one in titles if not only or any(part in one for part in only)]:
+        for others in (0, 1, 2, 4):
+            with contextlib.ExitStack() as beside:
+                for _ in range(others):
+                    beside.enter_context(_computing())
+                run = compare(WORKLOADS[title], 2, contestants=who, effort=effort, progress=True, timeout=900)
+            alone_ms = f"{run.spread(ALONE).median * 1e3:.2f}"
+            rows.append([title, str(others), alone_ms, *(run.ratio(name).show() for name in FEW)])
+            found[f"{title}, beside {others}"] = ratios(run)
+    header = ["SGD step, two ranks", "other programs", "ms alone", *FEW]
+    show_table(f"Beside programs that compute on the same {os.cpu_count()} cores: over the step alone", header, rows)
+    return found
+
+
+@contextlib.contextmanager
+def _computing() -> Iterator[None]:
+    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait()
+
+
 def run_ranks_table(rounds: int) -> dict[str, Any]:
     found, rows = {}, []
-    names = ["stretto", "stretto over Gloo", "torch DDP, 4 MB"]
-    who = [one for one in CONTESTANTS if one.name in (ALONE, *names)]
+    who = [one for one in CONTESTANTS if one.name in (ALONE, *FEW)]
     effort = Effort(rounds, float("inf"), BLOCK_SECONDS, warm_up=5)
     for title in ("100 x Linear(64), batch 32", "GPT-2, 4 x 256, batch 2 x 64"):
         for world in (2, 4, 8):
             run = compare(WORKLOADS[title], world, contestants=who, effort=effort, progress=True, timeout=900)
             alone_ms = f"{run.spread(ALONE).median * 1e3:.2f}"
-            rows.append([title, str(world), alone_ms, *(run.ratio(name).show() for name in names)])
+            rows.append([title, str(world), alone_ms, *(run.ratio(name).show() for name in FEW)])
             found[f"{title}, {world} ranks"] = ratios(run)
-    header = ["SGD step", "ranks", "ms alone", *names]
+    header = ["SGD step", "ranks", "ms alone", *FEW]
     show_table(f"More ranks than the {os.cpu_count()} cores: over the step without communication", header, rows)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["sizes", "steps", "ranks", []], help="default: all three")
+    parser.add_argument("parts", nargs="*", choices=["sizes", "steps", "ranks", "busy", []], help="default: all")
     parser.add_argument("--rounds", type=count, default=40)
     parser.add_argument("--only", nargs="*", default=[], help="workloads with one of these in their names")
     parser.add_argument("--largest", type=count, default=SIZES[-1], help="bytes of the largest all-reduce")
@@ -239,7 +271,7 @@ def main() -> None:
         parser.error(f"--largest {options.largest}: the smallest all-reduce is {SIZES[0]} bytes")
     if options.plot:
         check(options.plot)
-    parts = options.parts or ["sizes", "steps", "ranks"]
+    parts = options.parts or ["sizes", "steps", "ranks", "busy"]
     found: dict[str, Any] = {"machine": machine()}
     if "sizes" in parts:
         seconds = run_sizes(options.rounds, options.largest)
@@ -253,6 +285,8 @@ def main() -> None:
         found["step ratios"] = run_steps(options.rounds, options.only)
     if "ranks" in parts:
         found["step ratios, many ranks"] = run_ranks_table(max(8, options.rounds // 3))
+    if "busy" in parts:
+        found["step ratios, busy"] = run_busy_table(max(8, options.rounds // 3), options.only)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

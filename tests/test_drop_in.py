@@ -321,6 +321,11 @@ def buffers_off(rank):
     return found
 
 
+class Watching:
+    def gradient_ready(self, pass_number, name):
+        raise AssertionError("nothing happens there")
+
+
 def wrapped_twice(rank):
     inner = DistributedDataParallel(build("mlp", seed=rank))
     outer = DistributedDataParallel(torch.nn.Sequential(inner, torch.nn.Linear(8, 8)))
@@ -333,6 +338,9 @@ def wrapped_twice(rank):
         told = str(error)
     earlier = outer.synchronizer
     changed = earlier.graph_changed, outer.reducer._ddp_graph_static()
+    earlier.observe(Watching())
+    with earlier.trace("no folder is made"):
+        earlier.shadow_pass()
     earlier.detach()
     loss(again, batch("mlp", rank)).backward()
     reduced = [p.grad.clone() for p in outer.parameters()]

@@ -548,6 +548,30 @@ def test_how_far_replicas_are_apart() -> None:
     )
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_parameter_that_one_rank_alone_has_is_told_of(who: int) -> None:
+    def worker(transport):
+        model = model_of()
+        sync = stretto.attach(model, transport=transport)
+        model(batch(transport.rank)).sum().backward()
+        if transport.rank == who:
+            model.extra = torch.nn.Parameter(torch.zeros(2))
+        with pytest.raises(stretto.ReplicaError) as caught:
+            sync.check()
+        return str(caught.value).splitlines()[:2]
+
+    assert (
+        run_ranks(worker, 3)
+        == [
+            [
+                "pass 1: the ranks no longer hold the same values of extra.",
+                ["  extra: rank 0 differs from ranks 1, 2", "  extra: ranks 0, 2 differ from rank 1"][who],
+            ]
+        ]
+        * 3
+    )
+
+
 @pytest.mark.parametrize("first", ["rank0", "none"])
 def test_buffers_are_compared_by_the_policy_of_now(first: str) -> None:
     def worker(transport):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -489,8 +489,13 @@ def test_processes(tmp_path: Path, world: int) -> None:
     assert found == [(True, 0, "")] * world
 
 
+def refuse_to_yield() -> NoReturn:
+    raise AssertionError("whoever yields loses a slice, some milliseconds, where another program wants the core")
+
+
 def wait_for_a_late_one(rank: int, tell: Any) -> tuple[float, float]:
     """Seconds of waiting, and of the processor meanwhile: for large messages and small ones."""
+    os.sched_yield = refuse_to_yield
     transport = choose(ProcessGroupTransport(), "shared_memory")
     tensors = [torch.ones(10), torch.ones(50_000)]
     for tensor in tensors:

@@ -98,31 +98,34 @@ _BUFFERS = (
 
 
 def unlike(
-    tensors: Mapping[str, torch.Tensor] | None, gather: Callable[[Any], list[Any]]
+    tensors: Mapping[str, torch.Tensor] | None, gather: Callable[[Any], list[Any]], *, in_common: bool = False
 ) -> tuple[list[str], list[str]]:
     """Which tensors are not the same on all ranks, by name, and a line to be read for each of the first. Collective.
 
     Args:
-        tensors: by name; what some rank does not have, or cannot read, is left out. None: this rank has none that could
-            be compared, and takes part all the same.
+        tensors: by name; what some rank cannot read is left out. None: this rank has none that could be compared, and
+            takes part all the same.
         gather: returns the fingerprints of all ranks in rank order, some tens of bytes a tensor.
+        in_common: what some rank does not have is left out too.
     """
     mine = None
     if tensors is not None:
         mine = {name: fingerprint(one) if is_readable(one) else None for name, one in tensors.items()}
     brought: list[dict[str, tuple[int, int] | None] | None] = gather(mine)
     everyone = {rank: other for rank, other in enumerate(brought) if other is not None}
-    first = next(iter(everyone.values()), {})
-    found = {name: {other.get(name) for other in everyone.values()} for name in first}
-    lines, names = list[str](), [name for name, values in found.items() if len(values) > 1 and None not in values]
+    found = {
+        name: {other.get(name, ()) for other in everyone.values()} for other in everyone.values() for name in other
+    }
+    left_out = {None, ()} if in_common else {None}
+    names = [name for name, held in found.items() if len(held) > 1 and held.isdisjoint(left_out)]
     if not names:
-        return names, lines
-    shown = names[:_MOST]
+        return names, []
+    lines, shown = [], names[:_MOST]
     values = gather({name: _beginning(tensors[name]) for name in shown if name in tensors} if tensors else {})
     for name in shown:
         camps: dict[object, list[int]] = {}
         for rank, other in everyone.items():
-            camps.setdefault(other.get(name), []).append(rank)
+            camps.setdefault(other.get(name, ()), []).append(rank)
         samples = [values[ranks[0]].get(name) for ranks in camps.values()]
         some, *rest = camps.values()
         told = " and from ".join(map(describe_ranks, rest[:_CAMPS]))
@@ -188,7 +191,7 @@ class Inspection:
 
     def run(self, number: int, *, idle: bool = False) -> None:
         """Collective. ``idle``: this rank does not step any more, so its values are not those of the others."""
+        tensors = replicated(self._members, self._places)
+        buffers = tensors.keys() - self._members.everything().keys()
         gone = idle or self._members.module() is None
-        tensors = None if gone else replicated(self._members, self._places)
-        buffers = tensors.keys() - self._members.everything().keys() if tensors else ()
-        check_replicas(tensors, self._gather, f"pass {number}", buffers)
+        check_replicas(None if gone else tensors, self._gather, f"pass {number}", buffers)

@@ -39,7 +39,7 @@ class Synchronizer:
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
         "module rank world_size sharded sampler _options _peers _idle_plan _last_statistics _transport _closes _events "
-        "_buffer_places _reducer __weakref__"
+        "_buffer_places _held __weakref__"
     ).split()
 
     def __init__(
@@ -60,7 +60,7 @@ class Synchronizer:
         self._idle_plan, self._last_statistics = plan, Statistics()
         self._transport, self._closes = transport, chosen  # one that the user made may carry other handles too
         self._events, self._buffer_places = Events(self.rank), BufferPlaces(module, options)
-        self._reducer: Reducer | None = None
+        self._held: Reducer | None = None
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
         """Records passes now and then; None where there is one rank."""
@@ -70,10 +70,15 @@ class Synchronizer:
             inspection = Inspection(members, self._buffer_places, peers.gather)
             rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
             common = trained, plan, transport, self._events, self._buffer_places, members, scaling, peers
-            self._reducer = Reducer(*common, delay=options.delay, inspection=inspection, sparse=rows)
-            self.sampler = Sampler(self._reducer)
-            self._reducer.start_watching(self.sampler)
-            unite(inside, [one._reducer for one in beside if one._reducer is not None], self._reducer)
+            self._held = reducer = Reducer(*common, delay=options.delay, inspection=inspection, sparse=rows)
+            self.sampler = Sampler(reducer)
+            reducer.start_watching(self.sampler)
+            unite(inside, [one._reducer for one in beside if one._reducer is not None], reducer)
+
+    @property
+    def _reducer(self) -> Reducer | None:
+        """None where there is one rank, and behind ``detach()``, by a wrapper around the same module too."""
+        return None if self._held is None or self._held.detached else self._held
 
     def __repr__(self) -> str:
         return describe_shortly(self.module, self._reducer, was_attached=self._peers is not None)
@@ -190,7 +195,7 @@ class Synchronizer:
     @property
     def graph_changed(self) -> bool:
         """Whether passes of this rank have reached different sets of parameters."""
-        return self._reducer is not None and not self._reducer.detached and self._reducer.tracker.graph_changed
+        return self._reducer is not None and self._reducer.tracker.graph_changed
 
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.
@@ -226,15 +231,11 @@ class Synchronizer:
             self._reducer.use(CommHook(state, hook))
 
     def check(self) -> None:
-        """Compare all parameters, and the buffers unless each rank keeps its own, over the ranks. Collective.
+        """``sync.check()`` compares all parameters, and buffers unless each rank keeps its own, over ranks. Collective.
 
         Raises:
             ReplicaError: on every rank, with the names of the tensors and the ranks that differ.
             SetupError: the handle was detached.
-
-        Example::
-
-            sync.check()
         """
         if self._reducer is None and self._peers is not None:
             raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
@@ -244,8 +245,7 @@ class Synchronizer:
     def observe(self, observer: object) -> None:
         """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective.
 
-        Raises:
-            SetupError: it has no method that is named as an event.
+        Raises ``SetupError`` if it has no method that is named as an event.
         """
         if self._reducer is not None:
             self._reducer.start_watching(observer)
@@ -336,7 +336,7 @@ class Synchronizer:
         ``unshard()`` before. Raises ``SetupError`` while backward runs, and where another handle has left parameters
         to this one: detach that one first.
         """
-        if self._reducer is not None and not self._reducer.detached:
+        if self._reducer is not None:
             self._reducer.family.leave(self._reducer)  # first: it may be refused
         for sharded in self.sharded:
             sharded.end()
@@ -345,6 +345,6 @@ class Synchronizer:
         if self._reducer is not None:
             self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
             self._reducer.detach()
-            self._reducer = None
+        self._held = None
         if self._transport is not None and self._closes:
             self._transport.close()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function_unary
 
 from .arrivals import owner_of
 from .check import unlike
@@ -39,27 +41,35 @@ class Unattached:
 
     def __init__(self, members: Membership, peers: Peers, *, speaks: bool) -> None:
         self._members, self._peers, self._speaks = members, peers, speaks
-        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # that have stepped, by id, in order
-        if members.options.check_every != 0:
+        self._seen: dict[int, tuple[weakref.ref[torch.optim.Optimizer], set[int]]] = {}
+        """By ``id``, in the order of their first steps: optimizers, and what had a gradient then."""
+        self._depth = 0  # of steps that have begun: ZeroRedundancyOptimizer steps another, on this rank's part
+        self._listens = members.options.check_every != 0
+        if self._listens:
             listen(self._stepping)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
-        known = self._optimizers.get(id(optimizer))
-        if begins and (known is None or known() is not optimizer):
-            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._depth = max(self._depth + (1 if begins else -1), 0)
+        if not begins or self._depth > 1:
+            return
+        seen, _ = self._seen.get(id(optimizer), (None, None))
+        if seen is None or seen() is not optimizer:
+            self._seen.pop(id(optimizer), None)  # which another had that is gone; it would stand in its place
+            if found := {id(one) for one in stepped_by(optimizer) if not _is_under_way(one) and one.grad is not None}:
+                self._seen[id(optimizer)] = weakref.ref(optimizer), found
 
     def stop(self) -> None:
         """Look no more. Harmless twice."""
-        self._optimizers.clear()
+        self._seen.clear()
+        self._listens = False
         stop_listening(self._stepping)
 
     def says(self, number: int) -> list[int]:
         """What the last bucket of the pass is to tell."""
-        if number not in PASSES:
-            return []
-        if self._found():
+        self._depth = 0
+        if number in PASSES and self._found(number):
             return [Control.UNATTACHED]
-        if number == PASSES[-1]:
+        if self._listens and number >= PASSES[-1]:
             self.stop()
         return []
 
@@ -73,46 +83,60 @@ class Unattached:
         """
         if not said[Control.UNATTACHED]:
             return
-        names, lines = unlike(None if idle else self._found() or None, self._peers.gather)
+        names, lines = unlike(None if idle else self._found(number) or None, self._peers.gather, in_common=True)
         if names and self._speaks:
             self._tell(names, lines, number)
         self.stop()
 
-    def _found(self) -> dict[str, torch.Tensor]:
-        """By names that tell the optimizer, too. None if a handle that was attached earlier looks."""
-        optimizers = [one for reference in self._optimizers.values() if (one := reference()) is not None]
-        owners: set[Any] = {owner_of(parameter) for one in optimizers for parameter in stepped_by(one)} - {None}
-        if any(owner.queue.peers.seat.number < self._peers.seat.number for owner in owners):
+    def _found(self, number: int) -> dict[str, torch.Tensor]:
+        """By names that tell the optimizer, too. Nothing if a handle that was attached earlier is to look."""
+        seen = [(one, had) for reference, had in [*self._seen.values()] if (one := reference()) is not None]
+        everything = [one for optimizer, _ in seen for one in stepped_by(optimizer) if not _is_under_way(one)]
+        owners: set[Any] = {owner_of(one) for one in everything} - {None}
+        if any(self._leaves_it_to(owner, number) for owner in owners):
             return {}
-        apart = [found for one in optimizers if (found := self._alone_in(one))]
-        return {
-            f"{kind}{f' {number}' * (len(apart) > 1)}, {name}": parameter
-            for number, (kind, found) in enumerate(apart, 1)
-            for name, parameter in found.items()
-        }
+        members = [self._members, *(owner.members for owner in owners)]
+        known = {id(parameter) for one in members for parameter in one.all_parameters()}
+        found, kinds = dict[str, torch.Tensor](), Counter[str]()
+        for optimizer, had in seen:
+            if alone := _alone_in(optimizer, had, known):
+                kinds[kind := type(optimizer).__name__] += 1
+                which = kind if kinds[kind] == 1 else f"{kind} {kinds[kind]}"
+                found |= {f"{name} of {which}": one for name, one in alone.items()}
+        return found
 
-    def _alone_in(self, optimizer: torch.optim.Optimizer) -> tuple[str, dict[str, torch.Tensor]] | None:
-        """None if any of them is known: what else an optimizer of such steps is told of at once."""
-        own = {id(one) for one in self._members.all_parameters()}
-        if any(owner_of(one) is not None or id(one) in own for one in stepped_by(optimizer)):
-            return None
-        found = {
-            name_in(group, number, place): one
-            for number, group in enumerate(optimizer.param_groups)
-            for place, one in enumerate(group["params"])
-            if one.grad is not None and not wrapping({"": one})
-        }
-        return (type(optimizer).__name__, found) if found else None
+    def _leaves_it_to(self, owner: Any, number: int) -> bool:
+        """One that was attached earlier, looks too, and trains about as often."""
+        is_earlier: bool = owner.queue.peers.seat.number < self._peers.seat.number
+        looks: bool = owner.members.options.check_every != 0 and 2 * owner.queue.pass_number >= number
+        return is_earlier and looks
 
     def _tell(self, names: Sequence[str], lines: Sequence[str], number: int) -> None:
         log.warning(
-            "pass %s of %s: an optimizer steps %s, which no handle averages, and ranks hold other values of it.\n"
-            "%s\n"
-            "Attach the module that holds it; or average the gradient of what is in no module before it is stepped, on "
-            "all ranks: stretto.reduce([parameter.grad]). Where ranks are to differ there, all is well. Told once; "
-            "check_every=0 never looks.",
+            "pass %s of %s: an optimizer steps %s, which no handle averages, and of which ranks hold different values."
+            "\n%s\n"
+            "Attach the module that has it; or, for a tensor of no module, average its gradient on all ranks before "
+            "each step, stretto.reduce([parameter.grad]), and begin with equal values. Where ranks are to differ "
+            "there, all is well. Told once; check_every=0 never looks.",
             number,
             type(self._members.module()).__name__,
             name_list(names),
             "\n".join(lines),
         )
+
+
+def _alone_in(optimizer: torch.optim.Optimizer, had: set[int], known: set[int]) -> dict[str, torch.Tensor]:
+    """By name. Nothing, if any of them is known: what else an optimizer of such steps is told of at once."""
+    if any(_is_under_way(one) or owner_of(one) is not None or id(one) in known for one in stepped_by(optimizer)):
+        return {}
+    return {
+        name_in(group, number, place): one
+        for number, group in enumerate(optimizer.param_groups)
+        for place, one in enumerate(group["params"])
+        if id(one) in had and not wrapping({"": one})
+    }
+
+
+def _is_under_way(parameter: torch.Tensor) -> bool:
+    """So it is a handle's, and whoever looks at it would wait."""
+    return has_torch_function_unary(parameter)

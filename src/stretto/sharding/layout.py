@@ -26,10 +26,10 @@ from ..plan import BucketPlan
 from ..slots import which_lie_in
 from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
+from ..transport.memory import LINE_BYTES
 from .ownership import Piece
 from .state import laid_flat, shaped
 
-_ALIGNMENT = 128
 log = logging.getLogger("stretto")
 
 
@@ -68,7 +68,7 @@ class Layout:
             device = here[0] if here else torch.device("cpu")
             self._devices.append(device)
             self._begin.append(sizes.setdefault(device, 0))
-            sizes[device] += -(-end * bucket.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            sizes[device] += -(-end * bucket.dtype.itemsize // LINE_BYTES) * LINE_BYTES
         self.nbytes = sum(sizes.values())
         on_host = all(device.type == "cpu" for device in sizes)
         alone = [(rank,) for rank in range(transport.world_size)]

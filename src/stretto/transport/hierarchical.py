@@ -155,7 +155,7 @@ class Team:
             host.abroad = _of_others([ranks[host.local_rank] for ranks in hosts if base.rank not in ranks])
             self.counterparts.connect(f"{name}/{host.local_rank}", self.host_number, len(hosts))
 
-    def home_of(self, rank: int) -> tuple[int, int]:
+    def host_of(self, rank: int) -> tuple[int, int]:
         """The number of its host, and its place there."""
         found = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
         return found, self.hosts[found].index(rank)
@@ -287,7 +287,7 @@ class CopyAcross(AcrossHosts):
     """One rank's bytes for all."""
 
     def __init__(self, team: Team, flat: torch.Tensor, root: int) -> None:
-        self._from, place = team.home_of(root)
+        self._from, place = team.host_of(root)
         source = place if self._from == team.host_number else 0
         super().__init__(team, f"bcast from {root}".encode(), flat, staged=True, source=source)
         if self._from == team.host_number and place == team.host.local_rank:

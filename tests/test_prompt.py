@@ -1,4 +1,4 @@
-"""Gloo's threads go first on a core that computes, where Linux lets a thread choose how long its slices are."""
+"""Gloo's threads, and ranks that are waited for, go first where Linux lets a thread choose how long its slices are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from stretto.testing import spawn_ranks
-from stretto.transport import ProcessGroupTransport, prompt
-from stretto.transport.prompt import SLICE_NANOSECONDS, let_gloo_go_first, shorten
+from stretto.transport import ProcessGroupTransport, choose, prompt
+from stretto.transport.prompt import SLICE_NANOSECONDS, let_gloo_go_first, shorten, woken_first
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has such slices")
 
@@ -72,6 +73,48 @@ def test_threads_of_gloo_have_the_shortest_slices_and_no_others() -> None:
         assert SLICE_NANOSECONDS not in found["others"]
 
 
+def slices_asleep_and_awake(rank: int) -> tuple[int, int]:
+    """Of a rank that waits for one which only goes on when it has seen it asleep, with the shortest slices."""
+    transport = choose(ProcessGroupTransport(), "shared_memory")
+    pids = transport.all_gather_object(os.getpid())
+    before = attributes(0)[2]
+    while rank == 0 and attributes(pids[1])[2] != SLICE_NANOSECONDS:
+        time.sleep(0.01)
+    transport.all_reduce(torch.ones(3)).wait()
+    return before, attributes(0)[2]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_a_rank_has_the_shortest_slices_only_while_it_sleeps() -> None:
+    if not slices_can_be_chosen():
+        pytest.skip("this kernel has the same slices for all threads")
+    for before, behind in spawn_ranks(slices_asleep_and_awake, 2):
+        assert before == behind != SLICE_NANOSECONDS
+
+
+def test_slices_are_those_of_before_behind_an_exception_too() -> None:
+    before, inside = attributes(0), []
+    with pytest.raises(KeyboardInterrupt), woken_first():
+        inside.append(attributes(0))
+        raise KeyboardInterrupt
+    assert attributes(0) == before
+    assert inside == [(*before[:2], SLICE_NANOSECONDS if slices_can_be_chosen() else before[2])]
+
+
+@pytest.mark.parametrize("broken", ["no such call", "another processor"])
+def test_where_slices_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    before = attributes(0)
+    if broken == "no such call":
+        monkeypatch.setattr(prompt, "_system_call", lambda: lambda *_: -1)
+    else:
+        monkeypatch.setattr(prompt, "_system_call", lambda: None)
+    with woken_first():
+        assert attributes(0) == before
+    let_gloo_go_first()
+    assert attributes(0) == before
+
+
 def test_policy_and_niceness_stay() -> None:
     with Sleeper() as thread:
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
@@ -100,9 +143,12 @@ def test_names_of_other_threads_may_be_anything() -> None:
         thread.join()
 
 
-def test_where_it_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_has_ended_is_passed_over() -> None:
     with Sleeper() as thread:
         pass
-    shorten(thread)  # it has ended
+    shorten(thread)
+
+
+def test_only_processors_whose_calls_are_known_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    let_gloo_go_first()
+    assert prompt._system_call.__wrapped__() is None

@@ -37,6 +37,7 @@ from .memory import Location
 from .message import Message, Posted
 from .ordinary import Routes
 from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, RETIRED, Entry, Missing, Page, Peer, behind, first_dead
+from .prompt import woken_first
 
 _SPINS = 36
 """Looks before a rank sleeps: some 10 us. None yields the core: where another program wants it, that costs a slice."""
@@ -274,7 +275,7 @@ class Host:
         if missing is None:
             return True
         peer, word, seen = missing
-        with self.page.asleep():
+        with self.page.asleep(), woken_first():
             self._futex.wait(peer.base + word, seen, seconds)
         return peer.words[word // 4] != seen
 

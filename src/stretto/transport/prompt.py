@@ -1,19 +1,24 @@
-"""Threads that carry bytes go first where they share a core with what computes.
+"""Threads that carry bytes, and ranks that are waited for, go first where they share a core with what computes.
 
 [Note: short slices]  A message through Gloo is handed from thread to thread: one reads the socket, one of two runs the
 collective, which writes the next piece. On a core that computes, a thread that wakes up waits until the slice of what
 runs there is over, some 3 ms by Linux' scheduler since 6.6 (EEVDF, which lets a slice end before it looks again), and
 meanwhile the link has nothing to do. A thread that asks for a shorter slice goes first (since 6.12). It gets no more of
 the processor, only sooner; it needs no privilege; and where the kernel is older, nothing happens.
+
+A rank that sleeps in shared memory asks for it while it sleeps, and computes with slices as long as before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 SLICE_NANOSECONDS = 100_000
 """The shortest that Linux takes."""
@@ -42,7 +47,7 @@ class _Attributes(ctypes.Structure):
 
 def let_gloo_go_first() -> None:
     """Give the threads that Gloo has in this process by now the shortest slices. Not collective; harmless twice."""
-    if not sys.platform.startswith("linux") or platform.machine() not in _NUMBERS:
+    if _system_call() is None:
         return
     with contextlib.suppress(OSError):  # no /proc, or a thread has ended
         for task in Path("/proc/self/task").iterdir():
@@ -52,13 +57,45 @@ def let_gloo_go_first() -> None:
 
 def shorten(thread: int) -> None:
     """Give a thread of this process, by its number, the shortest slices. Its policy and niceness stay."""
-    if ctypes.sizeof(ctypes.c_void_p) != 8:
-        return  # system calls have other numbers there
-    change, ask = _NUMBERS[platform.machine()]
+    if (found := _attributes_of(thread)) is not None:
+        _set(thread, found, SLICE_NANOSECONDS)
+
+
+@contextlib.contextmanager
+def woken_first() -> Iterator[None]:
+    """This thread has the shortest slices inside, and those of before behind."""
+    if (found := _attributes_of(0)) is None:
+        yield
+        return
+    before = found.runtime
+    _set(0, found, SLICE_NANOSECONDS)
+    try:
+        yield
+    finally:
+        _set(0, found, before)
+
+
+def _attributes_of(thread: int) -> _Attributes | None:
+    """None where it has no slices, or older kernels know of none."""
+    found = _Attributes()
+    if (call := _system_call()) is None:
+        return None
+    done = call(_NUMBERS[platform.machine()][1], thread, ctypes.byref(found), ctypes.sizeof(found), 0) == 0
+    return found if done and found.policy in _FAIR and found.runtime else None
+
+
+def _set(thread: int, attributes: _Attributes, nanoseconds: int) -> None:
+    attributes.size, attributes.runtime = ctypes.sizeof(attributes), nanoseconds
+    if (call := _system_call()) is not None:  # refused in some sandboxes: then it is as before
+        call(_NUMBERS[platform.machine()][0], thread, ctypes.byref(attributes), 0, 0)
+
+
+@functools.cache
+def _system_call() -> Any:
+    """syscall(2) for these two; None where they are not known."""
+    known = sys.platform.startswith("linux") and platform.machine() in _NUMBERS
+    if not known or ctypes.sizeof(ctypes.c_void_p) != 8:  # else they have other numbers
+        return None
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
-    found = _Attributes()
-    size = ctypes.sizeof(found)
-    if call(ask, thread, ctypes.byref(found), size, 0) == 0 and found.policy in _FAIR:
-        found.size, found.runtime = size, SLICE_NANOSECONDS
-        call(change, thread, ctypes.byref(found), 0, 0)  # refused in some sandboxes: then it is as before
+    return call

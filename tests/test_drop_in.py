@@ -328,6 +328,9 @@ class Watching:
 
 def wrapped_twice(rank):
     inner = DistributedDataParallel(build("mlp", seed=rank))
+    for _ in range(2):
+        loss(inner, batch("mlp", rank)).backward()
+    inner.zero_grad()
     outer = DistributedDataParallel(torch.nn.Sequential(inner, torch.nn.Linear(8, 8)))
     loss(outer, batch("mlp", rank)).backward()
     grads = [p.grad.clone() for p in outer.parameters()]
@@ -592,7 +595,7 @@ class TestTogether:
             "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
             "Or wrap the outer module last, or delete its wrapper first if it is not needed any more."
         )
-        assert [scene["wrapped twice"][2:4] for scene in scenes] == [((False, True), 0)] * 2  # of one that has ended
+        assert [scene["wrapped twice"][2:4] for scene in scenes] == [((False, True), 2)] * 2  # of those that have ended
         assert same(scenes[0]["wrapped twice"][4], scenes[1]["wrapped twice"][4])
 
     @pytest.mark.parametrize("joint", [True, False], ids=["one backward for both", "in turn"])

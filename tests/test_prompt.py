@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,13 +103,34 @@ def test_slices_are_those_of_before_behind_an_exception_too() -> None:
     assert inside == [(*before[:2], SLICE_NANOSECONDS if slices_can_be_chosen() else before[2])]
 
 
-@pytest.mark.parametrize("broken", ["no such call", "another processor"])
-def test_where_slices_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_niceness_that_is_changed_inside_stays() -> None:
     before = attributes(0)
-    if broken == "no such call":
-        monkeypatch.setattr(prompt, "_system_call", lambda: lambda *_: -1)
-    else:
-        monkeypatch.setattr(prompt, "_system_call", lambda: None)
+
+    def nice() -> None:
+        with woken_first():
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before[1] + 2)
+        found.append(attributes(0))
+
+    found: list[tuple[int, int, int]] = []
+    thread = threading.Thread(target=nice)
+    thread.start()
+    thread.join()
+    assert found == [(before[0], before[1] + 2, before[2])]
+
+
+def refused(number: int, *others: Any) -> int:
+    """A sandbox that lets nobody choose."""
+    change, _ = prompt._NUMBERS[platform.machine()]
+    return -1 if number == change else KERNEL(number, *others)
+
+
+KERNEL = prompt._system_call()
+
+
+@pytest.mark.parametrize("call", [lambda *_: -1, refused, None], ids=["unknown", "refused", "another processor"])
+def test_where_slices_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    before = attributes(0)
+    monkeypatch.setattr(prompt, "_system_call", lambda: call)
     with woken_first():
         assert attributes(0) == before
     let_gloo_go_first()

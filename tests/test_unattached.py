@@ -17,7 +17,7 @@ from stretto.testing import spawn_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(100)]
 
 TOLD = (
-    "pass {0} of Linear: an optimizer steps {1}, which no handle averages, and of which ranks hold different values.\n"
+    "pass {0} of Linear: an optimizer steps {1}, which no handle averages, and ranks hold different values of it.\n"
     "  {1}: rank 0 differs from rank 1 by up to {2}, in 1 of 1 element\n"
     "Attach the module that has it; or, for a tensor of no module, average its gradient on all ranks before each step, "
     "stretto.reduce([parameter.grad]), and begin with equal values. Where ranks are to differ there, all is well. Told "
@@ -109,12 +109,26 @@ def with_gradients_set_to_none_behind_each_step(rank: int) -> None:
 
 
 def a_probe_on_one_rank_alone(rank: int) -> None:
-    """And ranks' own numbers of optimizers: what all have is compared all the same."""
+    """Beside what is averaged: ranks that have other numbers of optimizers do not take one for another."""
     agent = Agent()
+    agent.alpha.register_post_accumulate_grad_hook(agent.average)
     if rank == 0:
-        probe = torch.zeros(3, requires_grad=True)
-        probe.grad = torch.ones(3)
-        torch.optim.SGD([probe], lr=1.0).step()
+        probe = torch.zeros(1, requires_grad=True)
+        probe.grad = torch.ones(1)
+        agent.optimizers.insert(0, torch.optim.SGD([probe], lr=1.0))
+    agent.train(40, float(rank))
+
+
+def behind_one_that_has_ended_its_look(rank: int) -> None:
+    """One model is trained alone for long, and then another with a temperature beside it."""
+    before = torch.nn.Linear(2, 2)
+    stretto.attach(before)
+    of_before = torch.optim.SGD(before.parameters(), lr=0.0)
+    for _ in range(260):
+        before(torch.ones(1, 2)).sum().backward()
+        of_before.step()
+    agent = Agent()
+    agent.optimizers.append(of_before)
     agent.train(40, float(rank))
 
 
@@ -206,7 +220,8 @@ SCENES: Sequence[tuple[Callable[[int], None], list[str]]] = [
     (on_one_rank_alone, []),
     (beside_one_without_batches, []),
     (with_gradients_set_to_none_behind_each_step, [TOLD.format(32, ALPHA, 32)]),
-    (a_probe_on_one_rank_alone, [TOLD.format(32, ALPHA, 32)]),
+    (a_probe_on_one_rank_alone, []),
+    (behind_one_that_has_ended_its_look, [TOLD.format(32, ALPHA, 32)]),
     (another_handle_looks_never, [TOLD.format(32, ALPHA, 32)]),
     (left_alone_by_another_handle, []),
     (one_that_takes_the_place_of_another, []),

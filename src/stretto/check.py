@@ -92,8 +92,8 @@ _PARAMETERS = (
     "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all ranks."
 )
 _BUFFERS = (
-    "They are buffers, and the parameters are equal: mostly some ranks only ran a forward in train() mode since the "
-    "last backward, to evaluate without model.eval(), say. The next backward makes them equal again."
+    "They are buffers, and the parameters are equal. Mostly some ranks alone have run a forward in train() mode since "
+    "the last backward, to evaluate without model.eval(), say; then the next backward makes them equal again."
 )
 
 
@@ -113,9 +113,11 @@ def unlike(
         mine = {name: fingerprint(one) if is_readable(one) else None for name, one in tensors.items()}
     brought: list[dict[str, tuple[int, int] | None] | None] = gather(mine)
     everyone = {rank: other for rank, other in enumerate(brought) if other is not None}
-    found = {
-        name: {other.get(name, ()) for other in everyone.values()} for other in everyone.values() for name in other
-    }
+    first = next(iter(everyone.values()), {})
+    if all(other == first for other in everyone.values()):
+        return [], []
+    every_name = dict.fromkeys(name for other in everyone.values() for name in other)
+    found = {name: {other.get(name, ()) for other in everyone.values()} for name in every_name}
     left_out = {None, ()} if in_common else {None}
     names = [name for name, held in found.items() if len(held) > 1 and held.isdisjoint(left_out)]
     if not names:

@@ -107,12 +107,12 @@ class Synchronizer:
     @property
     def plan(self) -> BucketPlan:
         """The plan in use. ``print(sync.plan)`` shows a table."""
-        return self._reducer.plan if self._reducer else self._idle_plan
+        return self._held.plan if self._held else self._idle_plan
 
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching, on this rank."""
-        return self._reducer.statistics if self._reducer else self._last_statistics
+        return self._held.statistics if self._held else self._last_statistics
 
     @property
     def weight(self) -> float:
@@ -342,9 +342,9 @@ class Synchronizer:
             sharded.end()
         if self.sampler is not None:
             self.sampler.stop()
-        if self._reducer is not None:
-            self._idle_plan, self._last_statistics = self._reducer.plan, self._reducer.statistics
-            self._reducer.detach()
-        self._held = None
+        if self._held is not None:
+            self._idle_plan, self._last_statistics = self._held.plan, self._held.statistics
+            self._held.detach()
+            self._held = None
         if self._transport is not None and self._closes:
             self._transport.close()

@@ -54,6 +54,8 @@ class Seat:
     """Of each sharded optimizer, in the order in which they were made."""
     number: int = field(default_factory=functools.partial(next, itertools.count()))
     """Of all handles of this process, in the order in which they were made."""
+    looks_beside: bool = False
+    """Whether it compares, or has compared, what is stepped beside all handles: see unattached.py."""
     refused: int = 0
     """How many steps had begun when this rank last refused one, and told so."""
     with_others: bool = False

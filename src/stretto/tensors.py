@@ -68,10 +68,9 @@ def reduce(
         return
     peers = Peers(carrier, "reduce")
     try:
-        cap = bucket_cap_mb if problem else positive("reduce: bucket_cap_mb", bucket_cap_mb)
-        _agree(given, (op, cap), problem, carrier.rank, peers)
+        _agree(given, (op, bucket_cap_mb), problem, carrier.rank, peers)
         divisor = carrier.world_size if op == "mean" else 1
-        messages = start_reduce(given, carrier, divisor, message_bytes=int(cap * MIB))
+        messages = start_reduce(given, carrier, divisor, message_bytes=int(bucket_cap_mb * MIB))
         messages.finish(peers.wait_for, "the tensors")
     finally:
         peers.close()

@@ -7,7 +7,9 @@ rank has such parameters, and says so in a word of a pass, all ranks compare the
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -21,11 +23,14 @@ from .check import unlike
 from .errors import name_list
 from .membership import Membership, wrapping
 from .peers import Peers
+from .seat import Seat
 from .steps import listen, name_in, stepped_by, stop_listening
 from .words import Control
 
 PASSES = (32, 256)
 """In which ranks say whether they have such: what has moved on each rank by itself differs by then."""
+_BEFORE = 32
+"""Steps are listened to in so many passes before these."""
 
 log = logging.getLogger("stretto")
 
@@ -43,33 +48,35 @@ class Unattached:
         self._members, self._peers, self._speaks = members, peers, speaks
         self._seen: dict[int, tuple[weakref.ref[torch.optim.Optimizer], set[int]]] = {}
         """By ``id``, in the order of their first steps: optimizers, and what had a gradient then."""
-        self._depth = 0  # of steps that have begun: ZeroRedundancyOptimizer steps another, on this rank's part
-        self._listens = members.options.check_every != 0
-        if self._listens:
+        self._depth = threading.local()
+        """Of steps that have begun: ZeroRedundancyOptimizer steps another, on this rank's part."""
+        self._has_compared = False
+        peers.seat.looks_beside = members.options.check_every != 0
+        if peers.seat.looks_beside:
             listen(self._stepping)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
-        self._depth = max(self._depth + (1 if begins else -1), 0)
-        if not begins or self._depth > 1:
+        depth = self._depth.steps = max(getattr(self._depth, "steps", 0) + (1 if begins else -1), 0)
+        if not begins or depth > 1 or id(optimizer) in self._seen:
             return
-        seen, _ = self._seen.get(id(optimizer), (None, None))
-        if seen is None or seen() is not optimizer:
-            self._seen.pop(id(optimizer), None)  # which another had that is gone; it would stand in its place
-            if found := {id(one) for one in stepped_by(optimizer) if not _is_under_way(one) and one.grad is not None}:
-                self._seen[id(optimizer)] = weakref.ref(optimizer), found
+        if found := {id(one) for one in stepped_by(optimizer) if not _is_under_way(one) and one.grad is not None}:
+            gone = functools.partial(_forget, self._seen, id(optimizer))
+            self._seen[id(optimizer)] = weakref.ref(optimizer, gone), found
 
     def stop(self) -> None:
         """Look no more. Harmless twice."""
         self._seen.clear()
-        self._listens = False
         stop_listening(self._stepping)
 
     def says(self, number: int) -> list[int]:
         """What the last bucket of the pass is to tell."""
-        self._depth = 0
+        self._depth.steps = 0
         if number in PASSES and self._found(number):
             return [Control.UNATTACHED]
-        if self._listens and number >= PASSES[-1]:
+        if number + _BEFORE in PASSES and self._peers.seat.looks_beside and not self._has_compared:
+            listen(self._stepping)
+        elif number in PASSES:
+            self._peers.seat.looks_beside &= number < PASSES[-1] or self._has_compared
             self.stop()
         return []
 
@@ -83,6 +90,7 @@ class Unattached:
         """
         if not said[Control.UNATTACHED]:
             return
+        self._has_compared = True
         names, lines = unlike(None if idle else self._found(number) or None, self._peers.gather, in_common=True)
         if names and self._speaks:
             self._tell(names, lines, number)
@@ -90,6 +98,8 @@ class Unattached:
 
     def _found(self, number: int) -> dict[str, torch.Tensor]:
         """By names that tell the optimizer, too. Nothing if a handle that was attached earlier is to look."""
+        if self._members.module() is None:
+            return {}
         seen = [(one, had) for reference, had in [*self._seen.values()] if (one := reference()) is not None]
         everything = [one for optimizer, _ in seen for one in stepped_by(optimizer) if not _is_under_way(one)]
         owners: set[Any] = {owner_of(one) for one in everything} - {None}
@@ -97,23 +107,22 @@ class Unattached:
             return {}
         members = [self._members, *(owner.members for owner in owners)]
         known = {id(parameter) for one in members for parameter in one.all_parameters()}
-        found, kinds = dict[str, torch.Tensor](), Counter[str]()
-        for optimizer, had in seen:
-            if alone := _alone_in(optimizer, had, known):
-                kinds[kind := type(optimizer).__name__] += 1
-                which = kind if kinds[kind] == 1 else f"{kind} {kinds[kind]}"
-                found |= {f"{name} of {which}": one for name, one in alone.items()}
+        apart = [(type(one).__name__, alone) for one, had in seen if (alone := _alone_in(one, had, known))]
+        kinds, numbers, found = Counter(kind for kind, _ in apart), Counter[str](), dict[str, torch.Tensor]()
+        for kind, alone in apart:  # with how many there are: ranks that have other numbers compare none of them
+            numbers[kind] += 1
+            which = kind if kinds[kind] == 1 else f"{kind} {numbers[kind]} of {kinds[kind]}"
+            found |= {f"{name} of {which}": one for name, one in alone.items()}
         return found
 
     def _leaves_it_to(self, owner: Any, number: int) -> bool:
-        """One that was attached earlier, looks too, and trains about as often."""
-        is_earlier: bool = owner.queue.peers.seat.number < self._peers.seat.number
-        looks: bool = owner.members.options.check_every != 0 and 2 * owner.queue.pass_number >= number
-        return is_earlier and looks
+        """One that was attached earlier, looks or has looked, and trains about as often."""
+        seat: Seat = owner.queue.peers.seat
+        return seat.looks_beside and seat.number < self._peers.seat.number and 2 * owner.queue.pass_number >= number
 
     def _tell(self, names: Sequence[str], lines: Sequence[str], number: int) -> None:
         log.warning(
-            "pass %s of %s: an optimizer steps %s, which no handle averages, and of which ranks hold different values."
+            "pass %s of %s: an optimizer steps %s, which no handle averages, and ranks hold different values of it."
             "\n%s\n"
             "Attach the module that has it; or, for a tensor of no module, average its gradient on all ranks before "
             "each step, stretto.reduce([parameter.grad]), and begin with equal values. Where ranks are to differ "
@@ -135,6 +144,11 @@ def _alone_in(optimizer: torch.optim.Optimizer, had: set[int], known: set[int]) 
         for place, one in enumerate(group["params"])
         if id(one) in had and not wrapping({"": one})
     }
+
+
+def _forget(seen: dict[int, tuple[weakref.ref[torch.optim.Optimizer], set[int]]], key: int, gone: object) -> None:
+    if key in seen and seen[key][0] is gone:
+        del seen[key]
 
 
 def _is_under_way(parameter: torch.Tensor) -> bool:

@@ -157,7 +157,7 @@ class Spread:
 
     def _spread(self, message: int, shares: _OfBucket) -> Callable[[], None]:
         rank, spreading = self._transport.rank, self._spreading
-        alike = [ranks[spreading.place] for ranks in spreading.hosts]
+        alike = [ranks[spreading.local_rank] for ranks in spreading.hosts]
         numels = [shares.numels[one] for one in alike]
         own = _joined(shares.flats[rank], like=shares.parameters[0])
         others = [flat for one in alike if one != rank for flat in shares.flats[one]]

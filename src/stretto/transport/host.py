@@ -275,7 +275,7 @@ class Host:
         if missing is None:
             return True
         peer, word, seen = missing
-        with self.page.asleep(), woken_first():
+        with woken_first(), self.page.asleep():
             self._futex.wait(peer.base + word, seen, seconds)
         return peer.words[word // 4] != seen
 

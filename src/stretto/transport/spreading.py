@@ -39,7 +39,7 @@ class Spreading:
 
     def __init__(self, team: Team, messages: int, wait_for: Callable[[Work, str], None]) -> None:
         self.hosts = team.hosts
-        self.place = team.host.local_rank
+        self.local_rank = team.host.local_rank
         self._team = team
         self._messages = messages
         offered = Offered.by(team.host, 4 * messages * len(team.host.peers))
@@ -68,7 +68,7 @@ class Spreading:
             others: where those of the other hosts belong.
         """
         places = [self._messages * place + message for place in range(len(self._team.host.peers))]
-        say = self._words.sayer(places[self.place], self._round)
+        say = self._words.sayer(places[self.local_rank], self._round)
         if any(numels):
             received = share.new_empty(sum(numels) - len(share))
             exchange = self._team.counterparts.spread(received, share, numels)

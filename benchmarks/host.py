@@ -211,20 +211,25 @@ def run_steps(rounds: int, only: list[str]) -> dict[str, Any]:
 FEW = ["stretto", "stretto over Gloo", "torch DDP, 4 MB"]
 
 
-def run_busy_table(rounds: int, only: list[str]) -> dict[str, Any]:
-    found, rows = {}, []
+def compare_few(title: str, world: int, what: int, rounds: int) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """A row of a table, in which ``what`` varies, and the ratios in it."""
     who = [one for one in CONTESTANTS if one.name in (ALONE, *FEW)]
     effort = Effort(rounds, float("inf"), BLOCK_SECONDS, warm_up=5)
+    run = compare(WORKLOADS[title], world, contestants=who, effort=effort, progress=True, timeout=900)
+    alone_ms = f"{run.spread(ALONE).median * 1e3:.2f}"
+    return [title, str(what), alone_ms, *(run.ratio(name).show() for name in FEW)], ratios(run)
+
+
+def run_busy_table(rounds: int, only: list[str]) -> dict[str, Any]:
+    found, rows = {}, []
     titles = "policy, 2 x Linear(64), batch 256", "GPT-2, 4 x 256, batch 2 x 64"
     for title in [one for one in titles if not only or any(part in one for part in only)]:
         for others in (0, 1, 2, 4):
             with contextlib.ExitStack() as beside:
                 for _ in range(others):
                     beside.enter_context(_computing())
-                run = compare(WORKLOADS[title], 2, contestants=who, effort=effort, progress=True, timeout=900)
-            alone_ms = f"{run.spread(ALONE).median * 1e3:.2f}"
-            rows.append([title, str(others), alone_ms, *(run.ratio(name).show() for name in FEW)])
-            found[f"{title}, beside {others}"] = ratios(run)
+                row, found[f"{title}, beside {others}"] = compare_few(title, 2, others, rounds)
+            rows.append(row)
     header = ["SGD step, two ranks", "other programs", "ms alone", *FEW]
     show_table(f"Beside programs that compute on the same {os.cpu_count()} cores: over the step alone", header, rows)
     return found
@@ -242,14 +247,10 @@ def _computing() -> Iterator[None]:
 
 def run_ranks_table(rounds: int) -> dict[str, Any]:
     found, rows = {}, []
-    who = [one for one in CONTESTANTS if one.name in (ALONE, *FEW)]
-    effort = Effort(rounds, float("inf"), BLOCK_SECONDS, warm_up=5)
     for title in ("100 x Linear(64), batch 32", "GPT-2, 4 x 256, batch 2 x 64"):
         for world in (2, 4, 8):
-            run = compare(WORKLOADS[title], world, contestants=who, effort=effort, progress=True, timeout=900)
-            alone_ms = f"{run.spread(ALONE).median * 1e3:.2f}"
-            rows.append([title, str(world), alone_ms, *(run.ratio(name).show() for name in FEW)])
-            found[f"{title}, {world} ranks"] = ratios(run)
+            row, found[f"{title}, {world} ranks"] = compare_few(title, world, world, rounds)
+            rows.append(row)
     header = ["SGD step", "ranks", "ms alone", *FEW]
     show_table(f"More ranks than the {os.cpu_count()} cores: over the step without communication", header, rows)
     return found

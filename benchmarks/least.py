@@ -2,7 +2,7 @@
 
     forward  a layer waits until its parameters are there
     backward a gradient can leave when it is computed
-    step     when all gradients are there
+    step     when all gradients are there; in shares, what is stepped can leave while the rest is
 
 A calculation from measured times of one process that does not communicate; no measurement of any library.
 """
@@ -91,6 +91,7 @@ def least_seconds(step: Profile, send: Callable[[int], float], *, shares: bool) 
             gradients are summed before, and each rank steps everything.
     """
     half = 0.5 if shares else 1.0
+    everything = sum(layer.nbytes for layer in step.layers)
     free = begins = period = 0.0
     arrived = dict[int, float]()
     for _ in range(STEPS):
@@ -99,10 +100,11 @@ def least_seconds(step: Profile, send: Callable[[int], float], *, shares: bool) 
             late += max(0.0, arrived.get(number, 0.0) - (begins + layer.needed + late))
         for layer in sorted(step.layers, key=lambda one: one.ready):
             free = max(free, begins + layer.ready + late) + send(layer.nbytes) * half
-        ends = max(free, begins + step.backward_ends + late) + step.optimizer * half
-        if shares:
-            for number, layer in enumerate(step.layers):
-                free = max(free, ends) + send(layer.nbytes) * half
+        stepped = max(free, begins + step.backward_ends + late)
+        for number, layer in enumerate(step.layers):
+            stepped += step.optimizer * half * layer.nbytes / everything
+            if shares:
+                free = max(free, stepped) + send(layer.nbytes) * half
                 arrived[number] = free
-        period, begins = ends - begins, ends
+        period, begins = stepped - begins, stepped
     return period

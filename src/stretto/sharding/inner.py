@@ -1,4 +1,9 @@
-"""What steps this rank's share: an optimizer of the user's class, over stretches and over whole parameters."""
+"""What steps this rank's share: an optimizer of the user's class, over stretches and over whole parameters.
+
+[Note: in turn]  Of torch's optimizers a step of some parameters is what it does to them in a step of all: what they
+count, they count by parameter. So buckets can be stepped one by one, and the first is sent while the others are. An
+optimizer that counts in its groups or on itself would count each of these steps; it steps everything at once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from .attributes import given, hand_on
 from .groups import Groups
 from .kinds import bare_step, build_like, options_of
 from .state import State
-from .stretches import Stretch, part_of_state
+from .stretches import Stretch, Stretches, part_of_state
 
 
 class Inner:
@@ -30,15 +35,16 @@ class Inner:
         self,
         optimizer: torch.optim.Optimizer,
         groups: Groups,
-        stretches: Sequence[Stretch],
+        stretches: Stretches,
         whole: set[int],
         states: Mapping[torch.Tensor, State],
         before: Inner | None = None,
     ) -> None:
         self._groups = groups
+        self.stretches = stretches
         parameters: list[list[torch.nn.Parameter]] = [[] for _ in groups.all]
         first: dict[torch.Tensor, State] = {}
-        for stretch in stretches:
+        for stretch in stretches.all:
             parameters[stretch.group].append(stretch.parameter)
             first[stretch.parameter] = stretch.state
         for own, group in zip(parameters, groups.all, strict=True):
@@ -51,16 +57,24 @@ class Inner:
         self.state.update({parameter: state for parameter, state in first.items() if state})
         self._given = given(self._optimizer)
         self._step = bare_step(self._optimizer)  # hooks have been called by now
+        self._buckets = {stretch.parameter: stretch.bucket for stretch in stretches.all}
+        self._by_bucket: dict[int | None, list[list[torch.Tensor]]] = {}
+        """What is stepped with each, by group; made where it is asked for."""
+        counts_by_parameter = type(self._optimizer).__module__.startswith("torch.optim.")
+        self.step_in_turn = self._step_bucket if counts_by_parameter and self._buckets else None
+        """Steps what is in a bucket, by its number, or in none. None if that cannot be: see [Note: in turn]."""
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
         """Of stretches, and of parameters that are stepped as they are."""
         return self._optimizer.state
 
-    def follow(self) -> None:
-        """Take the options of the user's groups."""
+    def follow(self, turn: str) -> None:
+        """Take the options of the user's groups and, unless one of its methods is to be called, the gradients."""
         for own, group in zip(self._optimizer.param_groups, self._groups.all, strict=True):
             own.update(options_of(group))
+        if not turn:
+            self.stretches.take_gradients(self._split)
 
     def step(self, turn: str) -> None:
         """Step what has a gradient; or call its method of this name, see turns.py."""
@@ -71,6 +85,24 @@ class Inner:
         for own, group in zip(self._optimizer.param_groups, self._groups.all, strict=True):
             group.update(options_of(own))  # some keep numbers there
 
+    def _step_bucket(self, bucket: int | None) -> None:
+        groups = self._optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        if not self._by_bucket:
+            for place, parameters in enumerate(everything):
+                for one in parameters:
+                    of_groups = self._by_bucket.setdefault(self._buckets.get(one), [[] for _ in groups])
+                    of_groups[place].append(one)
+        if bucket not in self._by_bucket:
+            return  # this rank has no share of it
+        try:
+            for group, parameters in zip(groups, self._by_bucket[bucket], strict=True):
+                group["params"] = parameters
+            self._step()
+        finally:
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters
+
     def hand_back(self, optimizer: torch.optim.Optimizer) -> None:
         """What it keeps on itself, to the user's, which goes on without it."""
         hand_on(self._optimizer, optimizer, but=self._given)
@@ -80,9 +112,12 @@ class Inner:
         hand_on(optimizer, self._optimizer)
         self._given = given(self._optimizer)
 
-    def split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
+    def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
         """A stretch was split into these: so is its state."""
         state = self.state.pop(stretch.parameter, {})
+        del self._buckets[stretch.parameter]
+        self._buckets |= {part.parameter: part.bucket for part in parts}
+        self._by_bucket = {}
         numel = stretch.parameter.numel()
         for part in parts:
             first = part.start - stretch.start

@@ -13,7 +13,7 @@ from .kinds import Kind, groups_of, states_after_steps
 from .layout import Layout
 from .ownership import Piece
 from .state import Held, Kept, State, by_element
-from .stretches import Stretch, part_of_state
+from .stretches import part_of_state
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,11 @@ class Keeping:
     kind: Kind
     layout: Layout
     pieces: Sequence[Piece]
-    stretches: Sequence[Stretch]
 
     def held(self) -> dict[int, list[Held]]:
         """By index of the parameter, where anything is kept; by-element tensors are views."""
         found: dict[int, list[Held]] = {}
-        for stretch in self.stretches:
+        for stretch in self.inner.stretches.all:
             state, numel = self.inner.state.get(stretch.parameter, {}), stretch.parameter.numel()
             for piece in stretch.pieces if state else ():
                 first = piece.start - stretch.start

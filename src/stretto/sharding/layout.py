@@ -114,6 +114,17 @@ class Layout:
         """Whether what lies behind the one parameter in the bucket lies behind it here, too."""
         return self._at[one] == self._at[other]
 
+    def rows(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """These pieces of one bucket, given in order, as few flat tensors."""
+        rows: list[list[Piece]] = []
+        for piece in pieces:
+            last = rows[-1][-1] if rows else None
+            if last is not None and last.stop == piece.start and self.follows(last.index, piece.index):
+                rows[-1].append(piece)
+            else:
+                rows.append([piece])
+        return [self.flat(row[0].bucket, row[0].start, row[-1].stop, row[0].index) for row in rows]
+
     # Parameters
 
     @torch.no_grad()

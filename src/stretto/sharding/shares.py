@@ -75,7 +75,6 @@ class Shares:
         except BaseException:
             self.withholding.end()
             raise
-        self.stretches = Stretches(self.layout, ())
         try:
             self._divide(self._optimizer.state)
         except BaseException:
@@ -139,12 +138,12 @@ class Shares:
         steps_whole = {id(one) for one in (*self._apart, *(mine[piece.index] for piece in pieces if is_whole))}
         try:
             stretches.cut(() if is_whole else pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-            self.inner = Inner(self._optimizer, self._groups, stretches.all, steps_whole, whole, before)
+            self.inner = Inner(self._optimizer, self._groups, stretches, steps_whole, whole, before)
         except BaseException:
             stretches.forget()
             raise
-        self.stretches.forget()
-        self.stretches = stretches
+        if before is not None:
+            before.stretches.forget()
         self._groups.departed.clear()  # loaded states are all there are; whoever lays out again fills it anew
 
     def _follow(self) -> None:
@@ -242,8 +241,7 @@ class Shares:
         """What makes another model of it: see [Note: half a step]."""
         try:
             self.layout.bring_back(strayed, copies)
-            self._step_share(turn)
-            self._spread.send(number, self._peers.seat.key << 8 | self._number)
+            self._step_share(number, turn)
         except BaseException as error:
             self._fail(error)
             raise
@@ -253,14 +251,15 @@ class Shares:
             self.meetings.fail(error, sent=self._spread.is_under_way)
             self._spoil(error)
 
-    def _step_share(self, turn: str) -> None:
-        self.inner.follow()
-        if not turn:
-            self.stretches.take_gradients(self.inner.split)
-        self.inner.step(turn)
+    def _step_share(self, number: int, turn: str) -> None:
+        self.inner.follow(turn)
+        step = self.inner.step_in_turn if self._spread.in_turn and not turn else None
+        if step is None:
+            self.inner.step(turn)
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
         torch.autograd.graph.increment_version(self._everything())
+        self._spread.send(number, self._peers.seat.key << 8 | self._number, step)
         self.withholding.drop([] if turn else self._everything())
 
     def _everything(self) -> list[torch.nn.Parameter]:
@@ -283,7 +282,7 @@ class Shares:
     # State
 
     def _keeping(self) -> Keeping:
-        return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces, self.stretches.all)
+        return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces)
 
     def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
         """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it on every rank."""
@@ -344,7 +343,8 @@ class Shares:
         self.withholding.end()
         with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
             self._spread.finish()
-        self.stretches.forget()
+        if hasattr(self, "inner"):  # else it could not begin
+            self.inner.stretches.forget()
         if not self.meetings.is_spoiled:
             self.layout.release(self._reducer.members.all_parameters())
             self.withholding.drop(self._everything())

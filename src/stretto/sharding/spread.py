@@ -2,12 +2,16 @@
 
     step ──> share of each bucket ──> under way, in the order in which forward reads ──> whoever reads a parameter waits
 
-Gradients arrive from the last layer to the first, so forward needs the plan's last bucket first.
+Gradients arrive from the last layer to the first, so forward needs the plan's last bucket first. Where the optimizer
+can step one bucket after the other (inner.py), each leaves while the next is stepped.
 
 [Note: by themselves]  A rank that looks at a parameter by itself, to save it, must not wait for others that are in a
 barrier and do not come. A process group has threads of its own; where ranks share a host see transport/spreading.py.
 Between hosts with unequal numbers of ranks nothing is left under way when ``step`` returns: messages of several ranks
 of a host go on only while all of these are inside stretto.
+
+[Note: in place]  What a rank owns of a bucket lies in one row, or nearly. Between two ranks it is sent from there, and
+arrives where it belongs: nobody looks at it meanwhile, and who writes to it next has waited until it has left, too.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ class _OfBucket:
     flats: Sequence[Sequence[torch.Tensor]]
     """What each rank owns, in rank order."""
     parameters: Sequence[torch.nn.Parameter]
+    bucket: int
+    """Its number."""
 
     @property
     def numels(self) -> list[int]:
@@ -86,30 +92,39 @@ class Spread:
             self._spreading = transport.spreading(len(self._buckets), wait_for)
         self.is_late = overlap and (not layout.is_shared or self._spreading is not None)
         """Whether messages are under way when a step has ended."""
+        on_host = bool(self._buckets) and all(one.parameters[0].is_cpu for one in self._buckets)
+        self.in_turn = self.is_late and not layout.is_shared and on_host
+        """Whether a bucket is sent before others are stepped. A device steps behind the host anyhow."""
         self._numbers: list[torch.Tensor] = []
         """Of all ranks, in elements of the first bucket's dtype. Where memory is shared they have met before."""
         if self._buckets and not layout.is_shared and self._buckets[0].parameters[0].is_cpu:
             first, dtype = self._buckets[0], self._buckets[0].parameters[0].dtype
             self._numbers = [torch.zeros(2, dtype=torch.int64).view(dtype) for _ in owned]
             flats = [[*flats, number] for flats, number in zip(first.flats, self._numbers, strict=True)]
-            self._buckets[0] = _OfBucket(flats, first.parameters)
+            self._buckets[0] = _OfBucket(flats, first.parameters, first.bucket)
 
-    def send(self, groups: int, whose: int) -> None:
+    def send(self, groups: int, whose: int, step: Callable[[int | None], None] | None = None) -> None:
         """Put all shares under way. Collective. With the first of them go numbers, which all ranks should have alike.
 
         Args:
             groups: with which parameter groups this rank has stepped.
             whose: which optimizer.
+            step: steps this rank's share of a bucket, by its number, and what is in none, by None. Left out if all is
+                stepped.
         """
         if self._numbers:
             self._numbers[self._transport.rank].view(torch.int64).copy_(torch.tensor([groups, whose]))
         if self._spreading is not None:
             self._spreading.begin()
         for message, shares in enumerate(self._buckets):
+            if step is not None:
+                step(shares.bucket)
             receive = self._send(message, shares)
             if self._numbers and shares is self._buckets[0]:
                 receive = functools.partial(self._receive_first, receive)
             self._under_way.append(Arrival(shares.parameters, functools.partial(self._arrive, receive)))
+        if step is not None:
+            step(None)
         if not self.is_late or self._compiler.is_at_work:
             self.finish()
 
@@ -166,14 +181,17 @@ class Spread:
 
     def _exchange(self, shares: _OfBucket) -> Callable[[], None]:
         numels, rank = shares.numels, self._transport.rank
-        own = _joined(shares.flats[rank], like=shares.parameters[0])
-        received = own.new_empty(sum(numels) - numels[rank])
-        work = self._transport.spread_share(received, own, numels)
+        mine = shares.flats[rank]
         others = [flat for root, flats in enumerate(shares.flats) if root != rank for flat in flats]
+        in_place = len(mine) == len(others) == 1 and mine[0].is_cpu
+        own = mine[0] if in_place else _joined(mine, like=shares.parameters[0])
+        received = others[0] if in_place else own.new_empty(sum(numels) - numels[rank])
+        work = self._transport.spread_share(received, own, numels)
 
         def arrive() -> None:
             self._wait_for(work, STEPPED_BY_OTHERS)
-            _put(received, others)
+            if not in_place:
+                _put(received, others)
 
         return arrive
 
@@ -194,12 +212,9 @@ class Spread:
 
 
 def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> _OfBucket:
-    flats = [
-        [layout.flat(bucket, piece.start, piece.stop, piece.index) for piece in pieces if piece.bucket == bucket]
-        for pieces in owned
-    ]
+    flats = [layout.rows([piece for piece in pieces if piece.bucket == bucket]) for pieces in owned]
     members = layout.plan.buckets[bucket].indices
-    return _OfBucket(flats, [layout.parameters[i] for i in members if i in layout.parameters])
+    return _OfBucket(flats, [layout.parameters[i] for i in members if i in layout.parameters], bucket)
 
 
 def _joined(flats: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from stretto.notes import WAYS_TO_LEAVE, Note
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
+from stretto.transport import LocalTransport
 from stretto.transport.life import is_over, started_at
 from stretto.whereabouts import standing
 from stretto.word import Word
@@ -841,6 +842,15 @@ def opened(transport: Any) -> Peers:
     return peers
 
 
+class Silent(LocalTransport):
+    """Of rank 0 of two. It carries nothing."""
+
+    rank, world_size, patience = 0, 2, 10.0
+
+    def __init__(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -> None:
     """The other failed for want of this rank, which alone knows the cause; its process may have ended by that."""
@@ -849,9 +859,8 @@ def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -
         "Look at the first error in the other ranks' logs, and start again, on all ranks."
     )
 
-    class Broken:
-        rank, world_size, patience, name = 0, 2, 10.0, "broken"
-        store = dist.HashStore()
+    class Broken(Silent):
+        name, store = "broken", dist.HashStore()
 
         def is_completed(self) -> bool:
             return True
@@ -880,8 +889,8 @@ def test_who_could_not_go_on_does_not_blame_a_rank_that_quotes_it(ended: bool) -
 def test_what_the_transport_knows_is_more_than_that_a_rank_has_left_in_peace_since() -> None:
     """Its program has caught the error, and ended with code 0."""
 
-    class Told:
-        rank, world_size, patience, name, store = 0, 2, 10.0, "told", dist.HashStore()
+    class Told(Silent):
+        name, store = "told", dist.HashStore()
         text = "rank 0: rank 1 cannot go on: No space left on device.\nStart again, on all ranks."
 
         def is_completed(self) -> bool:
@@ -1074,21 +1083,21 @@ def test_a_word_that_is_given_up_leaves_the_process_group_as_it_is() -> None:
     """In attach that is so whenever a rank comes late, and what is abandoned in a group keeps it for ever."""
     abandoned: list[object] = []
 
-    class Carrier:
-        rank, world_size, patience, name, store = 0, 2, 10.0, "carrier", dist.HashStore()
+    class Carrier(Silent):
+        name, store = "carrier", dist.HashStore()
 
-        def abandon(self, work: object) -> None:
+        def abandon(self, work: object, handle: str, told: str) -> None:
             abandoned.append(work)
 
-    peers, word = Peers(Carrier()), Word(Carrier.store, "late")  # type: ignore[arg-type]
+    peers, word = Peers(Carrier()), Word(Carrier.store, "late")
     with pytest.raises(RuntimeError, match="not done within 0 s"):
         peers.wait(word, 0.1)
     assert not abandoned
 
 
 def test_who_waits_for_what_others_have_stepped_says_what_they_were_to_call() -> None:
-    class Carrier:
-        rank, world_size, patience, name = 0, 2, 0.1, "carrier"
+    class Carrier(Silent):
+        name, patience = "carrier", 0.1
 
     class Lost:
         def is_completed(self) -> bool:
@@ -1098,7 +1107,7 @@ def test_who_waits_for_what_others_have_stepped_says_what_they_were_to_call() ->
             raise RuntimeError("the network is down")
 
     with pytest.raises(stretto.CommunicationError) as caught:
-        Peers(Carrier()).wait_for(Lost(), "what other ranks have stepped")  # type: ignore[arg-type]
+        Peers(Carrier()).wait_for(Lost(), "what other ranks have stepped")
     assert str(caught.value) == (
         "rank 0, attach: what other ranks have stepped could not be reduced over carrier: the network is down\n"
         "Expected every rank to call optimizer.step(). Look at the first error in the other ranks' logs."
@@ -1106,8 +1115,8 @@ def test_who_waits_for_what_others_have_stepped_says_what_they_were_to_call() ->
 
 
 def test_what_a_transport_raises_is_told_with_the_pass_and_keeps_its_cause() -> None:
-    class Broken:
-        rank, world_size, patience, name, store = 0, 2, 10.0, "broken", dist.HashStore()
+    class Broken(Silent):
+        name, store = "broken", dist.HashStore()
 
     class OddError(stretto.CommunicationError):
         def __init__(self, one: int, two: int) -> None:

@@ -247,7 +247,7 @@ def _refuse_kinds(module: object, transport: object, init_sync: object) -> None:
     """Raise where nothing can be asked of what was given; a program does that on all ranks alike."""
     if not isinstance(module, torch.nn.Module):
         raise SetupError(f"attach: the first argument must be a torch.nn.Module, not {type(module).__name__}")
-    if not isinstance(transport, str) and not hasattr(transport, "all_reduce"):
+    if not isinstance(transport, (str, Transport)):
         refuse_unknown_name(transport, "attach")
     if isinstance(init_sync, str):  # "no" would be taken for true
         raise SetupError(f"attach: init_sync={init_sync!r} must be True or False")

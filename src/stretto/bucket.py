@@ -101,8 +101,8 @@ class Bucket:
         self.slots, self.views = self.memory.slots, self.memory.views
         self.payload_bytes = self.payload.nbytes
         self._scaling = scaling
-        self._mean = getattr(transport, "all_reduce_mean", None) if scaling.is_plain_mean else None
-        self._share = getattr(transport, "reduce_shares", None)
+        self._mean = transport.all_reduce_mean if scaling.is_plain_mean else None
+        self._share = transport.reduce_shares
         self.withheld: Sequence[Withheld] = ()
         """What becomes ``.grad`` where this rank needs no more than its share of the mean, by place."""
         self.loose: set[int] = set()

@@ -19,7 +19,7 @@ def channels_of(queue: LaunchQueue) -> frozenset[object] | None:
     transport = queue.transport
     if queue.has_own_channel:
         return frozenset([id(transport)])
-    groups = frozenset(map(group_of, getattr(transport, "transports", [transport])))
+    groups = frozenset(map(group_of, transport.transports))
     return None if None in groups else groups
 
 
@@ -46,13 +46,13 @@ def waits_for_others(queue: LaunchQueue) -> bool:
 
 def group_of(transport: Transport) -> object | None:
     """The process group beneath a transport; None if there is none, or if it was destroyed."""
-    return None if is_destroyed(transport) else getattr(transport, "process_group", None)
+    return None if is_destroyed(transport) else transport.process_group
 
 
 def is_destroyed(transport: Transport) -> bool:
     """Whether there was a process group beneath it, which is no more. Somebody may hold the object all the same."""
     try:
-        group = getattr(transport, "process_group", None)
+        group = transport.process_group
     except CommunicationError:
         return True
     return group is not None and group not in dist.distributed_c10d._world.pg_map

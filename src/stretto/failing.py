@@ -19,7 +19,7 @@ from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
 from .peers import Peers
-from .transport.base import FLUSH_SECONDS, Work, flush
+from .transport.base import FLUSH_SECONDS, Work
 
 log = logging.getLogger("stretto")
 
@@ -135,7 +135,7 @@ class Failing:
         When it has told why: in the end of one model's pass they wait for that, and not yet in the next one's.
         """
         with self._queue.lock, torch.no_grad():
-            flush(self._queue.transport, FLUSH_SECONDS)
+            self._queue.transport.flush(FLUSH_SECONDS)
 
     def _done(self, give_up: Callable[[], object]) -> bool:
         """Give up the pass; False if that fails too, and so this rank is out of step for good."""

@@ -33,7 +33,7 @@ from .scaling import Scaling
 from .slots import hand_out
 from .specs import has_strides
 from .streams import synchronize
-from .transport.base import Transport, Work, leftovers_for_hooks
+from .transport.base import Transport, Work
 from .withheld import Alive, complete, leave_in_shares
 from .words import Control, ControlWords
 
@@ -159,7 +159,7 @@ class LaunchQueue:
     @property
     def has_own_channel(self) -> bool:
         """Whether nobody else's collectives can come between its buckets; a comm hook's go over the process group."""
-        return self.comm_hook is None and bool(getattr(self.transport, "own_channel", False))
+        return self.comm_hook is None and self.transport.own_channel
 
     def launch_full(self) -> None:
         """Launch what is full and has nothing unfilled before it, but for the last: see [Note: last bucket]."""
@@ -335,7 +335,7 @@ class LaunchQueue:
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
         hook.wait = self.peers.wait
-        self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, leftovers_for_hooks(self.transport)
+        self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, self.transport.leftovers_for_hooks
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from .inquiry import Inquiry, places, words_of
 from .line import Line
 from .notes import Note, text_of
 from .seat import Seat, nothing
-from .transport.base import Leftover, Transport, Work, abandon, done_within, flush, raised_by_handler
+from .transport.base import Transport, Work, done_within, raised_by_handler
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
 from .whereabouts import Person, of_group, place_of_failure
 
@@ -58,8 +58,7 @@ class Peers:
 
     def open(self) -> None:
         """Tell the others who this is; a wait that lasts long does so. Harmless twice."""
-        store = getattr(self._transport, "store", None)
-        if self._channel is None and store is not None and self._transport.world_size > 1:
+        if self._channel is None and self._transport.world_size > 1 and (store := self._transport.store) is not None:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
             self.line = self._channel.line
             self._parting = weakref.finalize(self, self._channel.close, self.seat, "dropped")
@@ -69,9 +68,8 @@ class Peers:
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
         self._transport = transport
-        self._patience: float | None = getattr(transport, "patience", None)
+        self._patience, self.leftovers = transport.patience, transport.leftovers
         self.seat.alarm = self.alarm.look if self._patience is None else nothing
-        self.leftovers: Sequence[Leftover] = getattr(transport, "leftovers", ())
 
     @property
     def where(self) -> str:
@@ -171,7 +169,7 @@ class Peers:
             return
         blame.refuse_if_lost(self.where, self.left)
         try:
-            word = channel.come(self.seat, caller, functools.partial(flush, self._transport, 0.0))
+            word = channel.come(self.seat, caller, functools.partial(self._transport.flush, 0.0))
             if not self.seat.handle:
                 return wait_a_while(word, self._patience, self.wait)
             self.wait(word)
@@ -251,14 +249,16 @@ class Peers:
         try:
             if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
                 return
-            if patience is None and (break_off := getattr(self._transport, "break_off", None)) is not None:
+            if patience is None:
                 rank, when = self._transport.rank, self.seat.when(self._occasion)
-                break_off(f"rank {rank}: {when} was not done within {limit:.0f} s\nStart again, on all ranks.")
+                told = f"rank {rank}: {when} was not done within {limit:.0f} s"
+                self._transport.break_off(f"{told}\nStart again, on all ranks.")
             raise RuntimeError(f"not done within {limit:.0f} s")
         except BaseException as error:  # Ctrl-C too: others may wait for something else, and live on
             if not isinstance(error, Exception) and getattr(work, "waits_again", False):
                 raise
-            abandon(self._transport, work, self.seat.handle, text_of(error))
+            if getattr(work, "is_carried", True):  # and not by the store
+                self._transport.abandon(work, self.seat.handle, text_of(error))
             if any(one.is_sent_by(self._transport.rank) for one in self.leftovers):
                 self.tell_failed("waiting", error)
             raise
@@ -339,7 +339,7 @@ class Peers:
         channel, seat = self._channel, self.seat
         if channel is None:
             return None, False
-        dead: Sequence[tuple[int, int]] = getattr(self._transport, "dead", channel.dead)()
+        dead = channel.dead() if (known := self._transport.dead()) is None else known
         channel.read()  # last words were written before the death
         channel.look_again()
         told = channel.told(seat, others=True)

@@ -115,7 +115,7 @@ def suit_link(options: Options, plan: BucketPlan, transport: Transport, wait_for
     on_host = (number for number, bucket in enumerate(plan.buckets) if bucket.device == "cpu")
     nbytes = sum(map(plan.bucket_bytes, on_host))  # those of other devices may go another way
     asked = options.bucket_cap_mb is not None or options.delay
-    if asked or nbytes <= PROBE_BYTES or not getattr(transport, "caps_follow_link", False):
+    if asked or nbytes <= PROBE_BYTES or not transport.caps_follow_link:
         return options
     cost = measure_all_reduce(transport, wait_for, gather)
     cap = cost.bucket_cap_bytes

@@ -159,7 +159,7 @@ def read_results(folder: str, exit_codes: Sequence[int | None], late: Sequence[i
     return [torch.load(f"{folder}/result{rank}", weights_only=False) for rank in range(len(exit_codes))]
 
 
-class RecordingTransport:
+class RecordingTransport(Transport):
     """Passes on what :class:`Transport` has, and writes down each collective in ``calls`` as ``(kind, bytes)``.
 
     Memory that ranks share, and the process group beneath, stay hidden behind it.
@@ -178,15 +178,13 @@ class RecordingTransport:
         self.name = inner.name
         self.rank = inner.rank
         self.world_size = inner.world_size
-        self.caps_follow_link = getattr(inner, "caps_follow_link", False)
+        self.caps_follow_link = inner.caps_follow_link
         self.bucket_cap_bytes = inner.bucket_cap_bytes
         self.last_bucket_cap_bytes = inner.last_bucket_cap_bytes
-        self.store = getattr(inner, "store", None)
-        self.patience = getattr(inner, "patience", None)
-        self.own_channel = getattr(inner, "own_channel", False)
-        for name in ("abandon", "break_off", "dead", "flush", "leftovers"):
-            if hasattr(inner, name):
-                setattr(self, name, getattr(inner, name))
+        self.store = inner.store
+        self.patience = inner.patience
+        self.own_channel = inner.own_channel
+        self.leftovers = inner.leftovers
         self.calls: list[tuple[str, int]] = []
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -211,6 +209,22 @@ class RecordingTransport:
     def close(self) -> None:
         """Passed on."""
         self.inner.close()
+
+    def dead(self) -> Sequence[tuple[int, int]] | None:
+        """Passed on."""
+        return self.inner.dead()
+
+    def break_off(self, reason: str) -> None:
+        """Passed on."""
+        self.inner.break_off(reason)
+
+    def abandon(self, work: Any, handle: str, told: str) -> None:
+        """Passed on."""
+        self.inner.abandon(work, handle, told)
+
+    def flush(self, seconds: float) -> None:
+        """Passed on."""
+        self.inner.flush(seconds)
 
 
 class DelayTransport(RecordingTransport):

@@ -51,7 +51,7 @@ class SeparateHosts(RecordingTransport):
     @property
     def process_group(self) -> Any:
         """The inner one's."""
-        return getattr(self.inner, "process_group", None)
+        return self.inner.process_group
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Recorded. Addresses from other hosts lead to nobody."""

@@ -7,7 +7,6 @@ import secrets
 import sysconfig
 import threading
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -122,7 +121,7 @@ def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> st
 
 def of_group(transport: Transport) -> str:
     """Its process group, behind a noun; empty where ranks are those of the default group, which need no translation."""
-    ranks: Sequence[int] = getattr(transport, "global_ranks", ())
+    ranks = transport.global_ranks
     return "" if [*ranks] == [*range(len(ranks))] else f" over process group [{name_list(map(str, ranks))}]"
 
 

@@ -72,7 +72,7 @@ class Layout:
         self.nbytes = sum(sizes.values())
         on_host = all(device.type == "cpu" for device in sizes)
         alone = [(rank,) for rank in range(transport.world_size)]
-        self.hosts: Sequence[Sequence[int]] = getattr(transport, "hosts", alone) if on_host else alone
+        self.hosts = (transport.hosts if on_host else None) or alone
         """The groups of ranks that share memory for parameters."""
         self.host = next(ranks for ranks in self.hosts if transport.rank in ranks)
         self.is_shared = any(len(ranks) > 1 for ranks in self.hosts)

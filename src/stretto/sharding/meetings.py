@@ -59,7 +59,7 @@ class Meetings:
 
     def __init__(self, transport: Transport, peers: Peers, optimizer: torch.optim.Optimizer) -> None:
         self._name = b"optimizer.turn" if turns(optimizer) else b"optimizer.step"
-        self._transport: Any = transport
+        self._transport = transport
         self._peers = peers
         self._said = array.array("q", (0, 0))  # to index a tensor costs some microseconds
         self._words = torch.frombuffer(self._said, dtype=torch.int64)
@@ -84,9 +84,7 @@ class Meetings:
     def _come(self, coming: Coming, number: int = 0) -> Work:
         self._said[0], self._said[1] = coming, number
         carrier = self._transport
-        named = hasattr(carrier, "meet")
-        work: Work = carrier.meet(self._said, self._name) if named else carrier.all_reduce(self._words)
-        return work
+        return carrier.all_reduce(self._words) if carrier.meet is None else carrier.meet(self._said, self._name)
 
     def meet_before(
         self, parameters: Iterable[torch.nn.Parameter], number: int = 0, coming: Coming = Coming.TO_STEP

@@ -77,7 +77,7 @@ class Spread:
         *,
         overlap: bool,
     ) -> None:
-        self._transport: Any = transport
+        self._transport = transport
         self._wait_for = wait_for
         self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
@@ -88,7 +88,7 @@ class Spread:
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
         self._spreading: Any = None
-        if layout.is_shared and self._buckets and hasattr(transport, "spreading"):
+        if layout.is_shared and self._buckets and transport.spreading is not None:
             self._spreading = transport.spreading(len(self._buckets), wait_for)
         self.is_late = overlap and (not layout.is_shared or self._spreading is not None)
         """Whether messages are under way when a step has ended."""
@@ -168,7 +168,8 @@ class Spread:
         """Put one bucket's under way; what is returned waits until they are in place."""
         if self._spreading is not None:
             return self._spread(message, shares)
-        return self._exchange(shares) if hasattr(self._transport, "spread_share") else self._broadcast(shares)
+        exchange = self._transport.spread_share
+        return self._broadcast(shares) if exchange is None else self._exchange(shares, exchange)
 
     def _spread(self, message: int, shares: _OfBucket) -> Callable[[], None]:
         rank, spreading = self._transport.rank, self._spreading
@@ -179,14 +180,14 @@ class Spread:
         work = spreading.send(message, own, numels, others)
         return functools.partial(self._wait_for, work, STEPPED_ELSEWHERE)
 
-    def _exchange(self, shares: _OfBucket) -> Callable[[], None]:
+    def _exchange(self, shares: _OfBucket, exchange: Callable[..., Work]) -> Callable[[], None]:
         numels, rank = shares.numels, self._transport.rank
         mine = shares.flats[rank]
         others = [flat for root, flats in enumerate(shares.flats) if root != rank for flat in flats]
         in_place = len(mine) == len(others) == 1 and mine[0].is_cpu
         own = mine[0] if in_place else _joined(mine, like=shares.parameters[0])
         received = others[0] if in_place else own.new_empty(sum(numels) - numels[rank])
-        work = self._transport.spread_share(received, own, numels)
+        work = exchange(received, own, numels)
 
         def arrive() -> None:
             self._wait_for(work, STEPPED_BY_OTHERS)

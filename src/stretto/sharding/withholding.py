@@ -70,7 +70,7 @@ class Withholding:
             why = "what is reduced is no plain mean"
         elif len({*sizes}) > 1:
             why = f"hosts have unequal numbers of ranks ({', '.join(map(str, sizes))})"
-        elif not hasattr(queue.transport, "reduce_shares"):
+        elif queue.transport.reduce_shares is None:
             why = f"{queue.transport.name} sends no shares"
         if why:
             return f"gradients arrive whole, since {why}"

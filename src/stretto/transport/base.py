@@ -6,16 +6,18 @@ tensors return at once with a :class:`Work`, calls that move objects return when
 
 from __future__ import annotations
 
+import abc
 import datetime
 import functools
 import inspect
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import Store
 
 SHORTEST_SECONDS = 0.001
 """Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
@@ -24,38 +26,22 @@ FLUSH_SECONDS = 5.0
 
 
 class Work(Protocol):
-    """One collective under way."""
+    """One collective under way: torch's, or one of ours.
+
+    Some of ours say more, and are asked whether they do: ``waits_again`` (who is stopped while it waits leaves nothing
+    behind), ``goes_on_by_itself``, ``will_never_begin()``, ``is_carried`` (False if by the store alone), ``ended_at``.
+    """
 
     def wait(self) -> Any:
         """Return when the result may be read: on a CPU tensor when it is there, on a CUDA tensor when the current
         stream is ordered behind it (the host does not wait). Raises ``RuntimeError`` if the collective failed."""
 
 
-@runtime_checkable
-class Transport(Protocol):
+class Transport(abc.ABC):
     """Moves and sums flat tensors between ``world_size`` ranks.
 
-    Every method except ``allocate`` and ``close`` is collective: all ranks must call it, in the same order.
-
-    Some attributes may be there besides. By two of them ranks learn why another does not come (peers.py): ``store``, a
-    ``torch.distributed.Store`` that all ranks see, and ``patience``, the seconds that a collective may take. Where
-    there is a patience, ``Work.wait`` may take a ``timedelta``, raise ``RuntimeError`` when that is over and be called
-    again; ``Work.is_completed()`` then tells the two kinds of errors apart. Works without are waited for plainly.
-    ``all_reduce_mean(tensor, numel)`` sums like ``all_reduce`` and then divides the first ``numel`` elements by the
-    world size, for less than it costs to divide before. ``global_ranks`` are those of its ranks in the default group.
-    ``caps_follow_link`` is true if the caps below are a guess, and the link is to be timed (sizing.py). ``own_channel``
-    is true if nobody else's collectives can come between this transport's. ``process_group`` is the group beneath, for
-    comm hooks; ``transports`` are those beneath where several take turns.
-    ``reduce_shares(tensor, numel)`` does no more of that than each rank's share of those elements, and
-    ``spread_share(received, share, numels)`` gives each rank the shares of the others (exchange.py).
-    ``hosts`` groups the ranks that share the host's memory, each rank alone where it is missing; with it goes
-    ``common(nbytes)``, a collective that gives a host memory to share (common.py).
-    ``dead()`` gives rank and pid of all whose process has ended without telling this transport why. Where collectives
-    go on only while this rank is in a call, ``flush(seconds)`` stays with them so long, or until nobody needs this rank
-    any more. ``break_off(reason)`` ends the transport when the patience is over, on all ranks: what was waited for may
-    be filled again, and must not be summed when a late rank comes. ``abandon(work, handle, told)`` is told where
-    nobody waits any more for a work that may be under way: what would wait for it to be freed is never freed, and
-    ``leftovers`` say from then on that it would meet what is sent next.
+    Every abstract method except ``allocate`` and ``close`` is collective: all ranks must call it, in the same order.
+    What is not abstract can be left as it is: then the library does without.
     """
 
     name: str
@@ -65,21 +51,95 @@ class Transport(Protocol):
     """The bucket size that suits this transport's latency and bandwidth."""
     last_bucket_cap_bytes: int
     """The same for the last bucket, whose transfer backward cannot hide."""
+    caps_follow_link: bool = False
+    """Whether these are a guess, and the link is to be timed (sizing.py)."""
 
+    @abc.abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A zeroed flat tensor of ``numel`` elements that ``all_reduce`` can work on."""
 
+    @abc.abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Replace the flat tensor on every rank by the sum over ranks, the same bits everywhere."""
 
+    @abc.abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Replace the flat tensor on every rank by that of rank ``root``."""
 
+    @abc.abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in rank order. For set-up and rare decisions, not for the hot path."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Give back what ``allocate`` took. Harmless twice. Groups that the user made are left to the user."""
+
+    # What carries it
+
+    own_channel: bool = False
+    """Whether nobody else's collectives can come between this transport's."""
+    global_ranks: Sequence[int] = ()
+    """Of its ranks in the default group; empty if they are the same."""
+
+    @property
+    def process_group(self) -> Any:
+        """The group beneath, for comm hooks; None if there is none."""
+        return None
+
+    @property
+    def transports(self) -> Sequence[Transport]:
+        """Those beneath where several take turns; else itself."""
+        return (self,)
+
+    @property
+    def hosts(self) -> Sequence[Sequence[int]] | None:
+        """Groups of ranks that share memory; None if each has its own. With them goes ``common`` (host_memory.py)."""
+        return None
+
+    # Less than an all-reduce. None where there is no such thing.
+
+    all_reduce_mean: Callable[[torch.Tensor, int], Work] | None = None
+    """Sums like ``all_reduce``, then divides so many first elements by the world size, for less than before it."""
+    reduce_shares: Callable[[torch.Tensor, int], Work] | None = None
+    """No more of that than each rank's share of those elements."""
+    spread_share: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], Work] | None = None
+    """``(received, share, numels)``: this rank's share to all others, and theirs, see exchange.py."""
+    meet: Callable[[MutableSequence[int], bytes], Work] | None = None
+    """``(numbers, action)``: the sums of a few numbers."""
+    spreading: Callable[[int, Callable[[Work, str], None]], Any] | None = None
+    """For shares that go into memory of hosts, see spreading.py."""
+
+    # How ranks learn why another does not come (peers.py)
+
+    patience: float | None = None
+    """Seconds that a collective may take. If there are any, ``Work.wait`` may take a ``timedelta``, raise
+    ``RuntimeError`` when that is over and be called again; ``Work.is_completed()`` then tells the two kinds of errors
+    apart. Works without are waited for plainly."""
+    store: Store | None = None
+    """One that all ranks see."""
+    leftovers: Sequence[Leftover] = ()
+    """Of the groups beneath."""
+
+    @property
+    def leftovers_for_hooks(self) -> Sequence[Leftover]:
+        """Of the group that carries what comm hooks send."""
+        return self.leftovers
+
+    def dead(self) -> Sequence[tuple[int, int]] | None:
+        """Rank and pid of all whose process has ended without telling this transport why; None if it cannot say."""
+        return None
+
+    def break_off(self, reason: str) -> None:  # noqa: B027
+        """End on all ranks, where the patience is over: what was waited for may be filled again, and must not be
+        summed when a late rank comes."""
+
+    def abandon(self, work: Any, handle: str, told: str) -> None:  # noqa: B027
+        """Nobody waits any more for a work that may be under way: what would wait for it to be freed is never freed,
+        and ``leftovers`` say from then on that it would meet what is sent next."""
+
+    def flush(self, seconds: float) -> None:  # noqa: B027
+        """Where collectives go on only while this rank is in a call: stay with them so long, or until nobody needs
+        this rank any more."""
 
 
 @dataclass(eq=False)
@@ -117,24 +177,6 @@ class Leftover:
         if not self.is_sent:
             self.rank, self.is_sent = None, True
         self.used.update([handle] if handle else ())
-
-
-def leftovers_for_hooks(transport: Transport) -> Sequence[Leftover]:
-    """Those of the process group beneath, which carries what comm hooks send."""
-    found: Sequence[Leftover] = getattr(getattr(transport, "base", transport), "leftovers", ())
-    return found
-
-
-def abandon(transport: Transport, work: Any, handle: str, told: str) -> None:
-    """See :class:`Transport`. Harmless to one that knows nothing of it, and of what the store carries."""
-    if (tell := getattr(transport, "abandon", None)) is not None and getattr(work, "is_carried", True):
-        tell(work, handle, told)
-
-
-def flush(transport: Transport, seconds: float) -> None:
-    """See :class:`Transport`: let the others have this rank's part in what is under way."""
-    if (stay := getattr(transport, "flush", None)) is not None:
-        stay(seconds)
 
 
 def done_within(work: Any, time: datetime.timedelta) -> bool:

@@ -263,5 +263,4 @@ def _open(rank: int, offers: Sequence[Offer]) -> tuple[dict[int, Peer], str]:
 
 
 def _patience(base: Transport) -> float:
-    patience: float | None = getattr(base, "patience", None)
-    return DEFAULT_PATIENCE if patience is None else patience
+    return DEFAULT_PATIENCE if base.patience is None else base.patience

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import CommunicationError
 from .base import Transport, Work
@@ -37,14 +37,14 @@ class Counterparts:
 
     def __init__(self, base: Transport, seconds: float) -> None:
         self._rank = base.rank
-        self._store: Store | None = getattr(base, "store", None)
+        self._store = base.store
         self._seconds = seconds
         self._groups: list[Any] = []  # one or none
         self._sum = dist.AllreduceOptions()  # its default is a sum
         self._in_flight = InFlight()
         self.courier = Courier(self._groups, seconds)
         self._close = weakref.finalize(self, _end, self._groups, self.courier, os.getpid())
-        if (group := getattr(base, "process_group", None)) is not None:
+        if (group := base.process_group) is not None:
             weakref.finalize(group, _end, self._groups, self.courier, os.getpid()).atexit = False
 
     def connect(self, name: str, number: int, hosts: int) -> None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..specs import MIB, dtype_name
-from .base import Transport, Work, abandon
+from .base import Transport, Work
 from .counterparts import Counterparts
 from .host import Host
 from .host_memory import HostMemoryTransport
@@ -47,7 +47,7 @@ Hosts = Sequence[Sequence[int]]
 
 def why_not(base: Transport) -> str | None:
     """Why nothing but ``base`` can carry slices between hosts; None if a group of Gloo can be made."""
-    if getattr(base, "store", None) is None:
+    if base.store is None:
         return f"{base.name} has no store, by which ranks of different hosts could find each other"
     return None if dist.is_gloo_available() else "this torch was built without Gloo"
 
@@ -122,7 +122,7 @@ class HierarchicalTransport(HostMemoryTransport):
         if self.host.awaits_outside():
             self._team.counterparts.abandon()
         if not isinstance(work, Posted):  # a comm hook's
-            abandon(self.base, work, handle, told)
+            self.base.abandon(work, handle, told)
 
     def close(self) -> None:
         """Leave the ranks of the other hosts. Memory goes with the last tensor in it."""

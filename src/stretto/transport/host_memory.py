@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .base import Transport, Work
+from .base import Leftover, Transport, Work
 from .common import Offered
 from .host import Host
 from .ordinary import elements
 
 
-class HostMemoryTransport(abc.ABC):
+class HostMemoryTransport(Transport):
     """Tensors of the host lie in memory that its ranks map; objects and tensors of other devices go over ``base``.
 
     Args:
@@ -26,7 +27,7 @@ class HostMemoryTransport(abc.ABC):
     def __init__(self, host: Host, base: Transport) -> None:
         self.rank = base.rank
         self.world_size = base.world_size
-        self.store = getattr(base, "store", None)
+        self.store = base.store
         self.patience = host.patience
         self.host = host
         self.base = base
@@ -64,8 +65,13 @@ class HostMemoryTransport(abc.ABC):
 
     @property
     def process_group(self) -> Any:
-        """The group beneath, for whoever asks for one (comm hooks); None if there is none."""
-        return getattr(self.base, "process_group", None)
+        """Of ``base``."""
+        return self.base.process_group
+
+    @property
+    def leftovers_for_hooks(self) -> Sequence[Leftover]:
+        """Of ``base``."""
+        return self.base.leftovers
 
     def flush(self, seconds: float) -> None:
         """Let the others have what they need of this rank, as far as they come within so many seconds.

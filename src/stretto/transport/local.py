@@ -19,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ..specs import MIB
-from .base import Work
+from .base import Transport, Work
 
 
 @dataclass
@@ -96,7 +96,7 @@ class _LocalWork:
             raise RuntimeError(self.meeting.failure)
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """One thread's end of a :class:`LocalGroup`."""
 
     def __init__(self, group: LocalGroup, rank: int) -> None:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
-from .base import Leftover, Work
+from .base import Leftover, Transport, Work
 from .exchange import ShareSum, exchange_shares
 from .letting_go import InFlight
 from .native import GatheredShares, ScatteredSum, can_gather, can_sum
@@ -31,7 +31,7 @@ _leftovers: MutableMapping[dist.ProcessGroup, Leftover] = weakref.WeakKeyDiction
 """Of all groups: torch's objects have no room for it, and several handles may use one."""
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """Collectives of ``process_group`` (the default group if ``None``).
 
     Example::
@@ -83,7 +83,7 @@ class ProcessGroupTransport:
         return group
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> Store | None:  # type: ignore[override]  # nobody gives it another
         """The group's own, by which its ranks found each other; it outlives the group."""
         try:
             store: Store = dist.distributed_c10d._get_process_group_store(self.process_group)

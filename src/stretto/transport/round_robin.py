@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..errors import SetupError
-from .base import Transport, Work, abandon
+from .base import Transport, Work
 
 
-class RoundRobinTransport:
+class RoundRobinTransport(Transport):
     """All-reduces go to each of ``transports`` in turn; everything else goes to the first.
 
     All ranks issue all-reduces in the same order, so all take the same turn.
@@ -33,50 +33,54 @@ class RoundRobinTransport:
         self.name = f"{len(transports)} x {first.name}"
         self.rank = first.rank
         self.world_size = first.world_size
-        self.global_ranks = getattr(first, "global_ranks", [])
-        self.caps_follow_link = getattr(first, "caps_follow_link", False)
+        self.global_ranks = first.global_ranks
+        self.caps_follow_link = first.caps_follow_link
         self.bucket_cap_bytes = first.bucket_cap_bytes
         self.last_bucket_cap_bytes = first.last_bucket_cap_bytes
-        self.store = getattr(first, "store", None)
-        self.patience = getattr(first, "patience", None)
-        self.leftovers = [one for transport in transports for one in getattr(transport, "leftovers", ())]
-        self.transports = list(transports)
+        self.store = first.store
+        self.patience = first.patience
+        self.leftovers = [one for transport in transports for one in transport.leftovers]
+        self._transports = list(transports)
         self._turn = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the first."""
-        return self.transports[0].allocate(numel, dtype, device)
+        return self._transports[0].allocate(numel, dtype, device)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """By the next in turn."""
         self._turn += 1
-        return self.transports[self._turn % len(self.transports)].all_reduce(tensor)
+        return self._transports[self._turn % len(self._transports)].all_reduce(tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """By the first."""
-        return self.transports[0].broadcast(tensor, root)
+        return self._transports[0].broadcast(tensor, root)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """By the first."""
-        return self.transports[0].all_gather_object(value)
+        return self._transports[0].all_gather_object(value)
+
+    @property
+    def transports(self) -> Sequence[Transport]:
+        """Those that take turns."""
+        return self._transports
 
     @property
     def process_group(self) -> Any:
         """The first's; None if it has none."""
-        return getattr(self.transports[0], "process_group", None)
+        return self._transports[0].process_group
 
     def break_off(self, reason: str) -> None:
-        """All that know how."""
-        for transport in self.transports:
-            if (break_off := getattr(transport, "break_off", None)) is not None:
-                break_off(reason)
+        """All."""
+        for transport in self._transports:
+            transport.break_off(reason)
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
         """All: what others carry is under way as well."""
-        for transport in self.transports:
-            abandon(transport, work, handle, told)
+        for transport in self._transports:
+            transport.abandon(work, handle, told)
 
     def close(self) -> None:
         """Close all."""
-        for transport in self.transports:
+        for transport in self._transports:
             transport.close()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..specs import MIB
-from .base import Transport, Work, abandon
+from .base import Transport, Work
 from .host import Host
 from .host_memory import HostMemoryTransport
 from .memory import Location
@@ -86,7 +86,7 @@ class SharedMemoryTransport(HostMemoryTransport):
     def abandon(self, work: Any, handle: str, told: str) -> None:
         """Memory waits for nothing; the group beneath may, for what a comm hook has begun there."""
         if not isinstance(work, Posted):
-            abandon(self.base, work, handle, told)
+            self.base.abandon(work, handle, told)
 
     def dead(self) -> list[tuple[int, int]]:
         """Rank and pid of those whose process has ended without a word."""

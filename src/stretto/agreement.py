@@ -23,6 +23,8 @@ ADVICE = (
 SAME_MODEL = "hold the same model"
 _MOST = 12
 """Lines of a difference that are shown."""
+_NOT_ASKED_FOR = frozenset({"option plan", "option attached already", "option sparse parameters"})
+"""What ranks state beside their tensors that is no argument of theirs."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +98,24 @@ def agree(
 def difference(tables: list[tuple[tuple[str, str], ...]], occasion: str, advice: str, wanted: str) -> str:
     """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
     by_rank = [dict(table) for table in tables]
-    names = list(dict.fromkeys(name for table in tables for name, _ in table))
-    lines = [line for name in names if name != "option plan" and (line := _holders(name, by_rank))]
-    if not lines:
-        order = [", ".join(name for name in facts if not name.startswith("option ")) for facts in by_rank]
-        if len(set(order)) > 1:
-            lines = [f"  rank {rank} registers {some}"[:200] for rank, some in enumerate(order)]
-            lines = ["  the same tensors, registered in another order:", *lines]
-        else:
-            lines = [_holders("option plan", by_rank)]
-    ignored = any(line.startswith("  option ignore:") for line in lines)  # then tensors are missing too
-    if wanted == SAME_MODEL and (ignored or all(line.startswith("  option ") and _asked(line) for line in lines)):
+    names = dict.fromkeys(name for table in tables for name, _ in table if name != "option plan")
+    differing = {name: line for name in names if (line := _holders(name, by_rank))}
+    lines = [*differing.values()] or _orders(by_rank) or [_holders("option plan", by_rank)]
+    asked = differing and all(name.startswith("option ") and name not in _NOT_ASKED_FOR for name in differing)
+    if wanted == SAME_MODEL and (asked or "option ignore" in differing):  # what is ignored is missing too
         wanted, advice = "ask for the same", "Give the same arguments to attach, or to the drop-in, on every rank."
     if len(lines) > _MOST:
         lines[_MOST:] = [f"  (+{len(lines) - _MOST} more)"]
     return f"{occasion}: the {len(tables)} ranks do not {wanted}.\n" + "\n".join(lines) + "\n" + advice
 
 
-def _asked(line: str) -> bool:
-    return not line.startswith(("  option plan", "  option attached already", "  option sparse parameters"))
+def _orders(by_rank: list[dict[str, str]]) -> list[str]:
+    """In which order ranks register; empty if in the same."""
+    order = [", ".join(name for name in facts if not name.startswith("option ")) for facts in by_rank]
+    if len(set(order)) == 1:
+        return []
+    lines = [f"  rank {rank} registers {some}"[:200] for rank, some in enumerate(order)]
+    return ["  the same tensors, registered in another order:", *lines]
 
 
 def _holders(name: str, by_rank: list[dict[str, str]]) -> str:

@@ -1,8 +1,9 @@
 """What steps this rank's share: an optimizer of the user's class, over stretches and over whole parameters.
 
 [Note: in turn]  Of torch's optimizers a step of some parameters is what it does to them in a step of all: what they
-count, they count by parameter. So buckets can be stepped one by one, and the first is sent while the others are. An
-optimizer that counts in its groups or on itself would count each of these steps; it steps everything at once.
+count, they count by parameter. (A fused SGD with momentum looks at all, and fails where some have their first gradient
+later.) So buckets can be stepped one by one, and the first is sent while the others are. An optimizer that counts in
+its groups or on itself would count each of these steps; it steps everything at once.
 """
 
 from __future__ import annotations

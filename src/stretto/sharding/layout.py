@@ -23,14 +23,18 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import SetupError, name_list
 from ..plan import BucketPlan
-from ..slots import which_lie_in
+from ..slots import use_count, which_lie_in
 from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from ..transport.memory import LINE_BYTES
+from .aliases import move
 from .ownership import Piece
 from .state import laid_flat, shaped
 
 log = logging.getLogger("stretto")
+
+_OWN_USES = 3
+"""Of the storage of a parameter: its own, its view's, and that of the object that stands for it in Python."""
 
 
 class Layout:
@@ -101,7 +105,9 @@ class Layout:
     def _view(self, index: int) -> torch.Tensor:
         spec = self.plan.parameters[index]
         number, start = self._places[index]
-        return shaped(self.flat(number, start, start + spec.numel, index), spec)
+        return shaped(
+            self.flat(number, start, start + spec.numel, index), spec
+        ).data  # with no base, which would use it too
 
     def flat(self, bucket: int, start: int, stop: int, index: int) -> torch.Tensor:
         """Elements of a bucket from ``start`` on, the first of them of the parameter ``index``."""
@@ -134,10 +140,13 @@ class Layout:
             for index, parameter in self.parameters.items():
                 self.views[index].copy_(parameter)
 
-    def adopt(self) -> None:
-        """From here on the parameters lie here."""
-        for index, parameter in self.parameters.items():
-            parameter.data = self.views[index]
+    def adopt(self, lying: Iterable[torch.Tensor] = ()) -> None:
+        """From here on the parameters lie here. ``lying``: what shows where they lie so far, and stays there."""
+        move([(parameter, self.views[index]) for index, parameter in self.parameters.items()], lying)
+
+    def is_shown(self) -> bool:
+        """Whether others hold tensors that show parameters, see aliases.py; a live graph may, too."""
+        return any(use_count(one.untyped_storage()._cdata) > _OWN_USES for one in self.views.values() if one.is_cpu)
 
     def strayed(self) -> list[int]:
         """Parameters that lie otherwise by now (``parameter.data = ...``, ``module.to()``)."""
@@ -227,6 +236,11 @@ class Layout:
         for index in strayed:
             self.parameters[index].data = self.views[index]
 
+    def give_way(self, later: Layout, others: Iterable[torch.nn.Parameter]) -> None:
+        """Parameters that do not lie in a later layout get memory of their own. ``others``: as of ``release``."""
+        now = {id(one) for one in later.parameters.values()}
+        self.release(others, {index for index, one in self.parameters.items() if id(one) in now})
+
     def release(self, others: Iterable[torch.nn.Parameter], keep: Collection[int] = ()) -> None:
         """Parameters get memory of their own again, but for those that lie in another layout already.
 
@@ -242,10 +256,11 @@ class Layout:
         self, parameters: Iterable[torch.nn.Parameter], addresses: Collection[int], but: Iterable[torch.Tensor] = ()
     ) -> None:
         """Those that lie at these addresses get memory of their own."""
-        stay = {*map(id, but)}
+        stay, moves = {*map(id, but)}, list[tuple[torch.Tensor, torch.Tensor]]()
         for parameter in parameters:
             if id(parameter) not in stay and not is_lazy(parameter) and parameter.data_ptr() in addresses:
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+                moves.append((parameter, parameter.data.clone(memory_format=torch.preserve_format)))
+        move(moves, self.views.values())
 
 
 def warn_of_other_processes(where: str, names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from ..failing import refuse_to_send, wait_in_call
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
+from .aliases import move
 from .compiled import CompilerWatch
 from .groups import Groups
 from .inner import Inner
@@ -89,8 +90,8 @@ class Shares:
 
     # Laying out
 
-    def _lay_out(self) -> None:
-        """Lay the parameters out along the plan in use. Collective."""
+    def _lay_out(self, lying: Sequence[torch.Tensor] = ()) -> None:
+        """Lay the parameters out along the plan in use. Collective. ``lying``: see ``Layout.adopt``."""
         plan, transport = self._reducer.plan, self._reducer.transport
         known = {id(one) for one in self._groups.parameters}
         mine = {
@@ -103,7 +104,7 @@ class Shares:
         layout.fill()
         if layout.is_shared:
             self.meetings.meet("memory for parameters")
-        layout.adopt()
+        layout.adopt(lying)
         divide = pieces_of if self._kind is Kind.ELEMENTWISE else whole_pieces_of
         owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
         self.layout, self._pieces = layout, owned[transport.rank]
@@ -163,19 +164,17 @@ class Shares:
         dtypes = {id(one): self._groups.dtype_before(one) for one in states}
         lying = [(one, one.data) for one in self._groups.parameters]
         try:
-            self._lay_out()
+            self._lay_out([*before.views.values(), *(one for pair in lying for one in pair)])
             for parameter, state in states.items():
                 follow_dtype(state, dtypes[id(parameter)], parameter.dtype)
             self._divide(states)
         except BaseException:
             self.layout = before
-            for one, data in lying:
-                one.data = data
+            move(lying)
             raise
+        lying.clear()
         self.layout.has_told |= before.has_told
-        now = {id(one) for one in self.layout.parameters.values()}
-        stay = {index for index, one in before.parameters.items() if id(one) in now}
-        before.release(self._reducer.members.all_parameters(), stay)
+        before.give_way(self.layout, self._reducer.members.all_parameters())
         self._groups.part_from(states, self._reducer.members.all_parameters())
 
     def _catch_up(self, *, ask: bool) -> None:

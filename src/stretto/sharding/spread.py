@@ -10,8 +10,9 @@ barrier and do not come. A process group has threads of its own; where ranks sha
 Between hosts with unequal numbers of ranks nothing is left under way when ``step`` returns: messages of several ranks
 of a host go on only while all of these are inside stretto.
 
-[Note: in place]  What a rank owns of a bucket lies in one row, or nearly. Between two ranks it is sent from there, and
-arrives where it belongs: nobody looks at it meanwhile, and who writes to it next has waited until it has left, too.
+[Note: in place]  What a rank owns of a bucket mostly lies in one row. Where one other rank owns the rest, and that is a
+row too, it is sent from there, and arrives where it belongs: whoever looks at a parameter, or writes to it, waits for
+both. What shows its memory beside it would not wait: then the step does.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Spread:
         self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
         before_forks().change(more=self._finish_here)
-        self._host = layout.host
+        self._host, self._is_shown = layout.host, layout.is_shown
         self._compiler = compiler
         compiler.call(self.finish)
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
@@ -125,7 +126,7 @@ class Spread:
             self._under_way.append(Arrival(shares.parameters, functools.partial(self._arrive, receive)))
         if step is not None:
             step(None)
-        if not self.is_late or self._compiler.is_at_work:
+        if not self.is_late or self._compiler.is_at_work or self._is_shown():
             self.finish()
 
     @property

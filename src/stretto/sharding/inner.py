@@ -8,7 +8,7 @@ its groups or on itself would count each of these steps; it steps everything at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,12 @@ class Inner:
         self._buckets = {stretch.parameter: stretch.bucket for stretch in stretches.all}
         self._by_bucket: dict[int | None, list[list[torch.Tensor]]] = {}
         """What is stepped with each, by group; made where it is asked for."""
-        counts_by_parameter = type(self._optimizer).__module__.startswith("torch.optim.")
-        self.step_in_turn = self._step_bucket if counts_by_parameter and self._buckets else None
+
+    @property
+    def step_in_turn(self) -> Callable[[int | None], None] | None:
         """Steps what is in a bucket, by its number, or in none. None if that cannot be: see [Note: in turn]."""
+        counts_by_parameter = type(self._optimizer).__module__.startswith("torch.optim.")
+        return self._step_bucket if counts_by_parameter and self._buckets else None
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:

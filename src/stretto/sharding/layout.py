@@ -105,9 +105,8 @@ class Layout:
     def _view(self, index: int) -> torch.Tensor:
         spec = self.plan.parameters[index]
         number, start = self._places[index]
-        return shaped(
-            self.flat(number, start, start + spec.numel, index), spec
-        ).data  # with no base, which would use it too
+        view = shaped(self.flat(number, start, start + spec.numel, index), spec)
+        return view.data  # without a base, which would use the storage too
 
     def flat(self, bucket: int, start: int, stop: int, index: int) -> torch.Tensor:
         """Elements of a bucket from ``start`` on, the first of them of the parameter ``index``."""
@@ -116,16 +115,16 @@ class Layout:
         tensor: torch.Tensor = self._memories[self._devices[bucket]].tensor(begin, stop - start, dtype)
         return tensor
 
-    def follows(self, one: int, other: int) -> bool:
-        """Whether what lies behind the one parameter in the bucket lies behind it here, too."""
-        return self._at[one] == self._at[other]
+    def follows(self, one: Piece, other: Piece) -> bool:
+        """Whether the other lies right behind the one, in the bucket and here."""
+        behind = one.bucket == other.bucket and one.stop == other.start
+        return behind and self._at[one.index] == self._at[other.index]
 
     def rows(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """These pieces of one bucket, given in order, as few flat tensors."""
+        """These pieces, given in order, as few flat tensors."""
         rows: list[list[Piece]] = []
         for piece in pieces:
-            last = rows[-1][-1] if rows else None
-            if last is not None and last.stop == piece.start and self.follows(last.index, piece.index):
+            if rows and self.follows(rows[-1][-1], piece):
                 rows[-1].append(piece)
             else:
                 rows.append([piece])

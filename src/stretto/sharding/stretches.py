@@ -149,10 +149,8 @@ class Stretches:
             last = runs[-1][-1] if runs else None
             alike = (
                 last is not None
-                and last.bucket == piece.bucket
-                and last.stop == piece.start
+                and self._layout.follows(last, piece)
                 and group_of[last.index] == group_of[piece.index]
-                and self._layout.follows(last.index, piece.index)
                 and piece.stop - runs[-1][0].start <= most_elements(self._layout.plan.buckets[piece.bucket].dtype)
                 and _go_together(states.get(last, {}), last.numel, states.get(piece, {}), piece.numel)
             )

@@ -118,19 +118,17 @@ def test_niceness_that_is_changed_inside_stays() -> None:
     assert found == [(before[0], before[1] + 2, before[2])]
 
 
-def refused(number: int, *others: Any) -> int:
-    """A sandbox that lets nobody choose."""
-    change, _ = prompt._NUMBERS[platform.machine()]
-    return -1 if number == change else KERNEL(number, *others)
+KERNEL = prompt._system_calls()
+REFUSED = prompt._Calls(set=lambda *_: -1, get=KERNEL and KERNEL.get)
+"""A sandbox that lets nobody choose."""
+UNKNOWN = prompt._Calls(set=lambda *_: -1, get=lambda *_: -1)
+"""An old kernel."""
 
 
-KERNEL = prompt._system_call()
-
-
-@pytest.mark.parametrize("call", [lambda *_: -1, refused, None], ids=["unknown", "refused", "another processor"])
-def test_where_slices_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+@pytest.mark.parametrize("calls", [UNKNOWN, REFUSED, None], ids=["unknown", "refused", "another processor"])
+def test_where_slices_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch, calls: Any) -> None:
     before = attributes(0)
-    monkeypatch.setattr(prompt, "_system_call", lambda: call)
+    monkeypatch.setattr(prompt, "_system_calls", lambda: calls)
     with woken_first():
         assert attributes(0) == before
     let_gloo_go_first()
@@ -173,4 +171,4 @@ def test_a_thread_that_has_ended_is_passed_over() -> None:
 
 def test_only_processors_whose_calls_are_known_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert prompt._system_call.__wrapped__() is None
+    assert prompt._system_calls.__wrapped__() is None

@@ -18,12 +18,12 @@ import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SLICE_NANOSECONDS = 100_000
 """The shortest that Linux takes."""
 _NUMBERS = {"x86_64": (314, 315), "AMD64": (314, 315), "aarch64": (274, 275), "arm64": (274, 275)}
-"""Of sched_setattr(2) and sched_getattr(2), which the C library does not have."""
+"""Of the calls of ``_Calls``, which the C library does not have."""
 _FAIR = (0, 3)
 """The policies that have slices: SCHED_OTHER and SCHED_BATCH."""
 _GLOO = (b"gloo_", b"pt_gloo_")
@@ -47,7 +47,7 @@ class _Attributes(ctypes.Structure):
 
 def let_gloo_go_first() -> None:
     """Give the threads that Gloo has in this process by now the shortest slices. Not collective; harmless twice."""
-    if _system_call() is None:
+    if _system_calls() is None:
         return
     with contextlib.suppress(OSError):  # no /proc, or a thread has ended
         for task in Path("/proc/self/task").iterdir():
@@ -79,24 +79,29 @@ def woken_first() -> Iterator[None]:
 def _attributes_of(thread: int) -> _Attributes | None:
     """None where it has no slices, or older kernels know of none."""
     found = _Attributes()
-    if (call := _system_call()) is None:
+    if (calls := _system_calls()) is None:
         return None
-    done = call(_NUMBERS[platform.machine()][1], thread, ctypes.byref(found), ctypes.sizeof(found), 0) == 0
+    done = calls.get(thread, ctypes.byref(found), ctypes.sizeof(found), 0) == 0
     return found if done and found.policy in _FAIR and found.runtime else None
 
 
 def _set(thread: int, attributes: _Attributes, nanoseconds: int) -> None:
     attributes.size, attributes.runtime = ctypes.sizeof(attributes), nanoseconds
-    if (call := _system_call()) is not None:  # refused in some sandboxes: then it is as before
-        call(_NUMBERS[platform.machine()][0], thread, ctypes.byref(attributes), 0, 0)
+    if (calls := _system_calls()) is not None:  # refused in some sandboxes: then it is as before
+        calls.set(thread, ctypes.byref(attributes), 0, 0)
+
+
+class _Calls(NamedTuple):
+    set: Any
+    get: Any
 
 
 @functools.cache
-def _system_call() -> Any:
-    """syscall(2) for these two; None where they are not known."""
-    known = sys.platform.startswith("linux") and platform.machine() in _NUMBERS
-    if not known or ctypes.sizeof(ctypes.c_void_p) != 8:  # else they have other numbers
+def _system_calls() -> _Calls | None:
+    """sched_setattr(2) and sched_getattr(2); None where their numbers are not known."""
+    numbers = _NUMBERS.get(platform.machine()) if sys.platform.startswith("linux") else None
+    if numbers is None or ctypes.sizeof(ctypes.c_void_p) != 8:  # else they have other numbers
         return None
     call = ctypes.PyDLL(None).syscall  # keeps the interpreter's lock: another thread might have it for milliseconds
     call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
-    return call
+    return _Calls(*[functools.partial(call, number) for number in numbers])

@@ -29,6 +29,7 @@ from warm import Rank, fork_ranks, in_warm_process
 import stretto
 from stretto.sharding.layout import Layout
 from stretto.sharding.meetings import Meetings
+from stretto.sharding.division import Division
 from stretto.sharding.shares import Shares
 from stretto.sharding.spread import Spread
 from stretto.sharding.stretches import Stretches
@@ -373,14 +374,14 @@ def said_by(rank: int, number: int) -> str:
 def fail_behind_new_memory(rank: int, tell: Tell, way: Way) -> Any:
     model, _, optimizer = build(way)
     plans = set[str]()
-    real = Shares._divide
+    real = Division._by_piece
 
-    def divide(self: Shares, states: Any) -> None:
+    def by_piece(self: Division, states: Any) -> Any:
         if rank == 1:
             raise MemoryError("no room for the state")
-        real(self, states)
+        return real(self, states)
 
-    Shares._divide = divide  # type: ignore[method-assign]
+    Division._by_piece = by_piece  # type: ignore[method-assign]
     while True:
         before = fingerprint(model)
         try:

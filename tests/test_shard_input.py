@@ -528,10 +528,10 @@ def test_copies_of_what_strayed_take_no_more_memory_than_they_have_elements(
     def worker(transport: Any) -> None:
         model = Two()
         shares = stretto.shard(adam(model), stretto.attach(model, transport=transport))._shares
-        copies = shares.layout.copies(shares.layout.parameters, shares._pieces, list)
+        copies = shares.layout.copies(shares.layout.parameters, shares._division.pieces, list)
         assert len(copies) > 2 * len(shares.layout.parameters)
         held = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies.values()}
-        assert sum(held.values()) == sum(4 * piece.numel for piece in shares._pieces)
+        assert sum(held.values()) == sum(4 * piece.numel for piece in shares._division.pieces)
 
     shared(worker, 2)
     assert max(map(laid_flat.count, laid_flat)) <= 2, "once on each rank"

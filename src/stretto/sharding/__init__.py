@@ -1,4 +1,7 @@
-"""Optimizers stepped in shares, by all ranks together: kinds ──> ownership ──> layout ──> stretches ──> shares."""
+"""Optimizers stepped in shares, by all ranks together.
+
+kinds ──> ownership ──> layout ──> stretches ──> inner ──> division ──> shares ──> optimizer
+"""
 
 from .begin import Asked, begin, refuse_anew, refuse_half_joined, refuse_idle
 from .clip import clip

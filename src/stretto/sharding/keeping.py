@@ -3,61 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
-from .inner import Inner
+from .division import Division
 from .kinds import Kind, groups_of, states_after_steps
-from .layout import Layout
-from .ownership import Piece
 from .state import Held, Kept, State, by_element
 from .stretches import part_of_state
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """The state of one rank at one moment."""
+def held(division: Division) -> dict[int, list[Held]]:
+    """What this rank keeps, by index of the parameter, where that is anything; by-element tensors are views."""
+    inner, layout, found = division.inner, division.layout, dict[int, list[Held]]()
+    for stretch in inner.stretches.all:
+        state, numel = inner.state.get(stretch.parameter, {}), stretch.parameter.numel()
+        for piece in stretch.pieces if state else ():
+            first = piece.start - stretch.start
+            own = part_of_state(state, numel, first, first + piece.numel)
+            found.setdefault(piece.index, []).append(_held(piece.first, piece.numel, own))
+    if division.kind is Kind.WHOLE:
+        for piece in division.pieces:
+            if state := inner.state.get(layout.parameters[piece.index]):
+                found[piece.index] = [Held(0, piece.numel, {}, dict(state))]
+    return found
 
-    optimizer: torch.optim.Optimizer
-    """The user's, with its groups."""
-    inner: Inner
-    """What steps the share of this rank, and has its state."""
-    kind: Kind
-    layout: Layout
-    pieces: Sequence[Piece]
 
-    def held(self) -> dict[int, list[Held]]:
-        """By index of the parameter, where anything is kept; by-element tensors are views."""
-        found: dict[int, list[Held]] = {}
-        for stretch in self.inner.stretches.all:
-            state, numel = self.inner.state.get(stretch.parameter, {}), stretch.parameter.numel()
-            for piece in stretch.pieces if state else ():
-                first = piece.start - stretch.start
-                own = part_of_state(state, numel, first, first + piece.numel)
-                found.setdefault(piece.index, []).append(_held(piece.first, piece.numel, own))
-        if self.kind is Kind.WHOLE:
-            for piece in self.pieces:
-                if state := self.inner.state.get(self.layout.parameters[piece.index]):
-                    found[piece.index] = [Held(0, piece.numel, {}, dict(state))]
-        return found
-
-    def kept(self, apart: Sequence[torch.nn.Parameter]) -> list[Kept]:
-        """The same for each parameter of which this rank steps anything, in what form ever nothing is kept so far.
-
-        Args:
-            apart: those that every rank steps.
-        """
-        held, found = self.held(), list[Kept]()
-        for index, pieces in groupby(self.pieces, lambda piece: piece.index):
-            spec, one = self.layout.plan.parameters[index], self.layout.parameters[index]
-            parts = held.get(index) or [Held(piece.first, piece.numel, {}, {}) for piece in pieces]
-            found.append(Kept(one, spec.shape, spec.strides, _joined(parts), is_new=index not in held))
-        by_piece = {id(one.parameter) for one in found} if self.kind is Kind.ELEMENTWISE else set[int]()
-        others = [kept_whole(one, self.inner.state.get(one)) for one in apart]
-        found += [one for one in others if not one.is_new or one.parameter.requires_grad]
-        return with_first_states(self.optimizer, found, by_piece)
+def kept(division: Division) -> list[Kept]:
+    """The same for each parameter of which this rank steps anything, in what form ever nothing is kept so far."""
+    layout, inner, mine, found = division.layout, division.inner, held(division), list[Kept]()
+    for index, pieces in groupby(division.pieces, lambda piece: piece.index):
+        spec, one = layout.plan.parameters[index], layout.parameters[index]
+        parts = mine.get(index) or [Held(piece.first, piece.numel, {}, {}) for piece in pieces]
+        found.append(Kept(one, spec.shape, spec.strides, _joined(parts), is_new=index not in mine))
+    by_piece = {id(one.parameter) for one in found} if division.kind is Kind.ELEMENTWISE else set[int]()
+    others = [kept_whole(one, inner.state.get(one)) for one in division.apart]
+    found += [one for one in others if not one.is_new or one.parameter.requires_grad]
+    return with_first_states(division.optimizer, found, by_piece)
 
 
 def _joined(parts: Sequence[Held]) -> Held:

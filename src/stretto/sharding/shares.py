@@ -18,21 +18,20 @@ from ..failing import refuse_to_send, wait_in_call
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
-from .aliases import move
 from .compiled import CompilerWatch
+from .division import Division
 from .groups import Groups
 from .inner import Inner
 from .joining import Attendance, lent
-from .keeping import Keeping
-from .kinds import Kind, KindWatch, groups_of
+from .keeping import held, kept
+from .kinds import Kind, KindWatch
 from .layout import Layout
 from .meetings import ALIKE, Meetings, Met
 from .members import all_reduced, refuse_unreduced, refuse_where_one_cannot
 from .memory import describe_shares, footprint_of
-from .ownership import Piece, pieces_of, whole_pieces_of
+from .ownership import Piece
 from .spread import Spread
 from .state import Kept, State, follow_dtype, refuse_unlike, shaped, whole_states
-from .stretches import Stretches, most_elements, part_of_state, states_of_pieces
 from .trial import misfit
 from .withholding import Withholding
 
@@ -72,14 +71,9 @@ class Shares:
         peers.seat.steps.append(0)
         self.withholding.follow()
         try:
-            self._lay_out()
+            self._division = self._divide(self._optimizer.state)
         except BaseException:
             self.withholding.end()
-            raise
-        try:
-            self._divide(self._optimizer.state)
-        except BaseException:
-            self.release()
             raise
         self._optimizer.state.clear()  # Adagrad has one before its first step
 
@@ -88,64 +82,33 @@ class Shares:
         """See :func:`~stretto.sharding.members.all_reduced`."""
         return all_reduced(self._reducer)
 
-    # Laying out
+    @property
+    def layout(self) -> Layout:
+        """Where the parameters lie."""
+        return self._division.layout
 
-    def _lay_out(self, lying: Sequence[torch.Tensor] = ()) -> None:
-        """Lay the parameters out along the plan in use. Collective. ``lying``: see ``Layout.adopt``."""
-        plan, transport = self._reducer.plan, self._reducer.transport
-        known = {id(one) for one in self._groups.parameters}
-        mine = {
-            index: parameter
-            for bucket in self._reducer.queue.buckets
-            for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
-            if id(parameter) in known and parameter.numel()
-        }
-        layout = Layout(plan, mine, transport, self._peers.wait_for)
-        layout.fill()
-        if layout.is_shared:
-            self.meetings.meet("memory for parameters")
-        layout.adopt(lying)
-        divide = pieces_of if self._kind is Kind.ELEMENTWISE else whole_pieces_of
-        owned = [divide(plan, rank, transport.world_size, mine.keys()) for rank in range(transport.world_size)]
-        self.layout, self._pieces = layout, owned[transport.rank]
-        if self._kind is Kind.ELEMENTWISE:
-            self._pieces = [
-                part for one in self._pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))
-            ]
+    @property
+    def inner(self) -> Inner:
+        """What steps this rank's share."""
+        return self._division.inner
+
+    @property
+    def _spread(self) -> Spread:
+        return self._division.spread
+
+    # Dividing
+
+    def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None = None) -> Division:
+        """Along the plan in use. Collective. ``states``: what the optimizer keeps, as it would of whole parameters."""
         told = self._peers.wait_for, self._lost, self._compare, self._compiler
-        self._spread = Spread(layout, owned, transport, *told, overlap=self._overlap)
+
+        def spread(layout: Layout, owned: Sequence[Sequence[Piece]]) -> Spread:
+            return Spread(layout, owned, self.transport, *told, overlap=self._overlap)
+
+        common = self._optimizer, self._kind, self._groups, self._reducer.queue, self.meetings
+        made = Division(*common, spread, states, before)
         self._groups.remember()
-        inside = {id(parameter) for parameter in mine.values()}
-        self._apart = [one for one in self._groups.parameters if id(one) not in inside]
-        """Frozen ones, empty ones, and those with sparse gradients: every rank steps them, in memory of its own."""
-
-    def _divide(self, states: Mapping[torch.Tensor, State]) -> None:
-        """Make the stretches of this rank's share, and the optimizer that steps them.
-
-        Args:
-            states: what the optimizer keeps, as it would of whole parameters.
-        """
-        pieces = self._pieces if self._kind is Kind.ELEMENTWISE else []
-        self._cut(states_of_pieces(pieces, self._optimizer, self.layout, states), states)
-
-    def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State]) -> None:
-        """The same with the state of each piece, and of the parameters that this rank steps whole.
-
-        If it fails all is as it was.
-        """
-        mine, pieces, before = self.layout.parameters, self._pieces, getattr(self, "inner", None)
-        is_whole, group_of = self._kind is Kind.WHOLE, groups_of(self._optimizer)
-        stretches = Stretches(self.layout, self._reducer.queue.buckets)
-        steps_whole = {id(one) for one in (*self._apart, *(mine[piece.index] for piece in pieces if is_whole))}
-        try:
-            stretches.cut(() if is_whole else pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-            self.inner = Inner(self._optimizer, self._groups, stretches, steps_whole, whole, before)
-        except BaseException:
-            stretches.forget()
-            raise
-        if before is not None:
-            before.stretches.forget()
-        self._groups.departed.clear()  # loaded states are all there are; whoever lays out again fills it anew
+        return made
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -156,25 +119,13 @@ class Shares:
             raise
 
     def lay_out_again(self) -> None:
-        """Along the plan in use now; state goes with its elements. Collective.
-
-        If it fails the parameters lie where they lay, since other ranks may go on and step what is new.
-        """
-        before, states = self.layout, dict[torch.Tensor, State](self.states(departed=True))
-        dtypes = {id(one): self._groups.dtype_before(one) for one in states}
-        lying = [(one, one.data) for one in self._groups.parameters]
-        try:
-            self._lay_out([*before.views.values(), *(one for pair in lying for one in pair)])
-            for parameter, state in states.items():
-                follow_dtype(state, dtypes[id(parameter)], parameter.dtype)
-            self._divide(states)
-        except BaseException:
-            self.layout = before
-            move(lying)
-            raise
-        lying.clear()
-        self.layout.has_told |= before.has_told
-        before.give_way(self.layout, self._reducer.members.all_parameters())
+        """Along the plan in use now; state goes with its elements. Collective."""
+        before, states = self._division, dict[torch.Tensor, State](self.states(departed=True))
+        for parameter, state in states.items():
+            follow_dtype(state, self._groups.dtype_before(parameter), parameter.dtype)
+        self._division = now = self._divide(states, before)
+        now.layout.has_told |= before.layout.has_told
+        before.layout.give_way(now.layout, self._reducer.members.all_parameters())
         self._groups.part_from(states, self._reducer.members.all_parameters())
 
     def _catch_up(self, *, ask: bool) -> None:
@@ -205,7 +156,8 @@ class Shares:
             moves = has_moved or self._reducer.plan is not self.layout.plan
             strayed = self.layout.strayed()
             self._refuse(strayed, has_moved=has_moved, turn=turn)
-            copies = {} if moves else self.layout.copies(strayed, self._pieces, self._reducer.members.all_parameters)
+            others = self._reducer.members.all_parameters
+            copies = {} if moves else self.layout.copies(strayed, self._division.pieces, others)
             number = self._groups.number(has_moved=has_moved, turn=turn)
         met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
         told = self.transport, self._peers, self._fail
@@ -226,7 +178,7 @@ class Shares:
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         self._groups.refuse_other_dtypes(where)
         self._kinds.refuse_change(where, has_moved=has_moved, turn=turn)
-        if has_moved or any(one.grad is not None for one in self._apart):
+        if has_moved or any(one.grad is not None for one in self._division.apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 
     def _agree(self, number: int, *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
@@ -280,17 +232,14 @@ class Shares:
 
     # State
 
-    def _keeping(self) -> Keeping:
-        return Keeping(self._optimizer, self.inner, self._kind, self.layout, self._pieces)
-
     def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
         """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it on every rank."""
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
         common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
-        for index, flats, rest in whole_states(self._keeping().held(), specs, *common):
+        for index, flats, rest in whole_states(held(self._division), specs, *common):
             if id(parameter := self.layout.parameters[index]) in known or departed:
                 yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
-        for parameter in self._apart:
+        for parameter in self._division.apart:
             if (id(parameter) in known or departed) and (kept := self.inner.state.get(parameter)):
                 yield parameter, dict(kept)
         gone = self._groups.departed.items()
@@ -299,32 +248,28 @@ class Shares:
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
         self._catch_up(ask=False)
-        return self._keeping().kept(self._apart)
+        return kept(self._division)
 
-    def take(self, kept: Sequence[Kept]) -> None:
+    def take(self, found: Sequence[Kept]) -> None:
         """Keep this from here on, in place of what was kept."""
         self._spread.finish()
-        by_id = {id(one.parameter): one for one in kept}
-        own: dict[Piece, State] = {}
-        for piece in self._pieces:
-            if one := by_id.get(id(self.layout.parameters[piece.index])):
-                first, numel = piece.first - one.held.first, one.held.numel
-                own[piece] = part_of_state(one.state, numel, first, first + piece.numel)
-        self._cut(own, {one.parameter: one.state for one in kept})
+        self._division.take(found)
+        self._groups.departed.clear()  # what is kept is all there is
 
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
         """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
         refuse_unlike(places, problem, self._peers.gather, self._peers.where)
         self._catch_up(ask=True)
-        refuse_unlike(places, misfit(self._keeping(), states), self._peers.gather, self._peers.where)
+        refuse_unlike(places, misfit(self._division, states), self._peers.gather, self._peers.where)
         self._spread.finish()
-        self._divide(states)
+        self._division.load(states)
+        self._groups.departed.clear()
         self.inner.take_over(self._optimizer)
 
     def describe(self) -> str:
         """What is done with them, in plain words."""
-        numels = sum(piece.numel for piece in self._pieces), sum(map(torch.numel, self.layout.views.values()))
+        numels = sum(piece.numel for piece in self._division.pieces), sum(map(torch.numel, self.layout.views.values()))
         whole, late = self._kind is Kind.WHOLE, self._spread.is_late
         told = describe_shares(self.layout, numels, self.footprint()[0].state, whole=whole, late=late)
         return "; ".join(filter(None, (told, self.describe_gradients())))
@@ -335,15 +280,14 @@ class Shares:
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""
-        return footprint_of(self.layout, self.inner.state, self._apart)
+        return footprint_of(self.layout, self.inner.state, self._division.apart)
 
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
         self.withholding.end()
         with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
             self._spread.finish()
-        if hasattr(self, "inner"):  # else it could not begin
-            self.inner.stretches.forget()
+        self.inner.stretches.forget()
         if not self.meetings.is_spoiled:
             self.layout.release(self._reducer.members.all_parameters())
             self.withholding.drop(self._everything())

@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from .keeping import Keeping
+from .division import Division
 from .kinds import Kind, groups_of, keys_by_element, states_after_steps
 from .state import State
 
 
-def misfit(keeping: Keeping, states: Mapping[torch.Tensor, State]) -> Exception | None:
+def misfit(division: Division, states: Mapping[torch.Tensor, State]) -> Exception | None:
     """Why a step could not follow, if so. Not collective.
 
     Args:
-        keeping: the optimizer, with its groups, and what it divides. Nothing of it is stepped.
+        division: of the optimizer. Nothing of it is stepped.
         states: whole ones, by parameter. Where there is none, the optimizer begins with its first.
     """
-    whole, optimizer = keeping.kind is Kind.WHOLE, keeping.optimizer
-    own = {piece.index for piece in keeping.pieces} if whole else keeping.layout.parameters.keys()
-    parameters = {keeping.layout.plan.parameters[index].name: keeping.layout.parameters[index] for index in own}
+    whole, optimizer = division.kind is Kind.WHOLE, division.optimizer
+    own = {piece.index for piece in division.pieces} if whole else division.layout.parameters.keys()
+    parameters = {division.layout.plan.parameters[index].name: division.layout.parameters[index] for index in own}
     given = {name: one for name, one in parameters.items() if states.get(one)}
     groups = groups_of(optimizer)
     try:
         if not whole:
             _try_one_element_each(optimizer, given, states)
-        apart = groups.keys() - {id(one) for one in keeping.layout.parameters.values()}  # stepped by every rank
+        apart = groups.keys() - {id(one) for one in division.layout.parameters.values()}  # stepped by every rank
         for name, one in given.items() if whole else ():
             _try(optimizer, groups[id(one)], one, states[one], name)
         for other in (one for one in states if id(one) in apart and states[one]):

@@ -1,0 +1,136 @@
+"""The parameters of one optimizer, divided along one plan: where they lie, who owns what, what steps this rank's share.
+
+    plan ──> layout ──> pieces of each rank ──> stretches of this rank's ──> the user's kind of optimizer over these
+                                            └─> spread: what of them travels after a step
+
+For another plan, or other groups, another one is made; it takes over when it is complete. Until then all is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+
+import torch
+
+from ..launch import LaunchQueue
+from ..transport import Transport
+from .aliases import move
+from .groups import Groups
+from .inner import Inner
+from .kinds import Kind, groups_of
+from .layout import Layout
+from .meetings import Meetings
+from .ownership import Piece, pieces_of, whole_pieces_of
+from .spread import Spread
+from .state import Kept, State
+from .stretches import Stretches, most_elements, part_of_state, states_of_pieces
+
+
+class Division:
+    """Along the plan in use. Collective where it begins; if that fails the parameters lie where they lay.
+
+    Args:
+        optimizer: the user's.
+        kind: how it can be divided.
+        groups: its groups.
+        queue: has the plan, and the gradients.
+        meetings: of the optimizer.
+        spread: makes what sends the pieces of each rank, given in rank order.
+        states: what the optimizer keeps, as it would of whole parameters.
+        before: along the plan, or for the groups, of before.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: Kind,
+        groups: Groups,
+        queue: LaunchQueue,
+        meetings: Meetings,
+        spread: Callable[[Layout, Sequence[Sequence[Piece]]], Spread],
+        states: Mapping[torch.Tensor, State],
+        before: Division | None = None,
+    ) -> None:
+        self.optimizer, self.kind = optimizer, kind
+        self._groups, self._queue = groups, queue
+        self.layout = layout = Layout(queue.plan, self._mine(), queue.transport, queue.wait_for)
+        layout.fill()
+        if layout.is_shared:
+            meetings.meet("memory for parameters")
+        lying = [(one, one.data) for one in groups.parameters]
+        views = before.layout.views.values() if before else ()
+        try:
+            layout.adopt([*views, *chain.from_iterable(lying)])
+            owned = [self._owned(rank, queue.transport) for rank in range(queue.transport.world_size)]
+            self.pieces = owned[queue.transport.rank]
+            self.spread = spread(layout, owned)
+            self.apart = self._apart()
+            self.inner: Inner = self._cut(self._by_piece(states), states, before.inner if before else None)
+        except BaseException:  # other ranks may go on, and step what is new
+            move(lying)
+            raise
+
+    def _mine(self) -> dict[int, torch.nn.Parameter]:
+        known = {id(one) for one in self._groups.parameters}
+        return {
+            index: parameter
+            for bucket in self._queue.buckets
+            for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
+            if id(parameter) in known and parameter.numel()
+        }
+
+    def _owned(self, rank: int, transport: Transport) -> list[Piece]:
+        divide = pieces_of if self.kind is Kind.ELEMENTWISE else whole_pieces_of
+        plan = self.layout.plan
+        pieces = divide(plan, rank, transport.world_size, self.layout.parameters.keys())
+        if rank != transport.rank or self.kind is not Kind.ELEMENTWISE:
+            return pieces
+        return [part for one in pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))]
+
+    def _apart(self) -> list[torch.nn.Parameter]:
+        """Frozen ones, empty ones, and those with sparse gradients: every rank steps them, in memory of its own."""
+        inside = {id(parameter) for parameter in self.layout.parameters.values()}
+        return [one for one in self._groups.parameters if id(one) not in inside]
+
+    # This rank's share
+
+    def load(self, states: Mapping[torch.Tensor, State]) -> None:
+        """Step with these from here on, given as the optimizer would keep them of whole parameters."""
+        self.inner = self._cut(self._by_piece(states), states, self.inner)
+
+    def take(self, kept: Sequence[Kept]) -> None:
+        """Step with this from here on, in place of what was kept."""
+        by_id = {id(one.parameter): one for one in kept}
+        own: dict[Piece, State] = {}
+        for piece in self.pieces:
+            if one := by_id.get(id(self.layout.parameters[piece.index])):
+                first, numel = piece.first - one.held.first, one.held.numel
+                own[piece] = part_of_state(one.state, numel, first, first + piece.numel)
+        self.inner = self._cut(own, {one.parameter: one.state for one in kept}, self.inner)
+
+    def _by_piece(self, states: Mapping[torch.Tensor, State]) -> dict[Piece, State]:
+        pieces = self.pieces if self.kind is Kind.ELEMENTWISE else []
+        return states_of_pieces(pieces, self.optimizer, self.layout, states)
+
+    def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State], before: Inner | None) -> Inner:
+        """Make the stretches of this rank's share, and the optimizer that steps them. If it fails all is as it was.
+
+        Args:
+            own: the state of each piece.
+            whole: of parameters that this rank steps as they are.
+            before: what stepped the share so far.
+        """
+        mine, is_whole, group_of = self.layout.parameters, self.kind is Kind.WHOLE, groups_of(self.optimizer)
+        stretches = Stretches(self.layout, self._queue.buckets)
+        steps_whole = {id(one) for one in (*self.apart, *(mine[piece.index] for piece in self.pieces if is_whole))}
+        try:
+            pieces = () if is_whole else self.pieces
+            stretches.cut(pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
+            made = Inner(self.optimizer, self._groups, stretches, steps_whole, whole, before)
+        except BaseException:
+            stretches.forget()
+            raise
+        if before is not None:
+            before.stretches.forget()
+        return made

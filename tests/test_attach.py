@@ -249,10 +249,54 @@ def test_ranks_that_differ_all_raise_the_same_difference_by_name() -> None:
 
 def test_another_order_of_registration_is_a_difference() -> None:
     def build(rank: int) -> torch.nn.Module:
-        names = ["first", "second"] if rank else ["second", "first"]
+        names = ["before", "first", "second"] if rank else ["before", "second", "first"]
         return torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in names})
 
-    assert "rank 0 registers parameter second.weight, parameter first.weight" in refusals(build)[2]
+    assert refusals(build) == [ORDERS] * 3
+
+
+ORDERS = """attach: the 3 ranks do not hold the same model.
+  the same tensors, registered in another order behind the first 1:
+  rank 0 registers parameter second.weight, parameter first.weight
+  rank 1 registers parameter first.weight, parameter second.weight
+  rank 2 registers parameter first.weight, parameter second.weight
+Build the model from the same code and options on every rank, and call attach() before anything that only some ranks \
+do."""
+
+
+def test_other_sparse_parameters_are_another_argument() -> None:
+    def worker(transport):
+        model = torch.nn.Embedding(4, 2)
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            stretto.attach(model, transport=transport, sparse=["weight"] if transport.rank else [])
+        return str(caught.value)
+
+    for text in run_ranks(worker, 2):
+        assert text == (
+            "attach: the 2 ranks do not ask for the same.\n  option sparse: () on rank 0; ('weight',) on rank 1\n"
+            "Give the same arguments to attach, or to the drop-in, on every rank."
+        )
+
+
+def test_a_transport_of_ones_own_that_lacks_something_is_named() -> None:
+    class Mine(RecordingTransport):
+        def __init__(self, inner):
+            super().__init__(inner)
+            self.process_group, self.hosts = None, None
+            del self.world_size, self.name
+
+    def worker(transport):
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.attach(linear(), transport=Mine(transport))
+        with pytest.raises(stretto.SetupError, match=r"or an instance of a subclass of stretto\.transport\.Transport$"):
+            stretto.attach(linear(), transport=Mine)
+        return str(caught.value)
+
+    for text in run_ranks(worker, 2):
+        assert text == (
+            "attach: transport=Mine(...) lacks name, world_size.\n"
+            "Set it in Mine.__init__, see stretto.transport.Transport."
+        )
 
 
 def test_options_that_differ_are_a_difference() -> None:

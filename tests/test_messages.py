@@ -443,13 +443,13 @@ ALONE = [
     (lambda: stretto.attach([]), "attach: the first argument must be a torch.nn.Module, not list"),
     (
         lambda: attach(transport=3),
-        'attach: transport=3 is not known: use one of "auto", "shared_memory", "process_group", or an object that is a '
-        "stretto.transport.Transport",
+        'attach: transport=3 is not known: use one of "auto", "shared_memory", "process_group", or an instance of a '
+        "subclass of stretto.transport.Transport",
     ),
     (
         lambda: attach(transport="gloo"),
-        'attach: transport=\'gloo\' is not known: use one of "auto", "shared_memory", "process_group", or an object '
-        "that is a stretto.transport.Transport",
+        'attach: transport=\'gloo\' is not known: use one of "auto", "shared_memory", "process_group", or an '
+        "instance of a subclass of stretto.transport.Transport",
     ),
     (
         lambda: attach(reduce_dtype={3: torch.float32}),

@@ -27,9 +27,9 @@ from test_shared_memory_faults import SOON, Deadly, check_nothing_stayed, own_ma
 from warm import Rank, fork_ranks, in_warm_process
 
 import stretto
+from stretto.sharding.division import Division
 from stretto.sharding.layout import Layout
 from stretto.sharding.meetings import Meetings
-from stretto.sharding.division import Division
 from stretto.sharding.shares import Shares
 from stretto.sharding.spread import Spread
 from stretto.sharding.stretches import Stretches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -55,6 +56,25 @@ def test_what_may_count_its_steps_steps_everything_at_once() -> None:
         assert sharded.param_groups[0]["steps"] == optimizer.param_groups[0]["steps"] == 3
         assert_alike(transport, model, sharded, plain, optimizer)
 
+    run_ranks(worker, 2)
+
+
+def test_torchs_own_class_with_another_step_steps_everything_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted each bucket, and ranks that have shares of other buckets parted."""
+    real, both = torch.optim.SGD.step, threading.Barrier(2, timeout=20)
+
+    def counting(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return real(self, closure)
+
+    def worker(transport: Any) -> None:
+        both.wait()
+        model, sharded, sync, *_ = pair(transport, lambda p: torch.optim.SGD(p, lr=0.1))
+        train(model, sharded, transport.rank, range(3))
+        assert len(sync.plan.buckets) > 2 and sharded.param_groups[0]["steps"] == 3
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counting)
     run_ranks(worker, 2)
 
 

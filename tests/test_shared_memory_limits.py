@@ -54,7 +54,7 @@ def test_what_can_be_asked_for() -> None:
     for rank, text in enumerate(refusals("auto", "mpi")):
         assert text == (
             f'rank {rank}: transport=\'mpi\' is not known: use one of "auto", "shared_memory", "process_group", '
-            "or an object that is a stretto.transport.Transport"
+            "or an instance of a subclass of stretto.transport.Transport"
         )
     for rank, text in enumerate(refusals("auto", "shared_memory", "auto")):
         assert text == (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .errors import ModelMismatchError, SetupError
+from .errors import ModelMismatchError, SetupError, name_list
 from .specs import slot_strides
 
 ADVICE = (
@@ -100,6 +100,8 @@ def difference(tables: list[tuple[tuple[str, str], ...]], occasion: str, advice:
     by_rank = [dict(table) for table in tables]
     names = dict.fromkeys(name for table in tables for name, _ in table if name != "option plan")
     differing = {name: line for name in names if (line := _holders(name, by_rank))}
+    if "option sparse" in differing:
+        differing.pop("option sparse parameters", None)  # which follow from it
     lines = [*differing.values()] or _orders(by_rank) or [_holders("option plan", by_rank)]
     asked = differing and all(name.startswith("option ") and name not in _NOT_ASKED_FOR for name in differing)
     if wanted == SAME_MODEL and (asked or "option ignore" in differing):  # what is ignored is missing too
@@ -110,12 +112,13 @@ def difference(tables: list[tuple[tuple[str, str], ...]], occasion: str, advice:
 
 
 def _orders(by_rank: list[dict[str, str]]) -> list[str]:
-    """In which order ranks register; empty if in the same."""
-    order = [", ".join(name for name in facts if not name.startswith("option ")) for facts in by_rank]
-    if len(set(order)) == 1:
-        return []
-    lines = [f"  rank {rank} registers {some}"[:200] for rank, some in enumerate(order)]
-    return ["  the same tensors, registered in another order:", *lines]
+    """Where the orders part in which ranks register the same tensors; empty if they do not."""
+    orders = [[name for name in facts if not name.startswith("option ")] for facts in by_rank]
+    for place, names in enumerate(zip(*orders, strict=True)):
+        if len({*names}) > 1:
+            lines = [f"  rank {rank} registers {name_list(order[place:])}" for rank, order in enumerate(orders)]
+            return [f"  the same tensors, registered in another order behind the first {place}:", *lines]
+    return []
 
 
 def _holders(name: str, by_rank: list[dict[str, str]]) -> str:

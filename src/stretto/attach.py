@@ -22,7 +22,7 @@ from .reducer import Reducer, reducer_of
 from .scaling import Reduce
 from .sizing import plan_for, suit_link
 from .transport import Transport, TransportName, choose
-from .transport.choose import carrier_of, refuse_unknown_name, warn_of_tasks
+from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_tasks
 from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
 
 log = logging.getLogger("stretto")
@@ -247,8 +247,8 @@ def _refuse_kinds(module: object, transport: object, init_sync: object) -> None:
     """Raise where nothing can be asked of what was given; a program does that on all ranks alike."""
     if not isinstance(module, torch.nn.Module):
         raise SetupError(f"attach: the first argument must be a torch.nn.Module, not {type(module).__name__}")
-    if not isinstance(transport, (str, Transport)):
-        refuse_unknown_name(transport, "attach")
+    if not isinstance(transport, str):  # names are compared first
+        refuse_other_kinds(transport, "attach")
     if isinstance(init_sync, str):  # "no" would be taken for true
         raise SetupError(f"attach: init_sync={init_sync!r} must be True or False")
 

@@ -162,7 +162,8 @@ def read_results(folder: str, exit_codes: Sequence[int | None], late: Sequence[i
 class RecordingTransport(Transport):
     """Passes on what :class:`Transport` has, and writes down each collective in ``calls`` as ``(kind, bytes)``.
 
-    Memory that ranks share, and the process group beneath, stay hidden behind it.
+    What a transport can do for less than an all-reduce stays hidden behind it, as do memory that ranks share and the
+    process group beneath: so a sharded step sends other messages than without it.
 
     Example::
 

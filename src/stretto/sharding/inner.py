@@ -3,7 +3,8 @@
 [Note: in turn]  Of torch's optimizers a step of some parameters is what it does to them in a step of all: what they
 count, they count by parameter. (A fused SGD with momentum looks at all, and fails where some have their first gradient
 later.) So buckets can be stepped one by one, and the first is sent while the others are. An optimizer that counts in
-its groups or on itself would count each of these steps; it steps everything at once.
+its groups or on itself would count each of these steps; it steps everything at once, as does one of torch's whose step
+a program has put another in place of.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Inner:
         self.state.update({parameter: state for parameter, state in first.items() if state})
         self._given = given(self._optimizer)
         self._step = bare_step(self._optimizer)  # hooks have been called by now
+        methods = type(self._optimizer), self._step.func
+        self._is_of_torch = all(one.__module__.startswith("torch.optim.") for one in methods)
         self._buckets = {stretch.parameter: stretch.bucket for stretch in stretches.all}
         self._by_bucket: dict[int | None, list[list[torch.Tensor]]] = {}
         """What is stepped with each, by group; made where it is asked for."""
@@ -65,8 +68,7 @@ class Inner:
     @property
     def step_in_turn(self) -> Callable[[int | None], None] | None:
         """Steps what is in a bucket, by its number, or in none. None if that cannot be: see [Note: in turn]."""
-        counts_by_parameter = type(self._optimizer).__module__.startswith("torch.optim.")
-        return self._step_bucket if counts_by_parameter and self._buckets else None
+        return self._step_bucket if self._is_of_torch and self._buckets else None
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:

@@ -142,7 +142,7 @@ def build_like(
     return like
 
 
-def bare_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+def bare_step(optimizer: torch.optim.Optimizer) -> functools.partial[Any]:
     """Its step, without torch's wrapper around it, which calls the hooks of all optimizers."""
     step = type(optimizer).step
     wrapped = getattr(step, "__code__", None) is _WRAPPER

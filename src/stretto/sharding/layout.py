@@ -96,11 +96,11 @@ class Layout:
         self._moved: list[int] = []
         self.has_told = False
 
-    def _common(self, transport: Any, wait_for: Callable[[Work, str], None]) -> CommonMemory:
+    def _common(self, transport: Transport, wait_for: Callable[[Work, str], None]) -> CommonMemory:
+        assert transport.common is not None, "it has hosts"
         offered = transport.common(max(self.nbytes, 1))
         wait_for(offered.work, "memory for parameters")
-        memory: CommonMemory = offered.memory
-        return memory
+        return offered.memory
 
     def _view(self, index: int) -> torch.Tensor:
         spec = self.plan.parameters[index]

@@ -14,10 +14,13 @@ import signal
 import traceback
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
+
+if TYPE_CHECKING:
+    from .common import Offered
 
 SHORTEST_SECONDS = 0.001
 """Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
@@ -81,20 +84,15 @@ class Transport(abc.ABC):
     global_ranks: Sequence[int] = ()
     """Of its ranks in the default group; empty if they are the same."""
 
-    @property
-    def process_group(self) -> Any:
-        """The group beneath, for comm hooks; None if there is none."""
-        return None
+    process_group: Any = None
+    """The group beneath, for comm hooks."""
+    hosts: Sequence[Sequence[int]] | None = None
+    """Groups of ranks that share memory; None if each has its own. With them goes ``common``."""
 
     @property
     def transports(self) -> Sequence[Transport]:
         """Those beneath where several take turns; else itself."""
         return (self,)
-
-    @property
-    def hosts(self) -> Sequence[Sequence[int]] | None:
-        """Groups of ranks that share memory; None if each has its own. With them goes ``common`` (host_memory.py)."""
-        return None
 
     # Less than an all-reduce. None where there is no such thing.
 
@@ -106,6 +104,8 @@ class Transport(abc.ABC):
     """``(received, share, numels)``: this rank's share to all others, and theirs, see exchange.py."""
     meet: Callable[[MutableSequence[int], bytes], Work] | None = None
     """``(numbers, action)``: the sums of a few numbers."""
+    common: Callable[[int], Offered] | None = None
+    """So many bytes for parameters, once for the ranks of a host. Collective."""
     spreading: Callable[[int, Callable[[Work, str], None]], Any] | None = None
     """For shares that go into memory of hosts, see spreading.py."""
 

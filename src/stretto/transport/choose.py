@@ -235,7 +235,19 @@ def refuse_unknown_name(name: object, where: str) -> None:
         raise SetupError(
             f"{where}: transport={name!r} is not known: use one of "
             + ", ".join(f'"{one}"' for one in known)
-            + ", or an object that is a stretto.transport.Transport"
+            + ", or an instance of a subclass of stretto.transport.Transport"
+        )
+
+
+def refuse_other_kinds(transport: object, where: str) -> None:
+    """Raise if it is no transport, or lacks what a subclass has to give it. ``where``: how the message begins."""
+    if not isinstance(transport, Transport):
+        refuse_unknown_name(transport, where)
+    if missing := [name for name in Transport.__annotations__ if not hasattr(transport, name)]:
+        kind = type(transport).__name__
+        raise SetupError(
+            f"{where}: transport={kind}(...) lacks {', '.join(missing)}.\nSet it in {kind}.__init__, see "
+            "stretto.transport.Transport."
         )
 
 

@@ -73,7 +73,7 @@ class HierarchicalTransport(HostMemoryTransport):
         self._team = Team(host, tuple(map(tuple, hosts)), base, name)
 
     @property
-    def hosts(self) -> Hosts:
+    def hosts(self) -> Hosts:  # type: ignore[override]  # nobody gives it others
         """The ranks of each host share one memory."""
         return self._team.hosts
 

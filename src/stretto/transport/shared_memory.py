@@ -43,7 +43,7 @@ class SharedMemoryTransport(HostMemoryTransport):
         weakref.finalize(self, _flush_at_exit, weakref.ref(host))
 
     @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
+    def hosts(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]  # nobody gives it others
         """All ranks share one memory."""
         return (tuple(range(self.world_size)),)
 

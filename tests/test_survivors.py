@@ -6,6 +6,7 @@ import collections
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.modules import module as torch_module
 
 import stretto
+from stretto.survivors import Survivors
 from stretto.testing import run_ranks, spawn_ranks
 from stretto.transport import Transport
 from stretto.watch import ENTRY
@@ -176,6 +178,35 @@ def test_the_last_of_a_model_may_go_at_any_moment() -> None:
             del model
 
     run_ranks(worker, 2, timeout=20)
+
+
+def test_whom_the_collector_had_found_before_others_were_followed_is_no_survivor() -> None:
+    """Python calls back for all that it has found, also when meanwhile a handle was detached: that let go twice."""
+
+    class Circle:
+        def __init__(self, *others: object) -> None:
+            self.circle = self, others
+
+    class Owner:
+        calls = 0
+
+        def none_left(self) -> None:
+            self.calls += 1
+
+    owner = Owner()
+    survivors = Survivors(owner.none_left)
+    gc.collect()
+    gone = Circle(), Circle(), Circle()
+    survivors.follow(gone[1:])
+    meanwhile = [weakref.ref(one, lambda _: survivors.follow(())) for one in gone[:1]]
+    del gone
+    gc.collect()
+    assert meanwhile[0]() is None and owner.calls == 0
+    last = Circle()
+    survivors.follow([last])
+    del last
+    gc.collect()
+    assert owner.calls == 1
 
 
 def test_and_while_a_module_is_being_built() -> None:

@@ -38,6 +38,6 @@ class Survivors:
         self._alive[id(one)] = weakref.ref(one, functools.partial(self._gone, id(one)))
 
     def _gone(self, key: int, _: object) -> None:
-        self._alive.pop(key, None)
-        if not self._alive and (none_left := self._none_left()) is not None:
+        followed = self._alive.pop(key, None) is not None  # not if the collector had found it before ``follow``
+        if followed and not self._alive and (none_left := self._none_left()) is not None:
             none_left()

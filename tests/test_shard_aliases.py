@@ -12,7 +12,7 @@ import torch
 from test_shard import CARRIERS, OPTIMIZERS, Net, assert_same, backward, pair, train
 
 import stretto
-from stretto.sharding import aliases
+from stretto.sharding import aliases, layout
 from stretto.testing import run_ranks, spawn_ranks
 
 
@@ -132,16 +132,19 @@ def test_what_covers_more_than_a_parameter_stays_where_it_is() -> None:
 
 def test_a_step_waits_where_something_is_shown() -> None:
     def worker(transport: Any) -> None:
-        model, sharded, _, plain, optimizer = pair(transport)
+        model, sharded, sync, plain, optimizer = pair(transport)
         train(model, sharded, transport.rank, range(1))
         assert any(type(one) is not torch.nn.Parameter for one in model.parameters())
         kept = model.state_dict()
         train(model, sharded, transport.rank, range(1, 2))
         assert all(type(one) is torch.nn.Parameter for one in model.parameters()), "kept would not wait"
+        assert "before step() returns, since " in sync.describe()
+        assert "are shown by tensors that do not wait (p.detach())" in sync.describe()
         train(plain, optimizer, transport.rank, range(2))
         assert all(torch.equal(kept[name], one) for name, one in plain.named_parameters())
         del kept
         train(model, sharded, transport.rank, range(2, 3))
+        assert "come from other ranks while the next forward runs" in sync.describe()
         assert any(type(one) is not torch.nn.Parameter for one in model.parameters())
 
     run_ranks(worker, 2)
@@ -164,3 +167,192 @@ def _clip_what_is_kept(rank: int) -> None:
 @pytest.mark.ranks
 def test_weights_are_clipped_by_what_was_kept() -> None:
     spawn_ranks(_clip_what_is_kept, 2)
+
+
+class Halves(torch.nn.Module):
+    """Puts views by that autograd knows of, as some do for a projection that is stored as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8).clone())
+        self.one, self.other = self.both[:, :4], self.both[:, 4:]
+        self.transposed = self.both.t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.one) * (x @ self.other) + (x @ self.transposed.t()).sum()
+
+
+def test_views_with_a_graph_go_with_it(carrier: Any) -> None:
+    """Forward computed with the weights of before ``shard``, alike on all ranks."""
+
+    def worker(transport: Any) -> None:
+        model, plain = Halves(), Halves()
+        sync, plainly = (stretto.attach(one, transport=transport) for one in (model, plain))
+        optimizers = (
+            stretto.shard(torch.optim.SGD(model.parameters(), lr=0.05), sync),
+            torch.optim.SGD(plain.parameters(), lr=0.05),
+        )
+        for step in range(4):
+            for net, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                net(torch.full((2, 6), 0.1 * (step + transport.rank))).mean().backward()
+                optimizer.step()
+        assert_same(model, plain)
+        assert torch.equal(model.one, model.both[:, :4])
+        sync.detach()
+        plainly.detach()
+
+    carrier(worker, 2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_of_no_graph_are_in_nobodys_way(mode: Any) -> None:
+    """torch refuses to say what made such a view once its parameter was stepped: shard, steps and detach raised."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        with mode():
+            row = model.first.weight[0]
+        train(model, sharded, transport.rank, range(2, 3))
+        assert torch.equal(row, model.first.weight[0])
+        sharded.unshard()
+        sync.detach()
+        with torch.no_grad():
+            model.first.weight.fill_(2.0)
+        assert row.tolist() == [2.0] * len(row)
+
+    run_ranks(worker, 2)
+
+
+def test_a_model_over_the_same_weights_goes_with_them(carrier: Any) -> None:
+    """``load_state_dict(assign=True)``: one to evaluate with, say. It stayed at the values of the start."""
+
+    def worker(transport: Any) -> None:
+        model = Net()
+        evaluated = copy.deepcopy(model)
+        evaluated.load_state_dict(model.state_dict(), assign=True)
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=0.008)
+        sharded = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), sync)
+        train(model, sharded, transport.rank, range(4))
+        now = model.state_dict()
+        assert all(torch.equal(one, now[name]) for name, one in evaluated.state_dict().items())
+        sharded.unshard()
+        assert all(
+            one.data_ptr() == model.state_dict()[name].data_ptr() for name, one in evaluated.state_dict().items()
+        )
+
+    carrier(worker, 2)
+
+
+SEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugate": lambda one: one.detach().conj(),
+    "negative": lambda one: one.detach().conj().imag,
+    "pairs": lambda one: torch.view_as_real(one.detach()),
+    "real": lambda one: one.detach().real[1:],
+    "bytes": lambda one: one.detach().view(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_what_shows_it_in_another_way_still_does(how: str) -> None:
+    """A conjugate one came out as if it were none."""
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.complex(torch.rand(3, 4), torch.rand(3, 4)))])
+        kept = SEEN[how](model[0])
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        for _ in range(2):
+            sharded.zero_grad()
+            torch.view_as_real(model[0]).pow(2).sum().backward()
+            sharded.step()
+        model.state_dict()
+        assert torch.equal(kept, SEEN[how](model[0]))
+        sync.detach()
+
+    run_ranks(worker, 2)
+
+
+def test_one_that_is_no_dense_tensor() -> None:
+    """It becomes one: what shows all of it goes along, and a part of it cannot."""
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.rand(6, 8)[:, :4])])
+        whole, part = model[0].detach(), model[0].detach()[1]
+        sync = stretto.attach(model, transport=transport)
+        before = part.clone()
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        model[0].pow(2).sum().backward()
+        sharded.step()
+        model.state_dict()
+        assert torch.equal(whole, model[0]) and torch.equal(part, before)
+        sync.detach()
+
+    run_ranks(worker, 2)
+
+
+def test_what_shows_memory_that_was_given_by_hand() -> None:
+    """``parameter.data = ...``, or ``.to()`` and back: with the next step it lies with the others again."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        for one in model.parameters():
+            one.data = one.data.clone()
+        kept = [one.detach() for one in model.parameters()]
+        train(model, sharded, transport.rank, range(2, 4))
+        assert all(torch.equal(one, now) for one, now in zip(kept, model.parameters(), strict=True))
+
+    run_ranks(worker, 2)
+
+
+class Hostile(torch.Tensor):
+    """Has methods of its own by names of torch's."""
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]
+        raise AttributeError("mine")
+
+    def untyped_storage(self) -> Any:
+        raise ValueError("mine")
+
+
+def test_whatever_tensors_a_program_has_are_in_nobodys_way() -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(4, 4)
+        flat = model.weight.detach().view(-1)
+        hostile = [torch.ones(3).as_subclass(Hostile), model.weight.detach().as_subclass(Hostile)]
+        nested = torch._nested_view_from_buffer(
+            flat, torch.tensor([[2, 2], [3, 4]]), torch.tensor([[2, 1], [4, 1]]), torch.tensor([0, 4])
+        )
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        model(torch.ones(2, 4)).sum().backward()
+        sharded.step()
+        model.state_dict()
+        assert torch.equal(flat, model.weight.view(-1)) and nested.is_nested and len(hostile) == 2
+        sync.detach()
+
+    run_ranks(worker, 2)
+
+
+def test_each_parameter_gets_memory_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    real = aliases.move
+
+    def counting(moves: Any, known: Any = ()) -> None:
+        moved.append(len(moves))
+        real(moves, known)
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        moved.clear()
+        transport.all_gather_object(None)
+        sharded.unshard()
+        transport.all_gather_object(None)
+        assert moved == [sum(one.numel() > 0 for one in model.parameters())] * 2
+
+    monkeypatch.setattr(layout, "move", counting)
+    run_ranks(worker, 2)

@@ -1,20 +1,46 @@
 """Tensors that show the memory of a parameter beside it: ``p.detach()``, ``p.data``, what a library has put by.
 
 [Note: aliases]  In a plain program such a tensor follows the steps of its parameter, since both are one memory. So
-where a parameter is given other memory, what Python has of the old one is taken along. It is looked for among all
-objects, which takes as long as a garbage collection, and only where the storage has more users than are known. Graphs
-that are still alive are users, too, but no objects of Python: what they hold stays as it was.
+where a parameter is given other memory, what Python has of the old one is taken along: parameters of other models too,
+but not those that a handle reduces, which are laid out by themselves. It is looked for among all objects, which takes
+as long as a garbage collection, and only where the storage has more users than are known. Graphs that are still alive
+are users, too, but no objects of Python: what they alone hold stays as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ..arrivals import owner_of
 from ..slots import use_count
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies."""
+
+    storage: int
+    begin: int
+    """Its first byte in the storage."""
+    end: int
+    """Behind its last; of one without elements, ``begin``."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Place:
+        """Raises if it has none: sparse ones, say. Its class may have methods of its own by these names."""
+        shape, stride, size = tensor.shape, torch.Tensor.stride(tensor), torch.Tensor.element_size(tensor)
+        begin = int(torch.Tensor.storage_offset(tensor)) * size
+        extent = 1 + sum((number - 1) * step for number, step in zip(shape, stride, strict=True))
+        end = begin if 0 in shape else begin + extent * size
+        return cls(torch.Tensor.untyped_storage(tensor)._cdata, begin, end, shape, stride)
 
 
 def move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Iterable[torch.Tensor] = ()) -> None:
@@ -28,37 +54,42 @@ def move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Iterable[tor
     with torch._C.DisableTorchFunctionSubclass():
         users = Counter(one.untyped_storage()._cdata for one in stay.values() if one.is_cpu)
         held = {number for number, uses in users.items() if use_count(number) > uses + 1}  # one is the storage's object
-        begins = [(one.untyped_storage()._cdata, one.storage_offset()) for one, _ in moves]
-        found = _aliases(held, stay.keys()) if held else ()
-        for (parameter, new), (number, begin) in zip(moves, begins, strict=True):
-            numel, stride = parameter.numel(), parameter.stride()
+        found = _aliases(held, stay.keys()) if held else {}
+        going = list[tuple[torch.Tensor, torch.Tensor]]()
+        for parameter, new in moves if found else ():
+            lies = _Place.of(parameter)
+            shown = [(one, _shown(one, place, lies, new)) for one, place in found.get(lies.storage, ())]
+            going += [(one, there) for one, there in shown if there is not None]
+        for parameter, new in moves:
             parameter.data = new
-            for one, its_number, offset in found if stride == new.stride() else ():
-                first = offset - begin
-                inside = its_number == number and first >= 0 and first + _extent(one) <= numel
-                if inside and one.dtype is new.dtype:
-                    one.data = new.as_strided(one.shape, one.stride(), new.storage_offset() + first)
+        for one, there in going:
+            with contextlib.suppress(RuntimeError):  # of a class that torch lets nobody give other memory
+                one.data = there
 
 
-def _aliases(held: set[int], stay: Collection[int]) -> list[tuple[torch.Tensor, int, int]]:
-    """With their storage, and where they begin in it. No parameters: those are others' own, see ``Layout.copies``; nor
-    what a graph has made."""
-    found = []
+def _aliases(held: set[int], stay: Collection[int]) -> Mapping[int, Sequence[tuple[torch.Tensor, _Place]]]:
+    """What else shows these storages, by storage."""
+    found = defaultdict[int, list[tuple[torch.Tensor, _Place]]](list)
     for one in gc.get_objects():
-        kind = type(one)
-        if not issubclass(kind, torch.Tensor) or issubclass(kind, torch.nn.Parameter) or id(one) in stay:
-            continue
-        try:
-            number = one.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # of no strided memory
-            continue
-        if number in held and one.is_leaf:
-            found.append((one, number, one.storage_offset()))
+        if issubclass(type(one), torch.Tensor) and id(one) not in stay:
+            with contextlib.suppress(Exception):  # whatever tensors a program has: of one without a place, or broken
+                place = _Place.of(one)
+                if place.storage in held and owner_of(one) is None:
+                    found[place.storage].append((one, place))
     return found
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Elements from its first to its last."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _shown(alias: torch.Tensor, place: _Place, of: _Place, new: torch.Tensor) -> torch.Tensor | None:
+    """What an alias of one parameter is to show in the new memory of that; None if it shows more or something else."""
+    if not of.begin <= place.begin <= place.end <= of.end:
+        return None
+    begin = new.storage_offset() * new.element_size() + place.begin - of.begin
+    if of.stride != new.stride():  # with gaps between its elements, which are not there any more
+        whole = (place.begin, place.shape, place.stride) == (of.begin, of.shape, of.stride)
+        return new if whole and alias.dtype is new.dtype else None
+    if begin % alias.element_size():
+        return None
+    shown = torch.empty(0, dtype=alias.dtype, device=new.device)
+    shown.set_(new.untyped_storage(), begin // alias.element_size(), place.shape, place.stride)
+    shown = shown.conj() if alias.is_conj() else shown
+    return shown._neg_view() if alias.is_neg() else shown

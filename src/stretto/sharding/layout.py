@@ -145,7 +145,11 @@ class Layout:
 
     def is_shown(self) -> bool:
         """Whether others hold tensors that show parameters, see aliases.py; a live graph may, too."""
-        return any(use_count(one.untyped_storage()._cdata) > _OWN_USES for one in self.views.values() if one.is_cpu)
+        return any(map(_is_shown, self.views.values()))
+
+    def shown(self) -> list[str]:
+        """The names of those."""
+        return [self.plan.parameters[index].name for index, view in self.views.items() if _is_shown(view)]
 
     def strayed(self) -> list[int]:
         """Parameters that lie otherwise by now (``parameter.data = ...``, ``module.to()``)."""
@@ -232,8 +236,7 @@ class Layout:
         """
         for piece, copy in copies.items():
             self.flat(piece.bucket, piece.start, piece.stop, piece.index).copy_(copy)
-        for index in strayed:
-            self.parameters[index].data = self.views[index]
+        move([(self.parameters[index], self.views[index]) for index in strayed], self.views.values())
 
     def give_way(self, later: Layout, others: Iterable[torch.nn.Parameter]) -> None:
         """Parameters that do not lie in a later layout get memory of their own. ``others``: as of ``release``."""
@@ -258,8 +261,13 @@ class Layout:
         stay, moves = {*map(id, but)}, list[tuple[torch.Tensor, torch.Tensor]]()
         for parameter in parameters:
             if id(parameter) not in stay and not is_lazy(parameter) and parameter.data_ptr() in addresses:
+                stay.add(id(parameter))
                 moves.append((parameter, parameter.data.clone(memory_format=torch.preserve_format)))
         move(moves, self.views.values())
+
+
+def _is_shown(view: torch.Tensor) -> bool:
+    return view.is_cpu and use_count(view.untyped_storage()._cdata) > _OWN_USES
 
 
 def warn_of_other_processes(where: str, names: Sequence[str]) -> None:

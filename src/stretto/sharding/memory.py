@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import name_list
 from ..report import Footprint, Report
 from ..specs import format_bytes
 from .layout import Layout
@@ -78,6 +79,8 @@ def describe_shares(layout: Layout, numels: tuple[int, int], nbytes: int, *, who
     where = [f"lie once for ranks {', '.join(map(str, host))}"] if len(host) > 1 else []
     if len(layout.hosts) > 1:
         when = "while the next forward runs" if late else "before step() returns"
+        if late and (names := layout.shown()):
+            when = f"before step() returns, since {name_list(names)} are shown by tensors that do not wait (p.detach())"
         where.append(f"come from {'other hosts' if where else 'other ranks'} {when}")
     return (
         f"{how}: this rank steps {numels[0]} of {numels[1]} elements and keeps {format_bytes(nbytes)} of state; "

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..sharding.kinds import bare_step
 from ..transport.ordinary import elements
 from ..transport.shared_memory import SharedMemoryTransport
 from .models import LEARNING_RATE
@@ -65,7 +66,7 @@ class StepInShares:
         """Of the gradients."""
         self.parameters = [nn.Parameter(torch.zeros_like(block.share)) for block in self.blocks]
         """What this rank steps, by block."""
-        self._optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE)
+        self._step = bare_step(torch.optim.AdamW(self.parameters, lr=LEARNING_RATE))  # that ranks part is meant
 
     def _take_values(self) -> None:
         """Step on the model's gradients as they are now: how long AdamW takes depends on how many of them are zero.
@@ -85,7 +86,7 @@ class StepInShares:
         self._meet()
         for block in self.blocks:
             block.sum_share()
-        self._optimizer.step()
+        self._step()
         self._meet()
 
 

@@ -256,7 +256,7 @@ def test_another_order_of_registration_is_a_difference() -> None:
 
 
 ORDERS = """attach: the 3 ranks do not hold the same model.
-  the same tensors, registered in another order behind the first 1:
+  the same tensors, registered in another order behind 1 in the same one:
   rank 0 registers parameter second.weight, parameter first.weight
   rank 1 registers parameter first.weight, parameter second.weight
   rank 2 registers parameter first.weight, parameter second.weight
@@ -295,7 +295,7 @@ def test_a_transport_of_ones_own_that_lacks_something_is_named() -> None:
     for text in run_ranks(worker, 2):
         assert text == (
             "attach: transport=Mine(...) lacks name, world_size.\n"
-            "Set it in Mine.__init__, see stretto.transport.Transport."
+            "Set what is missing in Mine.__init__: stretto.transport.Transport says what each is."
         )
 
 

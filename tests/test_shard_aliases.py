@@ -16,9 +16,12 @@ from stretto.sharding import aliases, layout
 from stretto.testing import run_ranks, spawn_ranks
 
 
-@pytest.fixture(params=["threads", "shared memory", "hosts"])
-def carrier(request: pytest.FixtureRequest) -> Any:
-    return CARRIERS[request.param]
+@pytest.fixture(params=["threads", "shared memory", "hosts", "memory of a device"])
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param in CARRIERS:
+        return CARRIERS[request.param]
+    monkeypatch.setattr(layout, "_own", layout.DeviceMemory)
+    return CARRIERS["threads"]
 
 
 SHOWN: dict[str, Callable[[torch.nn.Parameter], torch.Tensor]] = {
@@ -130,7 +133,10 @@ def test_what_covers_more_than_a_parameter_stays_where_it_is() -> None:
     run_ranks(worker, 2)
 
 
-def test_a_step_waits_where_something_is_shown() -> None:
+@pytest.mark.parametrize("own", [layout._own, layout.DeviceMemory])
+def test_a_step_waits_where_something_is_shown(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_own", own)
+
     def worker(transport: Any) -> None:
         model, sharded, sync, plain, optimizer = pair(transport)
         train(model, sharded, transport.rank, range(1))
@@ -318,10 +324,16 @@ class Hostile(torch.Tensor):
         raise ValueError("mine")
 
 
+class Fixed(torch.Tensor):
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+
 def test_whatever_tensors_a_program_has_are_in_nobodys_way() -> None:
     def worker(transport: Any) -> None:
         model = torch.nn.Linear(4, 4)
-        flat = model.weight.detach().view(-1)
+        flat, fixed = model.weight.detach().view(-1), model.weight.detach().as_subclass(Fixed)
         hostile = [torch.ones(3).as_subclass(Hostile), model.weight.detach().as_subclass(Hostile)]
         nested = torch._nested_view_from_buffer(
             flat, torch.tensor([[2, 2], [3, 4]]), torch.tensor([[2, 1], [4, 1]]), torch.tensor([0, 4])
@@ -331,6 +343,7 @@ def test_whatever_tensors_a_program_has_are_in_nobodys_way() -> None:
         model(torch.ones(2, 4)).sum().backward()
         sharded.step()
         model.state_dict()
+        assert torch.equal(fixed.as_subclass(torch.Tensor), model.weight)
         assert torch.equal(flat, model.weight.view(-1)) and nested.is_nested and len(hostile) == 2
         sync.detach()
 
@@ -355,4 +368,96 @@ def test_each_parameter_gets_memory_of_its_own_once(monkeypatch: pytest.MonkeyPa
         assert moved == [sum(one.numel() > 0 for one in model.parameters())] * 2
 
     monkeypatch.setattr(layout, "move", counting)
+    run_ranks(worker, 2)
+
+
+def test_of_a_devices_memory_each_parameter_has_a_storage_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved or copied, it takes no more than its bytes; and it outlives what it was cut from."""
+    monkeypatch.setattr(layout, "_own", layout.DeviceMemory)
+
+    def worker(transport: Any) -> None:
+        model, sharded, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(3))
+        for one in model.state_dict().values():
+            assert one.untyped_storage().nbytes() == one.nbytes or one.dtype is torch.int64
+        kept = [one.detach() for one in model.parameters()]
+        values = [one.clone() for one in kept]
+        sharded.unshard()
+        assert all(torch.equal(one, value) for one, value in zip(kept, values, strict=True))
+
+    run_ranks(worker, 2)
+
+    memory = layout.DeviceMemory(64, torch.device("cpu"))
+    cut = memory.tensor(16, 4, torch.bfloat16)
+    del memory
+    gc.collect()
+    assert cut.fill_(3).tolist() == [3.0] * 4
+
+
+def test_a_view_of_another_layout_stays_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters of two sharded optimizers, swapped by hand: it was moved, and taken for memory of other processes."""
+
+    def worker(transport: Any) -> None:
+        nets = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)]
+        nets[1].load_state_dict(nets[0].state_dict())
+        syncs = [stretto.attach(net, transport=transport) for net in nets]
+        optimizers = [[torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net] for net in nets]
+        stepped = [[stretto.shard(one, syncs[0]) for one in optimizers[0]], optimizers[1]]
+        for step in range(6):
+            for net, several in zip(nets, stepped, strict=True):
+                net.zero_grad()
+                net(torch.full((2, 4), 0.1 * (step + transport.rank + 1))).square().mean().backward()
+                for one in several:
+                    one.step()
+                net.state_dict()
+                transport.all_gather_object(None)
+                if step == 2:
+                    net[0].weight.data, net[1].weight.data = net[1].weight.data, net[0].weight.data
+        assert_same(*nets)
+
+    run_ranks(worker, 2)
+    assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's exporter, of torch's
+def test_tensors_of_other_programs_are_not_asked_for_their_shapes() -> None:
+    """To ask a symbolic one whether it is empty is a guard in the program that it stands for."""
+
+    class Half(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x.shape[0] // 2 :] * 2
+
+    batch = ({0: torch.export.Dim.AUTO},)
+    exported = torch.export.export(Half(), (torch.zeros(10, 6),), dynamic_shapes=batch)
+
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(6, 6)
+        kept = model.weight.detach()
+        sync = stretto.attach(model, transport=transport)
+        stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        assert kept.data_ptr() == model.weight.data_ptr()
+        sync.detach()
+
+    run_ranks(worker, 2)
+    assert exported.run_decompositions().module()(torch.zeros(12, 6)).shape == (6, 6)
+
+
+def test_where_a_device_has_no_dlpack_steps_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ValueError("Unknown device type")
+
+    monkeypatch.setattr(layout, "_own", layout.DeviceMemory)
+    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", refuse)
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        kept = [one.detach() for one in model.parameters()]
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(4))
+        assert all(type(one) is torch.nn.Parameter for one in model.parameters())
+        assert_same(model, plain)
+        sharded.unshard()
+        assert all(torch.equal(one, now) for one, now in zip(kept, model.parameters(), strict=True))
+        sync.detach()
+
     run_ranks(worker, 2)

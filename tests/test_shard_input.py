@@ -15,6 +15,7 @@ from test_shared_memory import shared
 
 import stretto
 from stretto.sharding import layout, stretches
+from stretto.sharding.layout import Layout
 from stretto.testing import run_ranks
 
 
@@ -737,3 +738,49 @@ def test_what_the_module_has_no_more_is_not_said_to_be_anothers() -> None:
 
     for said in run_ranks(worker, 2):
         assert said.endswith(f"is stepped by the optimizer, and not reduced by this handle.\n{ONE}")
+
+
+def test_where_there_is_no_memory_for_what_leaves_all_lies_where_it_lay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shared memory such a rank saw what the others stepped, and was told that its model is whole."""
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    both = threading.Barrier(2, timeout=20)
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        train(model, sharded, transport.rank)
+        del sharded.param_groups[0]["params"][-1]
+        model.state_dict()
+        lay = [one.data_ptr() for one in model.parameters()]
+        if both.wait() == 0:
+            monkeypatch.setattr(Layout, "_part_from", no_room)
+        both.wait()
+        with pytest.raises(MemoryError, match="no room"):
+            sharded.step()
+        assert [one.data_ptr() for one in model.parameters()] == lay
+        with pytest.raises(stretto.CommunicationError, match="the model is whole"):
+            sharded.step()
+        if both.wait() == 0:
+            monkeypatch.undo()
+        both.wait()
+
+    run_ranks(worker, 2)
+
+
+def test_what_has_no_memory_of_its_own_is_passed_over() -> None:
+    """Sparse buffers, and frozen parameters, that are left out."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        model.register_buffer("adjacent", torch.eye(3).to_sparse())
+        model.register_parameter("table", torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False))
+        sync = stretto.attach(model, transport=transport, ignore=["adjacent", "table"])
+        sharded = stretto.shard(adam(model), sync)
+        train(model, sharded, transport.rank)
+        sharded.unshard()
+        sync.detach()
+
+    run_ranks(worker, 2)

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.modules import module as torch_module
 
 import stretto
+from stretto.reducer import reducer_of
 from stretto.survivors import Survivors
 from stretto.testing import run_ranks, spawn_ranks
 from stretto.transport import Transport
@@ -93,6 +94,15 @@ def sharded_and_forgotten(transport: str) -> None:
     train(model, stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), handle, overlap=False))
 
 
+def sharded_and_forgotten_under_way(transport: str) -> None:
+    model = Net().requires_grad_(True)
+    model.rows.requires_grad_(False)
+    handle = stretto.attach(model, transport=transport)
+    optimizer = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), handle)
+    model(dense=True).backward()
+    optimizer.step()
+
+
 def in_shares(transport: str) -> None:
     model = Net().requires_grad_(True)
     model.rows.requires_grad_(False)
@@ -136,6 +146,7 @@ WAYS: tuple[Callable[[str], None], ...] = (
     drop_in,
     sharded,
     sharded_and_forgotten,
+    sharded_and_forgotten_under_way,
     in_shares,
     with_a_comm_hook,
     with_a_pass_that_failed,
@@ -207,6 +218,20 @@ def test_whom_the_collector_had_found_before_others_were_followed_is_no_survivor
     del last
     gc.collect()
     assert owner.calls == 1
+
+
+def test_to_let_go_twice_is_harmless() -> None:
+    """One thread detaches while in another the last parameter goes."""
+
+    def worker(transport: Transport) -> None:
+        model = torch.nn.Linear(2, 2)
+        handle = stretto.attach(model, transport=transport)
+        reducer = reducer_of(model.weight)
+        assert reducer is not None
+        handle.detach()
+        reducer._let_go()
+
+    run_ranks(worker, 2, timeout=20)
 
 
 def test_and_while_a_module_is_being_built() -> None:

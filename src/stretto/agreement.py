@@ -117,7 +117,8 @@ def _orders(by_rank: list[dict[str, str]]) -> list[str]:
     for place, names in enumerate(zip(*orders, strict=True)):
         if len({*names}) > 1:
             lines = [f"  rank {rank} registers {name_list(order[place:])}" for rank, order in enumerate(orders)]
-            return [f"  the same tensors, registered in another order behind the first {place}:", *lines]
+            behind = f" behind {place} in the same one" * (place > 0)
+            return [f"  the same tensors, registered in another order{behind}:", *lines]
     return []
 
 

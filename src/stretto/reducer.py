@@ -145,11 +145,12 @@ class Reducer:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Cut what holds this in a circle: survivors.py."""
-        self._arrivals.remove()
-        self.sparse.unhook()
-        self.members.let_go()
-        del self._arrivals, self.tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
+        """Cut what holds this in a circle: survivors.py. Maybe in two threads at once, of which one detaches."""
+        if (arrivals := vars(self).pop("_arrivals", None)) is not None:
+            arrivals.remove()
+            self.sparse.unhook()
+            self.members.let_go()
+            del self.tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. Whoever observes single gradients wants to see each when it arrives."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .specs import ParameterSpec
 from .withheld import Withheld
@@ -24,6 +25,11 @@ use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 LEFT = 3
 """So many pieces of memory that were left to others are remembered, to be used again."""
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in one memory: not where it is sparse, say, or not made yet."""
+    return not is_lazy(tensor) and tensor.layout is torch.strided
 
 
 class Memory:

@@ -20,6 +20,14 @@ import torch
 from ..arrivals import owner_of
 from ..slots import use_count
 
+_STAYS = "_stretto_stays"
+
+
+def stay(view: torch.Tensor) -> torch.Tensor:
+    """Let it show what it shows, though a parameter may come to lie there and move on. Returns it."""
+    setattr(view, _STAYS, True)
+    return view
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -52,7 +60,7 @@ def move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Iterable[tor
     """
     stay = {id(one): one for one in (*known, *(parameter for parameter, _ in moves))} if moves else {}
     with torch._C.DisableTorchFunctionSubclass():
-        users = Counter(one.untyped_storage()._cdata for one in stay.values() if one.is_cpu)
+        users = Counter(one.untyped_storage()._cdata for one in stay.values())
         held = {number for number, uses in users.items() if use_count(number) > uses + 1}  # one is the storage's object
         found = _aliases(held, stay.keys()) if held else {}
         going = list[tuple[torch.Tensor, torch.Tensor]]()
@@ -64,7 +72,7 @@ def move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Iterable[tor
             parameter.data = new
         for one, there in going:
             with contextlib.suppress(RuntimeError):  # of a class that torch lets nobody give other memory
-                one.data = there
+                torch.Tensor.data.__set__(one, there)  # type: ignore[attr-defined]  # its class may have another
 
 
 def _aliases(held: set[int], stay: Collection[int]) -> Mapping[int, Sequence[tuple[torch.Tensor, _Place]]]:
@@ -73,9 +81,9 @@ def _aliases(held: set[int], stay: Collection[int]) -> Mapping[int, Sequence[tup
     for one in gc.get_objects():
         if issubclass(type(one), torch.Tensor) and id(one) not in stay:
             with contextlib.suppress(Exception):  # whatever tensors a program has: of one without a place, or broken
-                place = _Place.of(one)
-                if place.storage in held and owner_of(one) is None:
-                    found[place.storage].append((one, place))
+                number = torch.Tensor.untyped_storage(one)._cdata  # asked for more, a symbolic one guards its shapes
+                if number in held and owner_of(one) is None and _STAYS not in vars(one):
+                    found[number].append((one, _Place.of(one)))
     return found
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,9 +43,9 @@ class Arrival:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None]) -> None:
         self._arrive: Callable[[], None] | None = arrive
-        self._before = [(parameter, _plain(parameter)) for parameter in parameters]
+        self._before = [(weakref.ref(parameter), _plain(parameter)) for parameter in parameters]  # each holds this
         self._lock = threading.RLock()  # a thread may fork, or read, while another reads
-        for parameter, kind in self._before:
+        for parameter, (_, kind) in zip(parameters, self._before, strict=True):
             parameter.__class__ = _awaited(kind)
             parameter.__dict__[_KEY] = self
 
@@ -55,7 +56,8 @@ class Arrival:
                 return
             self._arrive()
             self._arrive = None
-            for parameter, kind in self._before:
+            alive = [(one, kind) for reference, kind in self._before if (one := reference()) is not None]
+            for parameter, kind in alive:
                 if parameter.__dict__.get(_KEY) is self:  # and no other arrival has taken it over
                     parameter.__class__ = kind
                     del parameter.__dict__[_KEY]

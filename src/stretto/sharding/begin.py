@@ -14,6 +14,7 @@ from ..notes import text_of
 from ..options import truth
 from ..peers import Peers
 from ..reducer import Reducer
+from ..slots import has_memory
 from ..steps import stepped_by
 from .groups import difference, facts
 from .kinds import Kind, kind_of
@@ -82,9 +83,8 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if other != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, other, told[0][1])}\nBuild the same on all ranks.")
-    if elsewhere := [
-        name for name, one in _stepped(optimizer, module).items() if one.is_cpu and one.untyped_storage().is_shared()
-    ]:
+    lying = {name: one for name, one in _stepped(optimizer, module).items() if one.is_cpu and has_memory(one)}
+    if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
         warn_of_other_processes(where, elsewhere)
     shares = _shares(optimizer, kind, reducer, peers, asked)
     return ShardedOptimizer(optimizer, module, shares, beside, where)

@@ -8,7 +8,7 @@ For another plan, or other groups, another one is made; it takes over when it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -28,7 +28,7 @@ from .stretches import Stretches, most_elements, part_of_state, states_of_pieces
 
 
 class Division:
-    """Along the plan in use. Collective where it begins; if that fails the parameters lie where they lay.
+    """What one optimizer steps, along the plan in use. Collective to make; if that fails parameters lie where they lay.
 
     Args:
         optimizer: the user's.
@@ -37,8 +37,9 @@ class Division:
         queue: has the plan, and the gradients.
         meetings: of the optimizer.
         spread: makes what sends the pieces of each rank, given in rank order.
+        others: all parameters of the module.
         states: what the optimizer keeps, as it would of whole parameters.
-        before: along the plan, or for the groups, of before.
+        before: what this one replaces, if anything: its stretches are forgotten.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Division:
         queue: LaunchQueue,
         meetings: Meetings,
         spread: Callable[[Layout, Sequence[Sequence[Piece]]], Spread],
+        others: Callable[[], Iterable[torch.nn.Parameter]],
         states: Mapping[torch.Tensor, State],
         before: Division | None = None,
     ) -> None:
@@ -58,15 +60,17 @@ class Division:
         layout.fill()
         if layout.is_shared:
             meetings.meet("memory for parameters")
-        lying = [(one, one.data) for one in groups.parameters]
-        views = before.layout.views.values() if before else ()
+        lying = [(one, one.data) for one in layout.parameters.values()]
+        lain = (before.layout.views.values(), before.layout.parameters.values()) if before else ()
         try:
-            layout.adopt([*views, *chain.from_iterable(lying)])
+            layout.adopt([*chain(*lain), *chain.from_iterable(lying)])
             owned = [self._owned(rank, queue.transport) for rank in range(queue.transport.world_size)]
             self.pieces = owned[queue.transport.rank]
             self.spread = spread(layout, owned)
             self.apart = self._apart()
             self.inner: Inner = self._cut(self._by_piece(states), states, before.inner if before else None)
+            if before is not None:
+                before.layout.give_way(layout, others())
         except BaseException:  # other ranks may go on, and step what is new
             move(lying)
             raise
@@ -119,7 +123,7 @@ class Division:
         Args:
             own: the state of each piece.
             whole: of parameters that this rank steps as they are.
-            before: what stepped the share so far.
+            before: what stepped the share so far, and has no stretches any more if this has succeeded.
         """
         mine, is_whole, group_of = self.layout.parameters, self.kind is Kind.WHOLE, groups_of(self.optimizer)
         stretches = Stretches(self.layout, self._queue.buckets)

@@ -13,21 +13,21 @@ often as there are ranks. To copy values into them, as ``load_state_dict`` does,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from ..errors import SetupError, name_list
 from ..plan import BucketPlan
-from ..slots import use_count, which_lie_in
+from ..slots import has_memory, use_count, which_lie_in
 from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from ..transport.memory import LINE_BYTES
-from .aliases import move
+from .aliases import move, stay
 from .ownership import Piece
 from .state import laid_flat, shaped
 
@@ -106,7 +106,7 @@ class Layout:
         spec = self.plan.parameters[index]
         number, start = self._places[index]
         view = shaped(self.flat(number, start, start + spec.numel, index), spec)
-        return view.data  # without a base, which would use the storage too
+        return stay(view.data)  # without a base, which would use the storage too
 
     def flat(self, bucket: int, start: int, stop: int, index: int) -> torch.Tensor:
         """Elements of a bucket from ``start`` on, the first of them of the parameter ``index``."""
@@ -260,14 +260,14 @@ class Layout:
         """Those that lie at these addresses get memory of their own."""
         stay, moves = {*map(id, but)}, list[tuple[torch.Tensor, torch.Tensor]]()
         for parameter in parameters:
-            if id(parameter) not in stay and not is_lazy(parameter) and parameter.data_ptr() in addresses:
+            if id(parameter) not in stay and has_memory(parameter) and parameter.data_ptr() in addresses:
                 stay.add(id(parameter))
                 moves.append((parameter, parameter.data.clone(memory_format=torch.preserve_format)))
         move(moves, self.views.values())
 
 
 def _is_shown(view: torch.Tensor) -> bool:
-    return view.is_cpu and use_count(view.untyped_storage()._cdata) > _OWN_USES
+    return use_count(view.untyped_storage()._cdata) > _OWN_USES
 
 
 def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
@@ -281,7 +281,10 @@ def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
 
 
 class DeviceMemory:
-    """Memory of an accelerator from which tensors are cut, as from common memory; they share one storage.
+    """Memory of an accelerator from which tensors are cut, as from common memory.
+
+    Each has a storage of its own, but where there is no DLPack for the device: then each step waits for what it has
+    sent, since something else always seems to show a parameter.
 
     Args:
         nbytes: how much.
@@ -293,7 +296,10 @@ class DeviceMemory:
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements from byte ``start`` on."""
-        return self._bytes[start : start + numel * dtype.itemsize].view(dtype)
+        part = self._bytes[start : start + numel * dtype.itemsize]
+        with contextlib.suppress(BufferError, RuntimeError, ValueError):  # of this device nobody else knows
+            part = torch.utils.dlpack.from_dlpack(part)
+        return part.view(dtype)
 
 
 def _own(nbytes: int, device: torch.device) -> CommonMemory | DeviceMemory:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from ..arrivals import owner_of
 from ..errors import SetupError, StrettoError, name_list
 from ..membership import Membership
 from ..peers import Peers
 from ..reducer import Reducer
+from ..slots import has_memory
 from ..specs import dtype_name
 from ..steps import stepped_by
 
@@ -64,7 +64,7 @@ def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, wher
     stepped = {*map(id, stepped_by(optimizer))}
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, one in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(one) or not one.data_ptr():
+        if not has_memory(one) or not one.data_ptr():
             continue
         twin_name, twin = found.setdefault(one.data_ptr(), (name, one))
         if twin is not one and not stepped.isdisjoint((id(one), id(twin))):

@@ -18,12 +18,12 @@ from ..failing import refuse_to_send, wait_in_call
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
+from . import keeping
 from .compiled import CompilerWatch
 from .division import Division
 from .groups import Groups
 from .inner import Inner
 from .joining import Attendance, lent
-from .keeping import held, kept
 from .kinds import Kind, KindWatch
 from .layout import Layout
 from .meetings import ALIKE, Meetings, Met
@@ -99,14 +99,19 @@ class Shares:
     # Dividing
 
     def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None = None) -> Division:
-        """Along the plan in use. Collective. ``states``: what the optimizer keeps, as it would of whole parameters."""
+        """Divide along the plan in use, and remember the groups. Collective.
+
+        Args:
+            states: what the optimizer keeps, as it would of whole parameters.
+            before: what is replaced.
+        """
         told = self._peers.wait_for, self._lost, self._compare, self._compiler
 
         def spread(layout: Layout, owned: Sequence[Sequence[Piece]]) -> Spread:
             return Spread(layout, owned, self.transport, *told, overlap=self._overlap)
 
         common = self._optimizer, self._kind, self._groups, self._reducer.queue, self.meetings
-        made = Division(*common, spread, states, before)
+        made = Division(*common, spread, self._reducer.members.all_parameters, states, before)
         self._groups.remember()
         return made
 
@@ -123,9 +128,8 @@ class Shares:
         before, states = self._division, dict[torch.Tensor, State](self.states(departed=True))
         for parameter, state in states.items():
             follow_dtype(state, self._groups.dtype_before(parameter), parameter.dtype)
-        self._division = now = self._divide(states, before)
-        now.layout.has_told |= before.layout.has_told
-        before.layout.give_way(now.layout, self._reducer.members.all_parameters())
+        self._division = self._divide(states, before)
+        self.layout.has_told |= before.layout.has_told
         self._groups.part_from(states, self._reducer.members.all_parameters())
 
     def _catch_up(self, *, ask: bool) -> None:
@@ -236,7 +240,7 @@ class Shares:
         """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it on every rank."""
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
         common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
-        for index, flats, rest in whole_states(held(self._division), specs, *common):
+        for index, flats, rest in whole_states(keeping.held(self._division), specs, *common):
             if id(parameter := self.layout.parameters[index]) in known or departed:
                 yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
         for parameter in self._division.apart:
@@ -248,12 +252,12 @@ class Shares:
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
         self._catch_up(ask=False)
-        return kept(self._division)
+        return keeping.kept(self._division)
 
-    def take(self, found: Sequence[Kept]) -> None:
+    def take(self, kept: Sequence[Kept]) -> None:
         """Keep this from here on, in place of what was kept."""
         self._spread.finish()
-        self._division.take(found)
+        self._division.take(kept)
         self._groups.departed.clear()  # what is kept is all there is
 
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:

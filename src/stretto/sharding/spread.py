@@ -122,8 +122,8 @@ class Spread:
                 step(shares.bucket)
             receive = self._send(message, shares)
             if self._numbers and shares is self._buckets[0]:
-                receive = functools.partial(self._receive_first, receive)
-            self._under_way.append(Arrival(shares.parameters, functools.partial(self._arrive, receive)))
+                receive = functools.partial(_receive_first, receive, self._compare, self._numbers)
+            self._under_way.append(Arrival(shares.parameters, functools.partial(_arrive, receive, self._failed)))
         if step is not None:
             step(None)
         if not self.is_late or self._compiler.is_at_work or self._is_shown():
@@ -152,21 +152,8 @@ class Spread:
         if self._spreading is not None:
             self._spreading.doubt()
 
-    def _arrive(self, receive: Callable[[], None]) -> None:
-        try:
-            receive()
-        except Exception as error:  # after Ctrl-C whoever reads next waits again
-            if (failed := self._failed()) is not None:
-                failed(error)
-            raise
-
-    def _receive_first(self, receive: Callable[[], None]) -> None:
-        receive()
-        if (compare := self._compare()) is not None:
-            compare([numbers.view(torch.int64).tolist() for numbers in self._numbers])
-
     def _send(self, message: int, shares: _OfBucket) -> Callable[[], None]:
-        """Put one bucket's under way; what is returned waits until they are in place."""
+        """Put one bucket's under way; what is returned waits until they are in place, and does not hold this."""
         if self._spreading is not None:
             return self._spread(message, shares)
         exchange = self._transport.spread_share
@@ -188,17 +175,17 @@ class Spread:
         in_place = len(mine) == len(others) == 1 and mine[0].is_cpu
         own = mine[0] if in_place else _joined(mine, like=shares.parameters[0])
         received = others[0] if in_place else own.new_empty(sum(numels) - numels[rank])
-        work = exchange(received, own, numels)
+        work, wait_for = exchange(received, own, numels), self._wait_for
 
         def arrive() -> None:
-            self._wait_for(work, STEPPED_BY_OTHERS)
+            wait_for(work, STEPPED_BY_OTHERS)
             if not in_place:
                 _put(received, others)
 
         return arrive
 
     def _broadcast(self, shares: _OfBucket) -> Callable[[], None]:
-        under_way = []
+        under_way, wait_for, host = [], self._wait_for, self._host
         for root, flats in enumerate(shares.flats):
             if flats:
                 message = _joined(flats, like=shares.parameters[0])
@@ -206,11 +193,30 @@ class Spread:
 
         def arrive() -> None:
             for work, message, flats, root in under_way:
-                self._wait_for(work, f"what rank {root} has stepped")
-                if root not in self._host:  # what they have stepped is here already
+                wait_for(work, f"what rank {root} has stepped")
+                if root not in host:  # what they have stepped is here already
                     _put(message, flats)
 
         return arrive
+
+
+def _arrive(receive: Callable[[], None], reference: weakref.WeakMethod[Callable[[BaseException], None]]) -> None:
+    try:
+        receive()
+    except Exception as error:  # after Ctrl-C whoever reads next waits again
+        if (failed := reference()) is not None:
+            failed(error)
+        raise
+
+
+def _receive_first(
+    receive: Callable[[], None],
+    reference: weakref.WeakMethod[Callable[[Sequence[Sequence[int]]], None]],
+    numbers: Sequence[torch.Tensor],
+) -> None:
+    receive()
+    if (compare := reference()) is not None:
+        compare([one.view(torch.int64).tolist() for one in numbers])
 
 
 def _shares(layout: Layout, owned: Sequence[Sequence[Piece]], bucket: int) -> _OfBucket:

@@ -246,8 +246,8 @@ def refuse_other_kinds(transport: object, where: str) -> None:
     if missing := [name for name in Transport.__annotations__ if not hasattr(transport, name)]:
         kind = type(transport).__name__
         raise SetupError(
-            f"{where}: transport={kind}(...) lacks {', '.join(missing)}.\nSet it in {kind}.__init__, see "
-            "stretto.transport.Transport."
+            f"{where}: transport={kind}(...) lacks {', '.join(missing)}.\n"
+            f"Set what is missing in {kind}.__init__: stretto.transport.Transport says what each is."
         )
 
 

@@ -64,7 +64,10 @@ class UnderWay:
 
     def let_arrive(self) -> None:
         """Wait for all of them; see letting_go.py, [Note: letting go]."""
-        if self._pid != os.getpid() or all(spread.is_completed() for spread in self._spreads):
+        if self._pid != os.getpid():
+            return
+        if all(spread.is_completed() for spread in self._spreads):
+            self._spreads.clear()  # each holds this
             return
         try:
             self._wait()

@@ -27,6 +27,7 @@ from test_shared_memory_faults import SOON, Deadly, check_nothing_stayed, own_ma
 from warm import Rank, fork_ranks, in_warm_process
 
 import stretto
+from stretto.sharding.awaited import Arrival
 from stretto.sharding.division import Division
 from stretto.sharding.layout import Layout
 from stretto.sharding.meetings import Meetings
@@ -266,7 +267,7 @@ APART = {
     "before its step": Place(Stretches, "take_gradients", (1, 2, 5), None),
     "before it sends what it has stepped": Place(Spread, "send", (1, 2, 5), None),
     "before it sends some of what it has stepped": Place(Spread, "_exchange", (1, 2, 3, 9, 10), None),
-    "with some of what others have stepped": Place(Spread, "_arrive", (1, 2, 3, 9), None),
+    "with some of what others have stepped": Place(Arrival, "finish", (1, 2, 3, 9), None),
     "while parameters are laid out again": Place(Layout, "fill", (2,), False),
 }
 HOSTS = {
@@ -275,7 +276,7 @@ HOSTS = {
     "before it sends some of what it has stepped": Place(Counterparts, "spread", (1, 2, 3, 9, 10), None),
     "before it puts some of what has come where its host sees it": Place(Courier, "_carry", (1, 2, 3, 9, 12), None),
     "before it says so": Place(Futex, "wake", (20, 31, 42), None),
-    "with some of what others have stepped": Place(Spread, "_arrive", (1, 2, 3, 9), None),
+    "with some of what others have stepped": Place(Arrival, "finish", (1, 2, 3, 9), None),
 }
 
 

@@ -20,12 +20,12 @@ import torch
 from ..arrivals import owner_of
 from ..slots import use_count
 
-_STAYS = "_stretto_stays"
+_IMMOVABLE = "_stretto_immovable"
 
 
-def stay(view: torch.Tensor) -> torch.Tensor:
+def immovable(view: torch.Tensor) -> torch.Tensor:
     """Let it show what it shows, though a parameter may come to lie there and move on. Returns it."""
-    setattr(view, _STAYS, True)
+    setattr(view, _IMMOVABLE, True)
     return view
 
 
@@ -82,7 +82,7 @@ def _aliases(held: set[int], stay: Collection[int]) -> Mapping[int, Sequence[tup
         if issubclass(type(one), torch.Tensor) and id(one) not in stay:
             with contextlib.suppress(Exception):  # whatever tensors a program has: of one without a place, or broken
                 number = torch.Tensor.untyped_storage(one)._cdata  # asked for more, a symbolic one guards its shapes
-                if number in held and owner_of(one) is None and _STAYS not in vars(one):
+                if number in held and owner_of(one) is None and _IMMOVABLE not in vars(one):
                     found[number].append((one, _Place.of(one)))
     return found
 

@@ -27,7 +27,7 @@ from ..slots import has_memory, use_count, which_lie_in
 from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from ..transport.memory import LINE_BYTES
-from .aliases import move, stay
+from .aliases import immovable, move
 from .ownership import Piece
 from .state import laid_flat, shaped
 
@@ -106,7 +106,7 @@ class Layout:
         spec = self.plan.parameters[index]
         number, start = self._places[index]
         view = shaped(self.flat(number, start, start + spec.numel, index), spec)
-        return stay(view.data)  # without a base, which would use the storage too
+        return immovable(view.data)  # without a base, which would use the storage too
 
     def flat(self, bucket: int, start: int, stop: int, index: int) -> torch.Tensor:
         """Elements of a bucket from ``start`` on, the first of them of the parameter ``index``."""

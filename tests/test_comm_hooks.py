@@ -1,6 +1,8 @@
 """torch's comm hooks, as they are, on stretto: a row per hook, against torch's DDP with the same hook."""
 
 import functools
+import logging
+import logging.handlers
 import warnings
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
 from stretto import DistributedDataParallel, PeerError, SetupError
-from stretto.comm_hooks import HookWork, check_hook, refuse_hook
+from stretto.comm_hooks import CommHook, HookWork, check_hook, refuse_hook
 from stretto.options import Options
 from stretto.testing import run_ranks, spawn_ranks
 
@@ -146,9 +148,10 @@ def test_hooks_that_communicate_in_callbacks_keep_their_order_with_several_bucke
 
 
 def optimizers_in_backward(rank):
-    """Each way of stepping inside backward, and the plain way: parameters after some passes."""
+    """Each way of stepping inside backward, and the plain way: parameters after some passes, and what was warned of."""
     warnings.simplefilter("ignore")
-    found = {}
+    found, told = {}, logging.handlers.BufferingHandler(1000)
+    logging.getLogger("stretto").addHandler(told)
     for way in ("plain", "fused", "apply", "builtin"):
         model = Net()
         if way == "apply":
@@ -162,12 +165,16 @@ def optimizers_in_backward(rank):
         if way == "builtin":
             model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
         generator = torch.Generator().manual_seed(rank)
-        for _ in range(PASSES):
+        for number in range(PASSES):
             optimizer.zero_grad()
+            for _ in range(number % 2):
+                with model.no_sync():
+                    model(torch.randn(16, 24, generator=generator)).pow(2).mean().backward()
             model(torch.randn(16, 24, generator=generator)).pow(2).mean().backward()
             if way in ("plain", "builtin"):
                 optimizer.step()
         found[way] = [p.detach().clone() for p in model.parameters()], [p.grad is None for p in model.parameters()]
+        found[way] += ([record.getMessage() for record in told.buffer if record.levelno >= logging.WARNING],)
         dist.barrier()
     return found
 
@@ -183,12 +190,13 @@ def test_optimizers_that_step_in_backward_step_as_the_plain_one(way, stepped):
     for rank in range(WORLD):
         for mine, plain in zip(stepped[rank][way][0], stepped[rank]["plain"][0], strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+        assert stepped[rank][way][2] == []  # such as that a step took gradients that were not averaged
     assert all(stepped[0][way][1]) == (way == "apply")  # its gradients are used up
 
 
 class TestWhatIsAHook:
     def test_it_must_be_callable(self):
-        assert isinstance(check_hook({}), TypeError)
+        assert isinstance(found := check_hook({}), TypeError) and str(found) == "Communication hook must be callable."
 
     def test_annotations_must_be_those_of_the_contract(self):
         def wrong_bucket(state, bucket: int):
@@ -197,8 +205,10 @@ class TestWhatIsAHook:
         def wrong_return(state, bucket) -> int:
             pass
 
-        assert "bucket annotation" in str(check_hook(wrong_bucket))
-        assert "return annotation" in str(check_hook(wrong_return))
+        told = "Communication hook: bucket annotation should be dist.GradBucket."
+        assert str(check_hook(wrong_bucket)) == told
+        told = "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        assert str(check_hook(wrong_return)) == told
 
     def test_hooks_that_torch_trips_over_are_taken(self):
         def another_name(state, gradients):
@@ -260,13 +270,41 @@ def test_what_a_stateful_hook_remembers_outlives_a_failure():
 
 def test_a_future_can_be_waited_for_again():
     future, payload = torch.futures.Future(), torch.zeros(2)
-    work = HookWork(SimpleNamespace(payload=payload), future)
+    work = HookWork(SimpleNamespace(payload=payload), future, CommHook(None, print))
     with pytest.raises(RuntimeError) as caught:
         work.wait(timedelta(seconds=0.1))
     assert str(caught.value) == "the comm hook is not done within 0.1 s" and not work.is_completed()
     future.set_result([torch.ones(2)])
     work.wait(timedelta(seconds=5))
     assert work.is_completed() and payload.tolist() == [1, 1]
+
+
+def test_a_hook_that_has_failed_behind_what_it_sends_is_not_called_again():
+    sent, called = iter([0, 0, 0, 1]), []
+
+    def hook(state, bucket):
+        called.append(bucket)
+        raise OSError("hook broke")
+
+    bucket = SimpleNamespace(payload=torch.zeros(2), is_last=False)
+    comm_hook = CommHook(None, hook)
+    comm_hook.group = SimpleNamespace(_get_sequence_number_for_group=lambda: next(sent))
+    for _ in range(2):  # before anything is sent; behind it
+        with pytest.raises(OSError, match="hook broke"):
+            comm_hook.launch(bucket, None)
+    with pytest.raises(stretto.CommunicationError) as caught:
+        comm_hook.launch(bucket, None)
+    named = f"comm hook {__name__}.test_a_hook_that_has_failed_behind_what_it_sends_is_not_called_again.<locals>.hook"
+    assert str(caught.value) == f"{named} has failed, so it is not called again: OSError: hook broke"
+    assert len(called) == 2
+
+
+def test_a_group_that_counts_no_collectives_is_taken_to_have_sent_none():
+    comm_hook, group = CommHook(None, print), torch.distributed.ProcessGroup(0, 1)  # raises RuntimeError
+    comm_hook.group = group
+    with pytest.raises(TypeError, match=r"returned a NoneType"):
+        comm_hook.launch(SimpleNamespace(payload=torch.zeros(2), is_last=False), None)
+    assert not comm_hook.failure
 
 
 class Plain:
@@ -281,7 +319,7 @@ class Plain:
 
 def test_what_knows_no_callbacks_is_waited_for_plainly():
     payload = torch.zeros(2)
-    HookWork(SimpleNamespace(payload=payload), Plain()).wait(timedelta(seconds=0.1))
+    HookWork(SimpleNamespace(payload=payload), Plain(), CommHook(None, print)).wait(timedelta(seconds=0.1))
     assert payload.tolist() == [1, 1]
 
 

@@ -65,6 +65,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {
         "late",
         "comm_hooks",
+        "in_backward",
         "schedule",
         "check",
         "presence",
@@ -85,7 +86,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {"handle"},
     {"attach"},
     {"tensors"},
-    {"ddp_substitutes", "ddp_faces"},
+    {"ddp_substitutes", "ddp_faces", "ddp_join"},
     {"ddp_compat"},
     {"ddp"},
     {"shard"},

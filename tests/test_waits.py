@@ -786,6 +786,9 @@ def test_waiting_for_rows_of_sparse_gradients(tmp_path: Path, how: str, world: i
             assert "; rank 1 has begun 2 passes and is at train.py:LINE in hang" in told
 
 
+ALLREDUCE_HOOK = r"torch\.distributed\.algorithms\.ddp_comm_hooks\.default_hooks\.allreduce_hook"
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "world", "transport"),
@@ -816,7 +819,9 @@ def test_waiting_for_a_comm_hook(tmp_path: Path, how: str, world: int, transport
             assert "rank 1 finished after 1 pass (it was detached)" in within(found[rank][1], "PeerError", 6)
         else:
             told = within(found[rank][1], "CommunicationError", 14)
-            assert re.match(r"rank 0, pass 2: bucket \d \([a-z.]+\) could not be reduced over ", told), told
+            assert re.match(
+                rf"rank 0, pass 2: bucket \d \([a-z.]+\) could not be reduced by comm hook {ALLREDUCE_HOOK}: ", told
+            )
             assert "; rank 1 has begun 1 pass and is at train.py:LINE in hang" in told
 
 
@@ -1219,6 +1224,57 @@ def test_a_hook_that_fails_once_leaves_all_ranks_in_step(tmp_path: Path) -> None
     (code, printed, complaint), (other, _, _) = ranks(tmp_path, body)
     assert (code, other, complaint) == (0, 0, "")
     assert "rank 1, pass 2, backward: OSError: hook broke" in within(printed, "PeerError", 3)
+
+
+NO_FUTURE = (
+    "TypeError: comm hook __main__.hook returned a NoneType, not a torch.futures.Future of the reduced flat tensor.\n"
+    "Return that of the collective, dist.all_reduce(tensor, async_op=True).get_future(); or make one that is done, "
+    "future = torch.futures.Future(); future.set_result(tensor)."
+)
+FAILS_BEHIND_WHAT_IT_SENDS = {
+    "raises": ('raise OSError("hook broke")', "OSError: hook broke"),
+    "returns no future": ("return None", NO_FUTURE),
+    "fails in a callback": (
+        'return work.get_future().then(lambda _: time.sleep(0.3) or {}["no such key"])',
+        "CommunicationError: rank 1, pass 2: bucket 0 (b.bias) could not be reduced by comm hook __main__.hook: Got "
+        "the following error when running the callback: KeyError: 'no such key'",
+    ),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", FAILS_BEHIND_WHAT_IT_SENDS)
+def test_a_rank_whose_hook_fails_behind_what_it_sends_takes_part_in_nothing_more(tmp_path: Path, how: str) -> None:
+    """Were the hook called again, it would send its bucket twice; were the pass given up, the next be one behind."""
+    statement, error = FAILS_BEHIND_WHAT_IT_SENDS[how]
+    body = f"""
+        called = []
+
+        def hook(state, bucket):
+            work = dist.all_reduce(bucket.buffer(), async_op=True)
+            called.append(bucket.index())
+            if rank == 1 and sync.statistics.passes == 1:
+                {statement}
+            return work.get_future().then(lambda f: f.value()[0] / world)
+
+        sync.register_comm_hook(None, hook)
+        step(); right()
+        told()
+        told()
+        print(called)
+        time.sleep(3 * (rank == 1))
+        os._exit(0)
+    """
+    (code, printed, complaint), (other, failed, complained) = ranks(tmp_path, body)
+    assert (code, other, complaint, complained) == (0, 0, "", "")
+    first, second = re.split(r"^(?=\w+ after )", printed, flags=re.MULTILINE)[1:]
+    assert f"rank 1, pass 2, backward: {error}" in within(first, "PeerError", 8)
+    assert "lost its place among the others" in within(second, "CommunicationError", 3)
+    _, again = re.split(r"^(?=\w+ after )", failed, flags=re.MULTILINE)[1:]
+    assert within(again, "CommunicationError", 3).startswith(
+        f"rank 1, pass 2: this rank has failed and left, so it has lost its place among the others.\n  {error}"
+    )
+    assert failed.endswith("[0, 1, 2, 3, 0]\n")
 
 
 # Changes beside a comm hook, and looks at the replicas beside ranks that have no batches

@@ -15,6 +15,10 @@ anything else are sent. Waited for, not looked at: what another model or the use
 between the same buckets on every rank, whoever is faster. torch's own hooks that communicate once, when they are
 called, need none of this, nor is their last bucket waited for before the rest is sent. NCCL's futures are done as soon
 as the work is in its stream, so there nothing waits.
+
+[Note: a hook that fails]  If nothing has left, it is called again for the same bucket when the pass is given up, and
+all ranks stay in step. If something has, a second call would send it twice; and where its future fails, a callback may
+have had more to send. What this rank sends next would meet something else on the others: it takes part in nothing more.
 """
 
 from __future__ import annotations
@@ -22,8 +26,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +40,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 
 from .bucket import Bucket
-from .errors import SetupError
+from .errors import CommunicationError, SetupError
+from .notes import text_of
 from .options import Options
 from .transport.base import Transport, Work, as_reals
 
@@ -110,26 +114,31 @@ class CommHook:
         """Whether a bucket waits for the one before: see [Note: one at a time]."""
         self.wait: Callable[[HookWork], object] = HookWork.wait
         """How to wait for a future; whoever uses the hook may put a way here that looks at the other ranks."""
+        self.group: dist.ProcessGroup | None = None
+        """Which it is likely to send over."""
+        self.failure = ""
+        """What it has failed with, if something had been sent by then: see [Note: a hook that fails]."""
         self._current: HookWork | None = None
 
     def launch(self, bucket: Bucket, wait_for: Callable[[HookWork, Bucket], object]) -> HookWork:
-        """Hand the bucket to the hook when the one before is through.
+        """Hand the bucket to the hook when the one before is through, unless it is not to be called any more.
 
         Args:
             bucket: a full one.
             wait_for: waits like ``wait``, with errors that say who did not come.
         """
+        if self.failure:
+            raise CommunicationError(f"{self} has failed, so it is not called again: {self.failure}")
         if self._current is not None and not self._current.is_completed():
             wait_for(self._current, self._current.bucket)
         self._current = None  # should the hook raise, the pass has failed
-        future = self.hook(self.state, GradBucket(bucket))
-        if not (hasattr(future, "done") and hasattr(future, "wait")):
-            raise TypeError(
-                f"comm hook {hook_name(self.hook)} returned a {type(future).__name__}, not a torch.futures.Future of "
-                "the reduced flat tensor.\nReturn that of the collective, dist.all_reduce(tensor, async_op=True)"
-                ".get_future(); or make one that is done, future = torch.futures.Future(); future.set_result(tensor)."
-            )
-        work = HookWork(bucket, future)
+        before = 0 if self.silent else self._sent()
+        try:
+            work = HookWork(bucket, self._call(bucket), self)
+        except BaseException as error:
+            if self._sent() != before:
+                self.failure = text_of(error)
+            raise
         if not self.one_at_a_time:
             return work
         self._current = work
@@ -139,15 +148,36 @@ class CommHook:
             self._current = None
         return work
 
+    def _call(self, bucket: Bucket) -> Any:
+        future = self.hook(self.state, GradBucket(bucket))
+        if not (hasattr(future, "done") and hasattr(future, "wait")):
+            raise TypeError(
+                f"{self} returned a {type(future).__name__}, not a torch.futures.Future of "
+                "the reduced flat tensor.\nReturn that of the collective, dist.all_reduce(tensor, async_op=True)"
+                ".get_future(); or make one that is done, future = torch.futures.Future(); future.set_result(tensor)."
+            )
+        return future
+
+    def _sent(self) -> int:
+        """How many collectives the group has seen, if it counts them."""
+        with contextlib.suppress(RuntimeError):
+            group: Any = self.group  # torch's stubs have no such method
+            return 0 if group is None else int(group._get_sequence_number_for_group())
+        return 0
+
+    def __str__(self) -> str:
+        return f"comm hook {hook_name(self.hook)}"
+
 
 class HookWork:
     """The future that a hook returns, waited for like any other work."""
 
-    __slots__ = ("bucket", "future")
+    __slots__ = ("bucket", "future", "hook")
 
-    def __init__(self, bucket: Bucket, future: Any) -> None:
+    def __init__(self, bucket: Bucket, future: Any, hook: CommHook) -> None:
         self.bucket = bucket
         self.future = future
+        self.hook = hook
 
     def is_completed(self) -> bool:
         """Whether the hook will not communicate any more for this bucket."""
@@ -161,9 +191,16 @@ class HookWork:
         """
         if timeout is not None and not self.future.done() and not self._comes_within(timeout.total_seconds()):
             raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
-        result, payload = self.future.wait(), self.bucket.payload
-        if result is payload:
-            return
+        try:
+            result = self.future.wait()
+            if result is not self.bucket.payload:
+                self._take(result)
+        except BaseException as error:
+            self.hook.failure = text_of(error)
+            raise
+
+    def _take(self, result: Any) -> None:
+        payload = self.bucket.payload
         if isinstance(result, (list, tuple)) and result:
             result = result[0]  # Work.get_future() resolves to the list of a collective's tensors
         if not isinstance(result, torch.Tensor):
@@ -228,62 +265,6 @@ def sum_hook(process_group: Any, bucket: Any) -> torch.futures.Future[Any]:
     work = dist.all_reduce(bucket.buffer(), group=process_group, async_op=True)
     future: torch.futures.Future[Any] = work.get_future().then(lambda done: done.value()[0])
     return future
-
-
-class StepInBackward:
-    """A comm hook, and an observer, for ``torch.distributed.optim._apply_optimizer_in_backward``.
-
-    When a bucket's mean is there, its parameters' optimizers step; when the pass has settled, those of parameters in no
-    bucket do, and ``.grad`` is None.
-
-    Args:
-        parameters: that are stepped in backward.
-        beside: of these the ones in no bucket, whose gradients are sparse.
-    """
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], beside: Iterable[torch.nn.Parameter] = ()) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._beside = [weakref.ref(parameter) for parameter in beside]
-
-    def __call__(self, process_group: Any, bucket: Any) -> Any:
-        """The hook's contract; what it returns can only be waited for."""
-        return _StepOnce(sum_hook(process_group, bucket), bucket, dist.get_world_size(process_group))
-
-    def pass_settled(self, *_: object) -> None:
-        """Use up what came in no bucket, and forget the gradients."""
-        for reference in self._beside:
-            if (parameter := reference()) is not None and parameter.grad is not None:
-                for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-                    optimizer.step()
-        for reference in self._parameters:
-            if (parameter := reference()) is not None:
-                parameter.grad = None
-
-
-class _StepOnce:
-    """Steps in the first ``wait``, on the thread that trains, not in a callback on the backend's."""
-
-    def __init__(self, future: torch.futures.Future[Any], bucket: Any, world_size: int) -> None:
-        self.done = future.done
-        self.add_done_callback = future.add_done_callback
-        self._future = future
-        self._bucket = bucket
-        self._world_size = world_size
-        self._stepped = False
-
-    def wait(self) -> torch.Tensor:
-        mean: torch.Tensor = self._bucket.buffer()
-        if self._stepped:
-            return mean
-        self._future.wait()
-        self._stepped = True
-        mean.div_(self._world_size)
-        for parameter, gradient in zip(self._bucket.parameters(), self._bucket.gradients(), strict=True):
-            parameter.grad = gradient
-            for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-                optimizer.step()
-            parameter.grad = None
-        return mean
 
 
 def hook_name(hook: object) -> str:

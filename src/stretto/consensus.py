@@ -240,10 +240,15 @@ class Consensus:
     def failure(self, ranks: int) -> PeerError:
         """The error for a pass that so many others gave up, with what they told of it."""
         on, told, _ = self._told_of(ranks, "backward")
-        return PeerError(
-            f"{self._queue.where}: backward failed on {on}, so the mean of this pass lacks gradients.\n{told}"
-            "Do not step with these gradients: zero_grad() and go on, on all ranks."
+        return self._passing(f"backward failed on {on}, so the mean of this pass lacks gradients.\n{told}")
+
+    def _passing(self, what: str, more: str = "") -> PeerError:
+        """An error behind which all ranks can go on."""
+        error = PeerError(
+            f"{self._queue.where}: {what}Do not step with these gradients: zero_grad() and go on, on all ranks.{more}"
         )
+        error.can_go_on = True
+        return error
 
     def _refuse_early_failure(self, ranks: int) -> None:
         """Raise the same on all ranks, those that failed included: none of them shall step. Collective."""
@@ -256,11 +261,8 @@ class Consensus:
         on, told, phase = self._told_of(ranks, "forward", "backward", early=True)
         if more:
             on = f"{describe_ranks(more)} more often than elsewhere"
-        may = "" if phase == "backward" else AGAIN
-        raise PeerError(
-            f"{self._queue.where}: {phase} failed on {on} before this pass and was caught, so this pass may mix "
-            f"batches.\n{told}Do not step with these gradients: zero_grad() and go on, on all ranks.{may}"
-        )
+        mixes = f"{phase} failed on {on} before this pass and was caught, so this pass may mix batches.\n{told}"
+        raise self._passing(mixes, "" if phase == "backward" else AGAIN)
 
     def _told_of(self, ranks: int, *phases: str, early: bool = False) -> tuple[str, str, str]:
         """Where something failed, on so many ranks, what they told of it, and in which part of a step."""

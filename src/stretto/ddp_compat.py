@@ -18,17 +18,19 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .attach import attach
-from .comm_hooks import Hook, StepInBackward
+from .comm_hooks import Hook
 from .crossing import group_of, is_destroyed
+from .ddp_join import ShadowHook, tell_joined
 from .ddp_substitutes import Called, Substitute, Substitutes, lower, whole
 from .engine import compiled_inside
 from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
 from .handle import Synchronizer
+from .in_backward import StepInBackward
 from .options import Buffers
 from .reducer import reducer_of
 from .sharding import refuse_anew, refuse_half_joined
@@ -82,8 +84,7 @@ class TorchSurface(TorchDDP):
             if self._join_config.enable:
                 self._synchronizer.buffers = "none"  # they follow a rank that has not joined, before forward
                 refuse_half_joined(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
-                Join.notify_join_context(self)
-            if self._check_sync_bufs_pre_fwd():
+            if (not self._join_config.enable or tell_joined(self)) and self._check_sync_bufs_pre_fwd():
                 self._sync_buffers()
         if self.device_ids:
             target = torch.device(self.device_type, self.device_ids[0])
@@ -248,9 +249,14 @@ class TorchSurface(TorchDDP):
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
             self._synchronizer.weight = 1.0  # nobody has forgotten to set it
-        hook = _ShadowHook(self, back_to_options=weigh)
+        hook = ShadowHook(self, functools.partial(self._leave_join, back_to_options=weigh))
         self.__dict__["_join_left"] = weakref.ref(hook)
         return hook
+
+    def _leave_join(self, *, back_to_options: bool) -> None:
+        if back_to_options:
+            self._attach(init_sync=False, **self._sizes())
+        self._synchronizer.buffers = self._buffers_policy
 
     def _sizes(self) -> dict[str, float]:
         """What was found to suit the link, which is not timed again."""
@@ -260,25 +266,6 @@ class TorchSurface(TorchDDP):
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """One pass of the other ranks, to which this one has nothing to give."""
         self._synchronizer.shadow_pass()
-
-
-class _ShadowHook(JoinHook):
-    def __init__(self, ddp: TorchSurface, *, back_to_options: bool) -> None:
-        self.ddp = ddp
-        self.back_to_options = back_to_options
-
-    def main_hook(self) -> None:
-        self.ddp._synchronizer.buffers = "none"
-        self.ddp._check_and_sync_module_buffers()
-        self.ddp._match_all_reduce_for_bwd_pass()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        ddp = self.ddp
-        ddp._sync_final_model(is_last_joiner)
-        Joinable.__init__(ddp)  # outside of join() forward shall not communicate
-        if self.back_to_options:
-            ddp._attach(init_sync=False, **ddp._sizes())
-        ddp._synchronizer.buffers = ddp._buffers_policy
 
 
 def hand_over(ddp: TorchSurface) -> None:

@@ -226,7 +226,7 @@ class Logger:
             "dtypes": ", ".join(sorted({_type_name(spec.dtype) for spec in plan.parameters})),
             "bucket_sizes": sizes,
             "has_rebuilt_buckets": int(ddp._has_rebuilt_buckets),
-            "num_buckets_reduced": len(plan.buckets),
+            "num_buckets_reduced": counts.buckets_of_last_pass,
             "join_uneven_inputs": int(self.joins),
             "has_error": int(bool(self.error)),
             "error": self.error,

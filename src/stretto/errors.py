@@ -72,6 +72,9 @@ class CallsDifferError(CommunicationError):
 class PeerError(CommunicationError):
     """Another rank failed in this pass, has ended, or was killed: its gradients are missing from the mean."""
 
+    can_go_on: bool = False
+    """Whether all ranks are in step, and go on with the next pass if they drop these gradients."""
+
 
 def name_list(names: Iterable[str]) -> str:
     """``a.weight, a.bias (+14 more)``: enough names to find the place, never a screenful."""

@@ -72,6 +72,7 @@ class LaunchQueue:
         self.tells = True
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
         self.pass_number = self.launched = self.total_launched = self.total_bytes = self.replans = 0
+        self.launched_before = 0  # this pass, or the last one
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.in_shares = Alive()  # parameters of whose gradients each rank needs its share alone
@@ -85,8 +86,7 @@ class LaunchQueue:
 
     def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], plan: BucketPlan) -> None:
         """Hold these parameters, in buckets of a plan for them."""
-        self.names = list(parameters)
-        self.parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self.names, self.parameters = [*parameters], [weakref.ref(parameter) for parameter in parameters.values()]
         self.devices = [parameter.device for parameter in parameters.values()]
         self.loose: set[int] = set()  # parameters that have left their slot: see rejoin.py
         self.presence.forget()
@@ -138,7 +138,7 @@ class LaunchQueue:
 
     def begin(self) -> None:
         """A pass begins."""
-        self.weight_now, self._says = self.weight, ()
+        self.weight_now, self._says, self.launched_before = self.weight, (), self.total_launched
         if self.preset is not None:
             self.preset.begin()
         tidies = not self.pass_number % TIDY_EVERY
@@ -330,11 +330,11 @@ class LaunchQueue:
 
     def _fail(self, bucket: Bucket, error: RuntimeError) -> NoReturn:
         names = name_list(self.names[index] for index in bucket.indices)
-        self.peers.fail(f"bucket {bucket.index} ({names}) could not be reduced", error)
+        self.peers.fail(f"bucket {bucket.index} ({names}) could not be reduced", error, by=str(self.comm_hook or ""))
 
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
-        hook.wait = self.peers.wait
+        hook.wait, hook.group = self.peers.wait, self.transport.process_group
         self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, self.transport.leftovers_for_hooks
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
 

@@ -305,20 +305,20 @@ class Peers:
 
     # Explaining
 
-    def fail(self, what: str, error: RuntimeError, expected: str | None = None) -> NoReturn:
+    def fail(self, what: str, error: RuntimeError, expected: str | None = None, by: str = "") -> NoReturn:
         """Raise ``PeerError`` with who is to blame, or else ``CommunicationError`` with where the others are."""
+        what = f"{self.where}: {what} {f'by {by}' if by else f'over {self._transport.name}'}"
         if raised_by_handler(error):
             raise error
         if isinstance(error, CommunicationError):
-            told = blame.told_of(error, f"{self.where}: {what} over {self._transport.name}")
+            told = blame.told_of(error, what)
             raise told from error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         try:
             self.open()
             self._look_for_blame(own=True)
         except PeerError as found:
             raise found from None  # what the transport says of it is less, and may be something else
-        channel, what = self._channel, f"{self.where}: {what} over {self._transport.name}"
-        now = "" if channel is None else places(self._transport.rank, channel, channel.gather(self.seat.handle, 2.5))
+        now = "" if (c := self._channel) is None else places(self._transport.rank, c, c.gather(self.seat.handle, 2.5))
         raise blame.not_done(what, error, now, expected or blame.EXPECTED[self.seat.kind(self._occasion)]) from error
 
     def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:

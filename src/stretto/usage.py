@@ -45,12 +45,15 @@ class Statistics:
     """Plans used, the first one included."""
     bucket_memory: int = 0
     """Bytes that buckets hold now: gradients with what travels behind them, and what users kept of earlier passes."""
+    buckets_of_last_pass: int = 0
+    """Of ``buckets``, those of the last pass that reached a parameter of this rank."""
 
 
 def statistics_of(queue: LaunchQueue, passes: int, nbytes_beside: int) -> Statistics:
     """Counts of a queue, with those that others keep."""
     memory = sum(bucket.memory.nbytes for bucket in queue.buckets)
-    return Statistics(passes, queue.total_launched, queue.total_bytes + nbytes_beside, queue.replans + 1, memory)
+    nbytes, last = queue.total_bytes + nbytes_beside, queue.total_launched - queue.launched_before
+    return Statistics(passes, queue.total_launched, nbytes, queue.replans + 1, memory, last)
 
 
 def ranks_that_had(buckets: Iterable[Bucket]) -> dict[int, int]:
@@ -228,6 +231,8 @@ class SteppedAlone:
 
     def _stepping_kept(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         """With gradients of a backward that was not synchronised? A closure may run another, that is, in the step."""
+        if self._queue.peers.seat.in_pass:  # torch's _apply_optimizer_in_backward steps with the mean
+            return
         if begins:
             self._began_with = id(optimizer), self._kept_of(optimizer)
             return

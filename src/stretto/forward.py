@@ -89,10 +89,10 @@ class ForwardWatch:
         self._queue = queue
         self._compiled: Any = None
         self._runs = 0
-        self._before: int | None = None
+        self._before = self._most = 0
         self._last = 0
         self.runs = (0, 0)
-        """How often forward ran before this pass, and before the one before."""
+        """How often forward ran before this pass, and at most before one of the others so far."""
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
@@ -168,9 +168,10 @@ class ForwardWatch:
         if number == self._last:
             return []  # it was said, and then the pass was given up
         self._last = number
-        more = self._before is not None and self._runs > self._before
-        self.runs, self.failures = (self._runs, self._before or 0), self._failing.early
+        more = self._before > 0 and self._runs > self._most  # else the program may mostly run other methods
+        self.runs, self.failures = (self._runs, self._most), self._failing.early
         self._before, self._runs, self._failing.early = self._runs, 0, 0
+        self._most = max(self._most, self._before)
         return [Control.FAILED_EARLY] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
 
     def warn(self) -> None:
@@ -179,12 +180,12 @@ class ForwardWatch:
             return
         self._told_once = True
         everyone: list[tuple[int, int]] = self._queue.peers.gather(self.runs)
-        more = [rank for rank, (now, before) in enumerate(everyone) if now > before]
+        more = [rank for rank, (now, most) in enumerate(everyone) if now > most]
         if self._queue.transport.rank not in (0, *more):
             return
-        told = "; ".join(f"rank {other} {now}, {before} before" for other, (now, before) in enumerate(everyone))
+        told = "; ".join(f"rank {other} {now}, at most {most} before" for other, (now, most) in enumerate(everyone))
         log.warning(
-            "%s: some ranks ran forward more often for this pass than for the one before, others did not (%s).\n"
+            "%s: some ranks ran forward more often for this pass than for any before, others did not (%s).\n"
             "If a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "
             "shifted by one from here on. Forwards that no backward follows belong under torch.no_grad(). Told once.",
             self._queue.where,

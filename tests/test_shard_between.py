@@ -5,18 +5,25 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import logging.handlers
+import os
+import signal
+import time
 import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, backward, pair, train
 from test_shared_memory import shared
 
 import stretto
 from stretto.listeners import before_forks
-from stretto.testing import run_ranks
+from stretto.sharding.awaited import Arrival, Arrivals
+from stretto.sharding.compiled import CompilerWatch
+from stretto.testing import run_ranks, spawn_ranks
 
 
 @pytest.fixture(params=["threads", "shared memory", "hosts"])
@@ -512,3 +519,107 @@ def test_nothing_is_kept_of_tensors_that_are_gone() -> None:
 
     for early, late in shared(worker, 2):
         assert late < early + 100
+
+
+def fit(rank: int) -> torch.nn.Module:
+    """With optimizers and handle as its locals; on rank 0 the parameters of the last steps are still under way."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    sync = stretto.attach(model, transport="process_group", bucket_cap_mb=0.0005)
+    optimizers = [stretto.shard(torch.optim.AdamW(model[n].parameters(), lr=0.01), sync) for n in (0, 2)]
+    for number in range(3):
+        model.zero_grad()
+        model(torch.ones(4, 8)).square().mean().backward()
+        if number == 2:
+            model.state_dict()
+            dist.barrier()
+            time.sleep(1.0 * rank)
+        for optimizer in optimizers:
+            optimizer.step()
+    return model
+
+
+def read_in_a_child(rank: int) -> bool:
+    model = fit(rank)
+    arrived = all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+    if not (child := os.fork()):
+        signal.alarm(10)  # whoever waits there waits for ever
+        os._exit(int(not all(value.isfinite().all() for value in model.state_dict().values())))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.barrier()
+    return arrived
+
+
+def compiled(rank: int) -> tuple[float, float, list[str]]:
+    told = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("stretto").addHandler(told)
+    logging.getLogger("stretto").setLevel(logging.INFO)
+    model, x = fit(rank), torch.ones(2, 8)
+    found = torch.compile(model, backend="aot_eager")(x).sum().item(), model(x).sum().item()
+    return *found, [record.getMessage() for record in told.buffer if "torch.compile" in record.getMessage()]
+
+
+@pytest.mark.ranks
+def test_what_is_under_way_is_waited_for_before_a_fork_though_the_optimizer_is_gone() -> None:
+    assert spawn_ranks(read_in_a_child, 2)[0] is False
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_is_under_way_is_waited_for_when_the_compiler_begins_though_the_optimizer_is_gone() -> None:
+    found = spawn_ranks(compiled, 2)
+    told = ["torch.compile is in use: what ranks have stepped is waited for in step(), not in forward."] * 2
+    assert found == [(found[0][0], found[0][0], told)] * 2
+
+
+def test_what_does_not_come_is_waited_for_once() -> None:
+    """Neither each fork nor each look waits again, which may take seconds."""
+    waited = []
+
+    def arrive() -> None:
+        waited.append("once")
+        raise stretto.CommunicationError("it does not come")
+
+    arrivals = Arrivals(CompilerWatch())
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    Arrival([first], arrive, arrivals)
+    Arrival([second], lambda: waited.append("came"), arrivals)
+    for _ in range(3):
+        before_forks().tell()
+        with pytest.raises(stretto.CommunicationError, match="it does not come"):
+            first.sum()
+        assert second.sum() == 1
+    assert waited == ["once", "came"]
+
+
+class Moody(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("no mood")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["threads", "shared memory"])
+def test_beside_an_optimizer_that_has_failed_in_its_step_another_lets_go_of_its_parameters(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        first = stretto.shard(Moody(model.first.parameters(), lr=0.1), sync)
+        second = stretto.shard(torch.optim.SGD(model.last.parameters(), lr=0.1), sync)
+        for _ in range(2):
+            backward(model, transport.rank, 0)
+            second.step()
+        monkeypatch.setattr(Moody, "fails", True)
+        with pytest.raises(RuntimeError):
+            first.step()
+        lay = model.last.weight.data_ptr()
+        sync.detach()
+        sync.detach()
+        assert model.last.weight.data_ptr() != lay
+        with pytest.raises(stretto.CommunicationError, match="may be stepped in part"):
+            model.first.weight.sum()
+
+    CARRIERS[way](worker, 2)

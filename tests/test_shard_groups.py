@@ -82,6 +82,9 @@ CHANGES = {
     "text": lambda model, optimizer: optimizer.param_groups[0].update(mode="other"),
     "params": lambda model, optimizer: leave_out(optimizer, model.first.bias),
 }
+SAME = "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+ORDER = " Step several optimizers in one order, inside Join in that of its list."
+"""What is added where groups have other parameters."""
 SAID = {
     "lr": "parameter group 0 has lr=0.5 on rank 1, lr=0.01 on rank 0.",
     "weight_decay": "parameter group 0 has weight_decay=0.5 on rank 1, weight_decay=0.01 on rank 0.",
@@ -106,10 +109,8 @@ def test_what_one_rank_alone_has_changed_is_named_before_any_has_stepped(what: s
             CHANGES[what](model, sharded)
         with pytest.raises(stretto.ModelMismatchError) as caught:
             sharded.step()
-        assert str(caught.value) == (
-            f"rank {transport.rank}, pass 4: {SAID[what]}\n"
-            "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
-        )
+        more = ORDER if what == "params" else ""
+        assert str(caught.value) == f"rank {transport.rank}, pass 4: {SAID[what]}\n{SAME}{more}"
         assert_same(model, plain)
         sharded.param_groups[0].update(before)
         sharded.step()
@@ -177,7 +178,7 @@ def test_without_shared_memory_other_members_are_named_before_the_step(carrier: 
             sharded.step()
         assert str(caught.value) == (
             f"rank {transport.rank}, pass 3: parameter group 0 differs between rank 0 and rank 1: first.bias, "
-            "last.weight.\nNo rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+            f"last.weight.\n{SAME}{ORDER}"
         )
 
     carrier(worker, 2)
@@ -549,3 +550,20 @@ def maps_of_parameters(rank: int) -> int:
 def test_every_rank_maps_the_parameters_once() -> None:
     """The first one, in whose arena they lie, had them twice: what each counts in proportion was uneven."""
     assert spawn_ranks(maps_of_parameters, 3) == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("ranks", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+def test_a_group_that_lists_a_parameter_twice_is_refused_in_the_next_step(ranks: set[int]) -> None:
+    def worker(transport: Any) -> str:
+        model, sync = attached(transport)
+        sharded = stretto.shard(torch.optim.SGD(model.first.parameters(), lr=0.1), sync)
+        sharded.add_param_group({"params": [model.last.weight] * (1 + (transport.rank in ranks))})
+        backward(model, transport.rank, 0)
+        with pytest.raises(stretto.StrettoError) as caught:
+            sharded.step()
+        return str(caught.value)
+
+    told = "rank {0}, pass 1: the optimizer's groups have more than once: last.weight.\nList each parameter once."
+    found = shared(worker, 2)
+    assert [found[rank] for rank in ranks] == [told.format(rank) for rank in ranks]

@@ -69,6 +69,10 @@ def strangers(model: Two, sync: Any, rank: int) -> None:
     stretto.shard(adam(torch.nn.Linear(3, 2)), sync)
 
 
+def twice(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(torch.optim.SGD([model.first.bias, *model.parameters()], lr=0.1), sync)
+
+
 def nothing(model: Two, sync: Any, rank: int) -> None:
     stretto.shard("adam", sync)  # type: ignore[arg-type]
 
@@ -139,6 +143,10 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         "this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle of "
         "theirs.",
     ),
+    twice: (
+        "SetupError: rank {0}, shard: the optimizer's groups have more than once: first.bias.\n"
+        "List each parameter once.",
+    ),
     nothing: (
         "SetupError: rank {0}, shard: str is no torch.optim.Optimizer.\n"
         "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
@@ -196,6 +204,7 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize("ask", REFUSED, ids=lambda ask: ask.__name__)
 def test_what_is_refused_leaves_all_as_it_was(ask: Callable[..., None], run: Callable[..., Any]) -> None:
     def worker(transport: Any) -> str:

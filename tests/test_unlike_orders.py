@@ -40,7 +40,8 @@ CLIPPED = (
 )
 GROUPS = (
     "rank {0}, pass 3: parameter group 0 differs between rank 0 and rank 1: a.bias, a.weight, b.bias, b.weight.\n"
-    "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
+    "No rank has stepped. Set the same on all ranks, schedules included; then all can go on. Step several optimizers "
+    "in one order, inside Join in that of its list."
 )
 EXPECTED = {
     ("steps of two models", "process_group"): PATCHWORK,

@@ -10,6 +10,7 @@ another would be all that is left, since a rank died in the middle of a step, ev
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
@@ -18,6 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from ..errors import StrettoError
+from ..listeners import before_forks
+from .compiled import CompilerWatch
 
 _ATTRIBUTES = "grad requires_grad shape dtype device layout is_sparse is_leaf grad_fn _version ndim is_cpu is_cuda"
 _METHODS = "size stride dim numel nelement element_size is_floating_point is_complex register_hook"
@@ -33,28 +38,83 @@ def _harmless() -> frozenset[Any]:
     return frozenset([*found, *(getattr(tensor, name) for name in _METHODS.split())])
 
 
+class Arrivals:
+    """What is waited for before the process forks, in whose child nothing comes, and before anything is compiled.
+
+    It holds arrivals weakly, and each of them holds this: it lives as long as a parameter waits, though the optimizer
+    may be gone.
+
+    Args:
+        compiler: tells when it begins.
+    """
+
+    def __init__(self, compiler: CompilerWatch) -> None:
+        self._compiler = compiler
+        self._references: list[weakref.ref[Arrival]] = []
+        before_forks().change(more=self._finish_here)
+        compiler.call(self.finish)
+
+    def add(self, arrival: Arrival) -> None:
+        """Behind those that are there."""
+        alive = [one for one in self._references if (other := one()) is not None and not other.is_over]
+        self._references = [*alive, weakref.ref(arrival)]
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        for arrival in self._alive():
+            arrival.finish()
+
+    def _finish_here(self) -> None:
+        for arrival in self._alive():
+            with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
+                arrival.finish()
+        self.drop()
+
+    def _alive(self) -> list[Arrival]:
+        return [one for reference in self._references if (one := reference()) is not None]
+
+    def drop(self) -> None:
+        """Wait for nothing more."""
+        self._references = []
+
+
 class Arrival:
     """Some parameters that become readable together.
 
     Args:
         parameters: their values are under way.
         arrive: waits for them, and puts them in place. If it raises, they never become readable.
+        among: with which others they are waited for. Left out if they never come.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None], among: Arrivals | None = None
+    ) -> None:
         self._arrive: Callable[[], None] | None = arrive
+        self._among = among  # which lives as long as this
         self._before = [(weakref.ref(parameter), _plain(parameter)) for parameter in parameters]  # each holds this
         self._lock = threading.RLock()  # a thread may fork, or read, while another reads
         for parameter, (_, kind) in zip(parameters, self._before, strict=True):
             parameter.__class__ = _awaited(kind)
             parameter.__dict__[_KEY] = self
+        if among is not None:
+            among.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the parameters can be read."""
+        return self._arrive is None
 
     def finish(self) -> None:
         """Wait until the parameters can be read. Harmless twice."""
         with self._lock:
             if self._arrive is None:
                 return
-            self._arrive()
+            try:
+                self._arrive()
+            except Exception as error:  # once is enough to wait for what does not come
+                self._arrive = functools.partial(_raise, error)
+                raise
             self._arrive = None
             alive = [(one, kind) for reference, kind in self._before if (one := reference()) is not None]
             for parameter, kind in alive:
@@ -62,6 +122,10 @@ class Arrival:
                     parameter.__class__ = kind
                     del parameter.__dict__[_KEY]
             self._before = []
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 _KEY = "_stretto_arrival"

@@ -19,7 +19,7 @@ from ..steps import stepped_by
 from .groups import difference, facts
 from .kinds import Kind, kind_of
 from .layout import warn_of_other_processes
-from .members import all_reduced, refuse_converted, refuse_others, refuse_taken, refuse_twins
+from .members import all_reduced, refuse_converted, refuse_duplicates, refuse_others, refuse_taken, refuse_twins
 from .optimizer import ShardedOptimizer
 from .shares import Shares
 
@@ -118,6 +118,7 @@ def _refused(
             "that makes a state when it is built, and counts no step in it, cannot be sharded."
         )
     refuse_taken(optimizer, module, others, where)
+    refuse_duplicates(optimizer, module.named_parameters(), where)
     return optimizer
 
 

@@ -55,5 +55,4 @@ class CompilerWatch:
 
 
 def _forget(handler: Any, start: Callable[[Any], None]) -> None:
-    if start in handler.start_callbacks:
-        handler.remove_start_callback(start)
+    handler.start_callbacks = [one for one in handler.start_callbacks if one is not start]  # torch may be amid them

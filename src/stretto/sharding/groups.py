@@ -155,10 +155,7 @@ class Groups:
                     "Nothing has moved. Make the same calls on all ranks; then all can go on."
                 )
             if facts != first:
-                raise ModelMismatchError(
-                    f"{peers.where}: {difference(rank, facts, first)}\n"
-                    "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
-                )
+                raise unlike(peers.where, rank, facts, first)
 
     def facts(self) -> list[Any]:
         """See the function of this name."""
@@ -218,6 +215,17 @@ def facts(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[An
         [names.get(id(one), str(tuple(one.shape))) for one in group["params"]] for group in optimizer.param_groups
     ]
     return [options, *members]
+
+
+def unlike(where: str, rank: int, theirs: list[Any], first: list[Any], from_rank: int = 0) -> ModelMismatchError:
+    """An error for groups that are not alike where no rank has stepped. ``where``: how the message begins."""
+    several = (
+        "" if theirs[1:] == first[1:] else " Step several optimizers in one order, inside Join in that of its list."
+    )
+    return ModelMismatchError(
+        f"{where}: {difference(rank, theirs, first, from_rank)}\n"
+        f"No rank has stepped. Set the same on all ranks, schedules included; then all can go on.{several}"
+    )
 
 
 def difference(rank: int, theirs: list[Any], first: list[Any], from_rank: int = 0) -> str:

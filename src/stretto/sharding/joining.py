@@ -27,7 +27,7 @@ from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
 from ..peers import Peers
 from ..transport import Transport
-from .groups import Groups, difference
+from .groups import Groups, unlike
 from .kinds import options_of
 from .meetings import Coming, Meetings, Met
 
@@ -187,10 +187,7 @@ def _lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> 
     _, wanted, (options, kinds) = offers[lender]
     for rank, (is_idle, stated, _) in enumerate(offers):
         if stated[1:] != wanted[1:] or (stated != wanted and not is_idle):
-            raise ModelMismatchError(
-                f"{peers.where}: {difference(rank, stated, wanted, lender)}\n"
-                "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
-            )
+            raise unlike(peers.where, rank, stated, wanted, lender)
     gradients = _broadcast(groups.parameters, kinds, transport, peers, lender)
     if not idle:
         yield

@@ -259,8 +259,10 @@ class Layout:
     ) -> None:
         """Those that lie at these addresses get memory of their own."""
         stay, moves = {*map(id, but)}, list[tuple[torch.Tensor, torch.Tensor]]()
-        for parameter in parameters:
-            if id(parameter) not in stay and has_memory(parameter) and parameter.data_ptr() in addresses:
+        with torch._C.DisableTorchFunctionSubclass():  # another optimizer's may be under way, or never come
+            lying = [one for one in parameters if has_memory(one) and one.data_ptr() in addresses]
+        for parameter in lying:
+            if id(parameter) not in stay:
                 stay.add(id(parameter))
                 moves.append((parameter, parameter.data.clone(memory_format=torch.preserve_format)))
         move(moves, self.views.values())

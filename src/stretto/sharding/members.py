@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,6 +58,17 @@ def _advice(outsider: torch.Tensor, own: set[int]) -> str:
         "not reduced by this handle.\n"
         "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
     )
+
+
+def refuse_duplicates(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]], where: str
+) -> None:
+    """Raise if a parameter is listed twice: torch, which only warns of it, would step it twice, and its share once."""
+    times = Counter(map(id, stepped_by(optimizer)))
+    if twice := [name for name, one in named if times[id(one)] > 1]:
+        raise SetupError(
+            f"{where}: the optimizer's groups have more than once: {name_list(twice)}.\nList each parameter once."
+        )
 
 
 def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, where: str) -> None:

@@ -27,7 +27,7 @@ from .joining import Attendance, lent
 from .kinds import Kind, KindWatch
 from .layout import Layout
 from .meetings import ALIKE, Meetings, Met
-from .members import all_reduced, refuse_unreduced, refuse_where_one_cannot
+from .members import all_reduced, refuse_duplicates, refuse_unreduced, refuse_where_one_cannot
 from .memory import describe_shares, footprint_of
 from .ownership import Piece
 from .spread import Spread
@@ -182,6 +182,8 @@ class Shares:
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         self._groups.refuse_other_dtypes(where)
         self._kinds.refuse_change(where, has_moved=has_moved, turn=turn)
+        if has_moved:
+            refuse_duplicates(self._optimizer, self._reducer.members.everything().items(), where)
         if has_moved or any(one.grad is not None for one in self._division.apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 

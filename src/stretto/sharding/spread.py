@@ -27,10 +27,8 @@ from typing import Any
 import torch
 
 from ..blame import STEPPED_BY_OTHERS, STEPPED_ELSEWHERE
-from ..errors import StrettoError
-from ..listeners import before_forks
 from ..transport import Transport, Work
-from .awaited import Arrival
+from .awaited import Arrival, Arrivals
 from .compiled import CompilerWatch
 from .layout import Layout
 from .ownership import Piece
@@ -82,10 +80,9 @@ class Spread:
         self._wait_for = wait_for
         self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
-        before_forks().change(more=self._finish_here)
+        self._arrivals = Arrivals(compiler)
         self._host, self._is_shown = layout.host, layout.is_shown
         self._compiler = compiler
-        compiler.call(self.finish)
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
         self._spreading: Any = None
@@ -123,7 +120,8 @@ class Spread:
             receive = self._send(message, shares)
             if self._numbers and shares is self._buckets[0]:
                 receive = functools.partial(_receive_first, receive, self._compare, self._numbers)
-            self._under_way.append(Arrival(shares.parameters, functools.partial(_arrive, receive, self._failed)))
+            receive = functools.partial(_arrive, receive, self._failed)
+            self._under_way.append(Arrival(shares.parameters, receive, self._arrivals))
         if step is not None:
             step(None)
         if not self.is_late or self._compiler.is_at_work or self._is_shown():
@@ -141,14 +139,10 @@ class Spread:
             with contextlib.suppress(ValueError):  # another thread has done it
                 self._under_way.remove(arrival)
 
-    def _finish_here(self) -> None:
-        """Before a fork: in the child nothing comes any more."""
-        with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
-            self.finish()
-
     def drop(self) -> None:
         """Wait for nothing more."""
         self._under_way.clear()
+        self._arrivals.drop()
         if self._spreading is not None:
             self._spreading.doubt()
 

@@ -55,7 +55,11 @@ class UnderWay:
 
     def add(self, work: Work) -> Work:
         """Among them until it was waited for."""
-        self._spreads.append(spread := SentShares(work, self))
+        spread = SentShares(work, self)
+        for one in [*self._spreads]:
+            if one.is_completed():
+                self.remove(one)
+        self._spreads.append(spread)
         return spread
 
     def remove(self, spread: object) -> None:

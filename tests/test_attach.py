@@ -682,7 +682,7 @@ class TestDropIn:
         with pytest.warns(FutureWarning, match="broadcast_buffers"):
             wrapped = stretto.DistributedDataParallel(linear(), broadcast_buffers=False)
         assert not wrapped.forward_sync_buffers
-        with pytest.warns(FutureWarning, match="check_reduction"):
+        with pytest.warns(FutureWarning, match="`check_reduction` is deprecated and changes nothing."):
             stretto.DistributedDataParallel(linear(), check_reduction=True)
 
 

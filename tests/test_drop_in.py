@@ -166,7 +166,7 @@ class TestAlone:
         model(torch.ones(1, 1)).sum().backward()
         model._set_static_graph()
         assert model.static_graph
-        with pytest.warns(UserWarning, match="no need to set it again"):
+        with pytest.warns(UserWarning, match="You've set static_graph to be True, no need to set it again."):
             model._set_static_graph()
 
     def test_sample_rates_are_checked_and_the_error_is_kept(self, wrapped):

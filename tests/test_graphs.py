@@ -537,11 +537,29 @@ def exception_in_backward_on_every_rank(run: Run, where: str) -> None:
 # What runs them
 
 
+class Wrapped:
+    """A model whose forward is run by the drop-in around it, and all else past that."""
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self.wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapper(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapper.module, name)
+
+    def __iter__(self) -> Any:
+        return iter(self.wrapper.module)
+
+
 def train(entry: Graph, world: int, x_of: Callable[[int], Batch], attach: Callable[[nn.Module], Any] | None) -> dict:
     """All passes of an entry; the gradients after each, the parameters at the end, and what it wrote down."""
     model = entry.build()
-    syncs = [attach(part) for part in entry.attached(model)] if attach else []
-    run = Run(model, syncs, torch.empty(0), 0, world)
+    faces = [attach(part) for part in entry.attached(model)] if attach else []
+    wrapped = [face for face in faces if isinstance(face, nn.Module) and face.module is model]
+    syncs = [face.synchronizer if isinstance(face, nn.Module) else face for face in faces]
+    run = Run(Wrapped(*wrapped) if wrapped else model, syncs, torch.empty(0), 0, world)
     found: dict[str, torch.Tensor | None] = {}
     for run.number in range(STEPS):
         run.x = x_of(run.number)
@@ -704,14 +722,14 @@ def train_compiled(rank: int, world: int, backend: str, face: str) -> dict:
 
 
 def all_graphs(rank: int, world: int) -> dict[str, dict]:
-    """Every entry, one after the other; every other one with the drop-in around the module that is called."""
+    """Every entry, one after the other; every other one by the drop-in, which runs the forward of a whole model too."""
     warnings.simplefilter("ignore")
 
     def attach(module: nn.Module) -> stretto.Synchronizer:
         return stretto.attach(module, bucket_cap_mb=ONE_EACH)
 
-    def wrap(module: nn.Module) -> stretto.Synchronizer:
-        return stretto.DistributedDataParallel(module, bucket_cap_mb=1).synchronizer
+    def wrap(module: nn.Module) -> stretto.DistributedDataParallel:
+        return stretto.DistributedDataParallel(module, bucket_cap_mb=1)
 
     found = {
         name: train(entry, world, lambda number: batch(rank, number), wrap if place % 2 else attach)

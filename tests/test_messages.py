@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 import stretto
 from stretto import BucketPlan, BucketSpec, ParameterSpec
 from stretto import DistributedDataParallel as DDP
+from stretto.blame import SAME_CALLS, apart
 from stretto.ddp_faces import ReducerFace
 from stretto.events import Events
 from stretto.plan import plan_buckets
@@ -422,7 +423,7 @@ ALONE = [
     (lambda: attach(check_every=-1), "check_every=-1 must be a number of passes, 0 for never, or None"),
     (
         lambda: attach(reduce_dtype=torch.int32),
-        "reduce_dtype for '*' must be a floating dtype, as torch.float32, not torch.int32",
+        "reduce_dtype for '*' must be a floating dtype that can be added, as torch.float32, not torch.int32",
     ),
     (
         lambda: attach(launch_after=["9.weight"]),
@@ -841,11 +842,22 @@ def test_text_of_processes_that_do_not_end_or_die() -> None:
     assert str(caught.value) == "ranks died without a traceback, exit codes by rank: {0: 3, 1: 3}"
 
 
+def test_text_of_ranks_that_have_gone_apart() -> None:
+    found = apart("rank 0, pass 3", (3, 2), {1: (4, 1), 2: (3, 1)}, "rank 0 waits at train.py:9 in fit")
+    assert str(found) == (
+        "rank 0, pass 3: ranks have gone apart, so nobody can complete this: rank 1 has begun 4 passes, rank 2 has "
+        "begun 3 passes, this rank 3 passes and 1 other call more.\n"
+        f"rank 0 waits at train.py:9 in fit.\n{SAME_CALLS}"
+    )
+
+
 # Every other text has a test that states it whole, wherever that test is
 
 TESTS = Path(__file__).parent
 SOURCE = Path(stretto.__file__).parent
 MANY = r"(?:.|\n)*"
+SAYS = re.compile(r"log\.(info|warning|error|exception)|warnings\.warn|\w+Error")
+"""What is called with a text that a program is told, now or when the error is raised."""
 BEGINNING = r"(?:rank (?:\d+|\?)(?:, pass (?:\d+|\?))?: )?"
 
 
@@ -867,11 +879,12 @@ def raised() -> dict[str, str]:
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             call = node.exc if isinstance(node, ast.Raise) else node
-            warns = isinstance(call, ast.Call) and ast.unparse(call.func) in ("log.warning", "log.exception")
-            if (isinstance(node, ast.Raise) or warns) and isinstance(call, ast.Call) and call.args:
+            if not (isinstance(call, ast.Call) and call.args):
+                continue
+            if isinstance(node, ast.Raise) or SAYS.fullmatch(ast.unparse(call.func)):
                 text = texts_in(call.args[0])
                 if text and len(text.replace("\0", "")) > 8:
-                    found[f"{path.relative_to(SOURCE)}:{node.lineno}"] = text.replace("%s", "\0").replace("%r", "\0")
+                    found[f"{path.relative_to(SOURCE)}:{call.lineno}"] = re.sub("%[srd]", "\0", text)
     return found
 
 
@@ -892,5 +905,5 @@ RAISED = raised()
 @pytest.mark.parametrize("place", RAISED)
 def test_each_text_is_stated_whole_by_a_test(place: str) -> None:
     text = RAISED[place]
-    pattern = re.compile(BEGINNING + MANY.join(map(re.escape, text.split("\0"))))
+    pattern = re.compile(BEGINNING + MANY.join(map(re.escape, text.split("\0"))) + "\n?")
     assert any(pattern.fullmatch(one) for one in asserted()), text.replace("\0", "{}")

@@ -250,8 +250,9 @@ def test_what_is_left_to_whom(caplog) -> None:
     with caplog.at_level(logging.INFO, "stretto"):
         compare(run_ranks(worker, 2, timeout=20), joined(["abcd"] * 2))
     lines = [record.getMessage() for record in caplog.records]
-    said = "attach: 4 parameters (inner.a.weight, inner.a.bias, inner.b.weight, inner.b.bias) are left to their handle"
-    assert len(lines) == 2 and all(line.startswith(said) for line in lines)
+    names = "inner.a.weight, inner.a.bias, inner.b.weight, inner.b.bias"
+    said = f"attach: 4 parameters ({names}) are left to their handle over local (threads of one process)"
+    assert lines == [said] * 2
 
 
 def test_a_detach_that_is_refused_leaves_sharded_optimizers_as_they_are() -> None:

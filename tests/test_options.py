@@ -12,7 +12,7 @@ import torch
 import stretto
 from stretto.check import check_replicas, fingerprint
 from stretto.scaling import Scaling, encode_weight, total_weight
-from stretto.testing import RecordingTransport, run_ranks
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import LocalTransport, RoundRobinTransport
 
 
@@ -258,6 +258,29 @@ def test_buckets_take_turns_among_transports() -> None:
     assert_close(first, alone([0.5, 0.5]))
 
 
+def collectives_of_three_groups(rank: int) -> list[int]:
+    """What each has carried in one backward of a plan of four buckets."""
+    groups = [torch.distributed.new_group() for _ in range(3)]
+    model = model_of()
+    stretto.attach(model, process_groups=groups, transport="process_group", bucket_cap_mb=1e-6)
+
+    def begun() -> list[int]:
+        return [group._get_sequence_number_for_group() for group in groups]
+
+    counts = []
+    for _ in range(2):  # behind the first the order of buckets is agreed
+        before = begun()
+        model(batch(rank)).square().mean().backward()
+        counts = [now - then for now, then in zip(begun(), before, strict=True)]
+    return counts
+
+
+@pytest.mark.ranks
+def test_process_groups_take_turns() -> None:
+    first, second = spawn_ranks(collectives_of_three_groups, 2)
+    assert first == second and sorted(first) == [1, 1, 2]
+
+
 def test_buffers_mean() -> None:
     def worker(transport):
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
@@ -288,6 +311,7 @@ def test_ignore_by_pattern() -> None:
         ({"reduce": "median"}, "reduce='median' is not known"),
         ({"predivide_factor": -1.0}, "predivide_factor=-1.0 must be a positive number"),
         ({"reduce_dtype": torch.int32}, "must be a floating dtype"),
+        ({"reduce_dtype": {"*": torch.float8_e4m3fn}}, "that can be added, as torch.float32, not torch.float8_e4m3fn"),
         ({"buffers": "rank1"}, "buffers='rank1' is not known"),
     ],
 )
@@ -475,6 +499,8 @@ def test_reduce_alone_does_nothing_and_refuses_what_it_cannot_do() -> None:
     assert tensor.eq(1).all()
     with pytest.raises(stretto.UnsupportedError, match=r"tensor 0 is torch.int64: give a floating one"):
         stretto.reduce([torch.ones(2, dtype=torch.int64)])
+    with pytest.raises(stretto.UnsupportedError, match=r"tensor 0 is torch.float8_e5m2: give a floating one"):
+        stretto.reduce([torch.ones(2).to(torch.float8_e5m2)])
     with pytest.raises(stretto.UnsupportedError, match="op='max' is not known"):
         stretto.reduce([tensor], op="max")
 

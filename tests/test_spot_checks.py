@@ -222,6 +222,22 @@ def test_weights_that_each_rank_moves_for_a_backward_and_back_are_no_drift(caplo
     assert run(caplog, worker) == []
 
 
+def test_ranks_that_are_made_equal_behind_each_step_look_twice_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(transport: LocalTransport) -> None:
+        one = Run(transport, lr=0.1 * (1 + transport.rank))
+        for number in range(20):
+            one.step()
+            with torch.no_grad():
+                torch._foreach_mul_([*one.model.parameters()], 0.0)
+                torch._foreach_add_([*one.model.parameters()], number)
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        assert run(caplog, worker) == []
+    end = "of Sequential: what ranks looked at behind the last step was not alike, and all parameters are equal now"
+    said = [record.getMessage() for record in caplog.records if record.getMessage().endswith(end)]
+    assert said == [f"pass {number} {end}" for number in (2, 2, 3, 3)]
+
+
 def test_drift_behind_such_moves_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     def worker(transport: LocalTransport) -> None:
         one = Run(transport, lr=2.0 * (1 + transport.rank))

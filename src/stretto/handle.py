@@ -118,7 +118,7 @@ class Synchronizer:
     def weight(self) -> float:
         """What this rank's gradients count for in the next pass: its number of samples or tokens.
 
-        Set it before ``backward``, with ``weighted=True``; it stays until it is set again. From 0, below 2**31.
+        Set it before ``backward``, with ``weighted=True``. It stays; with ``no_sync`` the last counts. From 0 to 2**31.
 
         Example::
 

@@ -185,11 +185,17 @@ def dtype_patterns(asked: torch.dtype | Mapping[str, torch.dtype] | None) -> tup
                 f"reduce_dtype names {reprlib.repr(pattern)}, which is no name.\n"
                 "Give names, or patterns of names, of module.named_parameters()."
             )
-        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype.is_complex):
+        if not isinstance(dtype, torch.dtype) or not can_be_added(dtype):
             raise UnsupportedError(
-                f"reduce_dtype for {pattern!r} must be a floating dtype, as torch.float32, not {dtype!r}"
+                f"reduce_dtype for {pattern!r} must be a floating dtype that can be added, as torch.float32, not "
+                f"{dtype!r}"
             )
     return pairs
+
+
+def can_be_added(dtype: torch.dtype) -> bool:
+    """Whether gradients can have it: not of 8 bits, in which torch computes nothing."""
+    return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
 
 
 def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter]) -> tuple[str, ...]:

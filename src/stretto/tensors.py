@@ -13,7 +13,7 @@ from .agreement import Statement, agree
 from .broadcast import start_reduce
 from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
-from .options import positive, refuse_unlisted
+from .options import can_be_added, positive, refuse_unlisted
 from .peers import Peers
 from .scaling import Reduce
 from .specs import MIB, dtype_name
@@ -91,7 +91,7 @@ def _problem(given: Sequence[object], op: object, bucket_cap_mb: object) -> Setu
             return UnsupportedError(f"reduce: item {place} is a {kind}; give dense floating tensors{hint}")
         if tensor.layout != torch.strided:
             return UnsupportedError(f"reduce: tensor {place} is {tensor.layout}: give a dense one, tensor.to_dense()")
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        if not can_be_added(tensor.dtype):
             return UnsupportedError(f"reduce: tensor {place} is {tensor.dtype}: give a floating one, tensor.float()")
     return None
 

@@ -23,7 +23,9 @@ import stretto
 from stretto import DistributedDataParallel, PeerError, SetupError
 from stretto.comm_hooks import CommHook, HookWork, check_hook, refuse_hook
 from stretto.options import Options
+from stretto.peers import Peers
 from stretto.testing import run_ranks, spawn_ranks
+from stretto.transport import LocalGroup
 
 WORLD = 2
 PASSES = 6
@@ -288,20 +290,24 @@ def test_a_hook_that_has_failed_behind_what_it_sends_is_not_called_again():
 
     bucket = SimpleNamespace(payload=torch.zeros(2), is_last=False)
     comm_hook = CommHook(None, hook)
-    comm_hook.group = SimpleNamespace(_get_sequence_number_for_group=lambda: next(sent))
+    peers, group = Peers(LocalGroup(1).transport(0)), SimpleNamespace(_get_sequence_number_for_group=lambda: next(sent))
+    comm_hook.use(peers, group)
     for _ in range(2):  # before anything is sent; behind it
         with pytest.raises(OSError, match="hook broke"):
             comm_hook.launch(bucket, None)
     with pytest.raises(stretto.CommunicationError) as caught:
         comm_hook.launch(bucket, None)
     named = f"comm hook {__name__}.test_a_hook_that_has_failed_behind_what_it_sends_is_not_called_again.<locals>.hook"
-    assert str(caught.value) == f"{named} has failed, so it is not called again: OSError: hook broke"
+    assert str(caught.value) == (
+        f"rank 0, attach: {named} has failed, so it is not called again.\n  OSError: hook broke\n"
+        "Correct the hook and start again, on all ranks."
+    )
     assert len(called) == 2
 
 
 def test_a_group_that_counts_no_collectives_is_taken_to_have_sent_none():
     comm_hook, group = CommHook(None, print), torch.distributed.ProcessGroup(0, 1)  # raises RuntimeError
-    comm_hook.group = group
+    comm_hook.use(Peers(LocalGroup(1).transport(0)), group)
     with pytest.raises(TypeError, match=r"returned a NoneType"):
         comm_hook.launch(SimpleNamespace(payload=torch.zeros(2), is_last=False), None)
     assert not comm_hook.failure

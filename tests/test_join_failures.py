@@ -82,3 +82,21 @@ def test_a_failure_that_is_caught_inside_join_leaves_all_in_step(transport: str,
     (first, mine), (second, theirs) = spawn_ranks(train, 2, transport, fails, BATCHES[who])
     assert (first, second) == BECAME[fails, who]
     assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def train_on_two_views(rank: int, transport: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for _ in range(2 + 3 * rank):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 3)).mean() + model(torch.randn(4, 3)).square().mean()).backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_two_forwards_of_one_pass_are_told_as_one(transport: str) -> None:
+    mine, theirs = spawn_ranks(train_on_two_views, 2, transport)
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))

@@ -28,7 +28,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ from .errors import CommunicationError, SetupError
 from .notes import text_of
 from .options import Options
 from .transport.base import Transport, Work, as_reals
+
+if TYPE_CHECKING:
+    from .peers import Peers
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 _COMMUNICATE_ONCE = (noop_hook, allreduce_hook, bf16_compress_hook, fp16_compress_hook)
@@ -113,12 +116,16 @@ class CommHook:
         self.one_at_a_time = hook not in _COMMUNICATE_ONCE
         """Whether a bucket waits for the one before: see [Note: one at a time]."""
         self.wait: Callable[[HookWork], object] = HookWork.wait
-        """How to wait for a future; whoever uses the hook may put a way here that looks at the other ranks."""
-        self.group: dist.ProcessGroup | None = None
-        """Which it is likely to send over."""
+        """How to wait for a future."""
+        self._group: dist.ProcessGroup | None = None
         self.failure = ""
         """What it has failed with, if something had been sent by then: see [Note: a hook that fails]."""
         self._current: HookWork | None = None
+        self._peers: Peers | None = None
+
+    def use(self, peers: Peers, group: dist.ProcessGroup | None) -> None:
+        """Look at the other ranks while waiting. ``group``: which the hook is likely to send over."""
+        self._peers, self._group, self.wait = peers, group, peers.wait
 
     def launch(self, bucket: Bucket, wait_for: Callable[[HookWork, Bucket], object]) -> HookWork:
         """Hand the bucket to the hook when the one before is through, unless it is not to be called any more.
@@ -128,7 +135,11 @@ class CommHook:
             wait_for: waits like ``wait``, with errors that say who did not come.
         """
         if self.failure:
-            raise CommunicationError(f"{self} has failed, so it is not called again: {self.failure}")
+            where = "" if self._peers is None else f"{self._peers.where}: "
+            raise CommunicationError(
+                f"{where}{self} has failed, so it is not called again.\n  {self.failure}\n"
+                "Correct the hook and start again, on all ranks."
+            )
         if self._current is not None and not self._current.is_completed():
             wait_for(self._current, self._current.bucket)
         self._current = None  # should the hook raise, the pass has failed
@@ -161,7 +172,7 @@ class CommHook:
     def _sent(self) -> int:
         """How many collectives the group has seen, if it counts them."""
         with contextlib.suppress(RuntimeError):
-            group: Any = self.group  # torch's stubs have no such method
+            group: Any = self._group  # torch's stubs have no such method
             return 0 if group is None else int(group._get_sequence_number_for_group())
         return 0
 

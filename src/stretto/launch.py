@@ -334,7 +334,7 @@ class LaunchQueue:
 
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
-        hook.wait, hook.group = self.peers.wait, self.transport.process_group
+        hook.use(self.peers, self.transport.process_group)
         self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, self.transport.leftovers_for_hooks
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
 

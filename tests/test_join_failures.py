@@ -93,6 +93,7 @@ def train_on_two_views(rank: int, transport: str) -> list[torch.Tensor]:
             optimizer.zero_grad()
             (model(torch.randn(4, 3)).mean() + model(torch.randn(4, 3)).square().mean()).backward()
             optimizer.step()
+    assert model._get_ddp_logging_data()["num_buckets_reduced"] == len(model.synchronizer.plan.buckets)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

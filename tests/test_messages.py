@@ -518,7 +518,7 @@ ALONE = [
     (lambda: stretto.reduce([], bucket_cap_mb=None), "reduce: bucket_cap_mb=None must be a positive number"),
     (
         lambda: stretto.reduce([torch.ones(2), torch.ones(2, dtype=torch.int64)]),
-        "reduce: tensor 1 is torch.int64: give a floating one, tensor.float()",
+        "reduce: tensor 1 is torch.int64: give one of a floating dtype that can be added, tensor.float()",
     ),
     (
         lambda: ProcessGroupTransport(torch.distributed.GroupMember.NON_GROUP_MEMBER),

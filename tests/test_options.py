@@ -497,9 +497,9 @@ def test_reduce_alone_does_nothing_and_refuses_what_it_cannot_do() -> None:
     tensor = torch.ones(2)
     stretto.reduce([tensor])
     assert tensor.eq(1).all()
-    with pytest.raises(stretto.UnsupportedError, match=r"tensor 0 is torch.int64: give a floating one"):
+    with pytest.raises(stretto.UnsupportedError, match=r"tensor 0 is torch.int64: give one of a floating dtype"):
         stretto.reduce([torch.ones(2, dtype=torch.int64)])
-    with pytest.raises(stretto.UnsupportedError, match=r"tensor 0 is torch.float8_e5m2: give a floating one"):
+    with pytest.raises(stretto.UnsupportedError, match=r"tensor 0 is torch.float8_e5m2: give one of a floating dtype"):
         stretto.reduce([torch.ones(2).to(torch.float8_e5m2)])
     with pytest.raises(stretto.UnsupportedError, match="op='max' is not known"):
         stretto.reduce([tensor], op="max")

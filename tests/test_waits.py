@@ -925,7 +925,7 @@ def test_ranks_that_reduce_different_tensors_are_told_the_same(world: int) -> No
             DIFFER.format(2, "option op, bucket_cap_mb: ('mean', 10) on rank 0; ('sum', 10) on rank 1", SAME),
         ]
     )
-    problem = "reduce: tensor 0 is torch.int64: give a floating one, tensor.float()"
+    problem = "reduce: tensor 0 is torch.int64: give one of a floating dtype that can be added, tensor.float()"
     assert second[4] == f"UnsupportedError: {problem}"
     told = f"reduce, rank 0: other ranks cannot take part, so this one cannot:\n  rank 1: {problem}"
     assert first[4] == f"ModelMismatchError: {told}"
@@ -1240,6 +1240,39 @@ FAILS_BEHIND_WHAT_IT_SENDS = {
         "the following error when running the callback: KeyError: 'no such key'",
     ),
 }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("bucket", [0, 3], ids=["first bucket", "last bucket"])
+def test_a_callback_that_fails_before_it_sends_more_is_told_in_that_pass(tmp_path: Path, bucket: int) -> None:
+    """Its future was done before anybody asked: the next bucket left, and Gloo ended a rank."""
+    body = f"""
+        def hook(state, bucket):
+            small = torch.ones(1)
+
+            def then(_):
+                if rank == 1 and sync.statistics.passes == 1 and bucket.index() == {bucket}:
+                    raise KeyError("no such key")
+                return dist.all_reduce(bucket.buffer().div_(world), async_op=True).get_future()
+
+            def last(future):
+                future.value().wait()
+                return bucket.buffer()
+
+            sent = dist.all_reduce(small, async_op=True).get_future().then(then)
+            time.sleep(0.1)
+            return sent.then(last)
+
+        sync.register_comm_hook(None, hook)
+        step(); right()
+        told()
+        time.sleep(3 * (rank == 1))
+        os._exit(0)
+    """
+    (code, printed, complaint), (other, failed, complained) = ranks(tmp_path, body)
+    assert (code, other, complaint, complained) == (0, 0, "", "")
+    assert "rank 1, pass 2, backward: CommunicationError: rank 1, pass 2: bucket" in within(printed, "PeerError", 9)
+    assert "could not be reduced by comm hook __main__.hook" in within(failed, "CommunicationError", 9)
 
 
 @pytest.mark.ranks

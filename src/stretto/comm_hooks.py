@@ -16,9 +16,10 @@ between the same buckets on every rank, whoever is faster. torch's own hooks tha
 called, need none of this, nor is their last bucket waited for before the rest is sent. NCCL's futures are done as soon
 as the work is in its stream, so there nothing waits.
 
-[Note: a hook that fails]  If nothing has left, it is called again for the same bucket when the pass is given up, and
-all ranks stay in step. If something has, a second call would send it twice; and where its future fails, a callback may
-have had more to send. What this rank sends next would meet something else on the others: it takes part in nothing more.
+[Note: a hook that fails]  If no process group has begun a collective, it is called again for the same bucket when the
+pass is given up. If one has, a second call would send it twice; and where its future fails, a callback may have had
+more to send. What this rank sends next would meet something else on the others: it takes part in nothing more. So
+whether a future that is done has failed is asked before anything else is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -117,15 +118,14 @@ class CommHook:
         """Whether a bucket waits for the one before: see [Note: one at a time]."""
         self.wait: Callable[[HookWork], object] = HookWork.wait
         """How to wait for a future."""
-        self._group: dist.ProcessGroup | None = None
         self.failure = ""
         """What it has failed with, if something had been sent by then: see [Note: a hook that fails]."""
         self._current: HookWork | None = None
         self._peers: Peers | None = None
 
-    def use(self, peers: Peers, group: dist.ProcessGroup | None) -> None:
-        """Look at the other ranks while waiting. ``group``: which the hook is likely to send over."""
-        self._peers, self._group, self.wait = peers, group, peers.wait
+    def use(self, peers: Peers) -> None:
+        """Look at the other ranks while waiting."""
+        self._peers, self.wait = peers, peers.wait
 
     def launch(self, bucket: Bucket, wait_for: Callable[[HookWork, Bucket], object]) -> HookWork:
         """Hand the bucket to the hook when the one before is through, unless it is not to be called any more.
@@ -138,25 +138,24 @@ class CommHook:
             where = "" if self._peers is None else f"{self._peers.where}: "
             raise CommunicationError(
                 f"{where}{self} has failed, so it is not called again.\n  {self.failure}\n"
-                "Correct the hook and start again, on all ranks."
+                "Remove the cause and start again, on all ranks."
             )
-        if self._current is not None and not self._current.is_completed():
-            wait_for(self._current, self._current.bucket)
-        self._current = None  # should the hook raise, the pass has failed
-        before = 0 if self.silent else self._sent()
+        before, self._current = self._current, None  # should the hook raise, the pass has failed
+        if before is not None and not before.is_well():
+            wait_for(before, before.bucket)
+        begun = 0 if self.silent else collectives_begun()
         try:
             work = HookWork(bucket, self._call(bucket), self)
         except BaseException as error:
-            if self._sent() != before:
+            if not self.silent and collectives_begun() != begun:
                 self.failure = text_of(error)
             raise
         if not self.one_at_a_time:
             return work
         self._current = work
         if bucket.is_last:
-            with contextlib.suppress(Exception):  # HookWork.wait raises it again, where it is given its context
-                self.wait(work)
             self._current = None
+            wait_for(work, bucket)
         return work
 
     def _call(self, bucket: Bucket) -> Any:
@@ -169,30 +168,45 @@ class CommHook:
             )
         return future
 
-    def _sent(self) -> int:
-        """How many collectives the group has seen, if it counts them."""
-        with contextlib.suppress(RuntimeError):
-            group: Any = self._group  # torch's stubs have no such method
-            return 0 if group is None else int(group._get_sequence_number_for_group())
-        return 0
-
     def __str__(self) -> str:
         return f"comm hook {hook_name(self.hook)}"
+
+
+def collectives_begun() -> int:
+    """How many this process has begun over any group, as far as these count them."""
+    begun = 0
+    groups: Iterable[Any] = [*dist.distributed_c10d._world.pg_map]
+    for group in groups:
+        with contextlib.suppress(RuntimeError):
+            begun += group._get_sequence_number_for_group()
+    return begun
 
 
 class HookWork:
     """The future that a hook returns, waited for like any other work."""
 
-    __slots__ = ("bucket", "future", "hook")
+    __slots__ = ("bucket", "future", "hook", "is_taken")
 
     def __init__(self, bucket: Bucket, future: Any, hook: CommHook) -> None:
         self.bucket = bucket
         self.future = future
         self.hook = hook
+        self.is_taken = False
+        """Whether the result is in the bucket."""
 
     def is_completed(self) -> bool:
         """Whether the hook will not communicate any more for this bucket."""
         return bool(self.future.done())
+
+    def is_well(self) -> bool:
+        """Whether it is completed, and has not failed. Makes no stream of an accelerator wait."""
+        if not self.is_completed():
+            return False
+        value = getattr(self.future, "value", None)
+        try:
+            return value is None or value() is not None
+        except Exception:
+            return False
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Put the hook's result into the bucket, unless it is there already.
@@ -200,12 +214,15 @@ class HookWork:
         Raises:
             RuntimeError: that lasts longer than ``timeout``; wait again.
         """
+        if self.is_taken:
+            return
         if timeout is not None and not self.future.done() and not self._comes_within(timeout.total_seconds()):
             raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
         try:
             result = self.future.wait()
             if result is not self.bucket.payload:
                 self._take(result)
+            self.is_taken = True
         except BaseException as error:
             self.hook.failure = text_of(error)
             raise

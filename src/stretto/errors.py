@@ -73,7 +73,7 @@ class PeerError(CommunicationError):
     """Another rank failed in this pass, has ended, or was killed: its gradients are missing from the mean."""
 
     can_go_on: bool = False
-    """Whether all ranks are in step, and go on with the next pass if they drop these gradients."""
+    """Whether it is of a pass behind which all ranks are in step: they go on if they drop its gradients."""
 
 
 def name_list(names: Iterable[str]) -> str:

@@ -92,7 +92,7 @@ class ForwardWatch:
         self._before = self._most = 0
         self._last = 0
         self.runs = (0, 0)
-        """How often forward ran before this pass, and at most before one of the others so far."""
+        """How often forward ran before this pass, and at most before any earlier one."""
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False

@@ -27,6 +27,9 @@ class StepInBackward:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._beside = [weakref.ref(parameter) for parameter in beside]
 
+    def __repr__(self) -> str:
+        return "torch.distributed.optim._apply_optimizer_in_backward"
+
     def __call__(self, process_group: Any, bucket: Any) -> Any:
         """The hook's contract; what it returns can only be waited for."""
         return _StepOnce(sum_hook(process_group, bucket), bucket, dist.get_world_size(process_group))
@@ -52,17 +55,26 @@ class _StepOnce:
         self._bucket = bucket
         self._world_size = world_size
         self._stepped = False
+        self._failure: BaseException | None = None
 
     def wait(self) -> torch.Tensor:
         mean: torch.Tensor = self._bucket.buffer()
-        if self._stepped:
-            return mean
-        self._future.wait()
-        self._stepped = True
+        if self._failure is not None:
+            raise self._failure
+        if not self._stepped:
+            self._future.wait()
+            self._stepped = True
+            try:
+                self._step(mean)
+            except BaseException as error:
+                self._failure = error
+                raise
+        return mean
+
+    def _step(self, mean: torch.Tensor) -> None:
         mean.div_(self._world_size)
         for parameter, gradient in zip(self._bucket.parameters(), self._bucket.gradients(), strict=True):
             parameter.grad = gradient
             for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
                 optimizer.step()
             parameter.grad = None
-        return mean

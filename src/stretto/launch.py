@@ -71,8 +71,7 @@ class LaunchQueue:
         self.comm_hook: CommHook | None = None
         self.tells = True
         """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
-        self.pass_number = self.launched = self.total_launched = self.total_bytes = self.replans = 0
-        self.launched_before = 0  # this pass, or the last one
+        self.pass_number = self.launched = self.total_launched = self.total_bytes = self.replans = self.sent_before = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.in_shares = Alive()  # parameters of whose gradients each rank needs its share alone
@@ -138,7 +137,7 @@ class LaunchQueue:
 
     def begin(self) -> None:
         """A pass begins."""
-        self.weight_now, self._says, self.launched_before = self.weight, (), self.total_launched
+        self.weight_now, self._says, self.sent_before = self.weight, (), self.total_launched
         if self.preset is not None:
             self.preset.begin()
         tidies = not self.pass_number % TIDY_EVERY
@@ -206,6 +205,7 @@ class LaunchQueue:
 
     def launch_idle(self, says: Collection[int]) -> None:
         """This rank has run out of batches: launch zeros that say so. ``.grad`` stays as it is."""
+        self.sent_before = self.total_launched
         for bucket in self.buckets:
             bucket.leave()
         self._launch_nothing(0.0, says)
@@ -334,7 +334,7 @@ class LaunchQueue:
 
     def use(self, hook: CommHook) -> None:
         """Have buckets carried by a comm hook from here on."""
-        hook.use(self.peers, self.transport.process_group)
+        hook.use(self.peers)
         self.comm_hook, self.tells, self.peers.leftovers = hook, not hook.silent, self.transport.leftovers_for_hooks
         self.withhold(self.in_shares)  # no bucket is left in shares from here on
 

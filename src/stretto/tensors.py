@@ -92,7 +92,10 @@ def _problem(given: Sequence[object], op: object, bucket_cap_mb: object) -> Setu
         if tensor.layout != torch.strided:
             return UnsupportedError(f"reduce: tensor {place} is {tensor.layout}: give a dense one, tensor.to_dense()")
         if not can_be_added(tensor.dtype):
-            return UnsupportedError(f"reduce: tensor {place} is {tensor.dtype}: give a floating one, tensor.float()")
+            return UnsupportedError(
+                f"reduce: tensor {place} is {tensor.dtype}: give one of a floating dtype that can be added, "
+                "tensor.float()"
+            )
     return None
 
 

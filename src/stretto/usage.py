@@ -46,13 +46,13 @@ class Statistics:
     bucket_memory: int = 0
     """Bytes that buckets hold now: gradients with what travels behind them, and what users kept of earlier passes."""
     buckets_of_last_pass: int = 0
-    """Of ``buckets``, those of the last pass that reached a parameter of this rank."""
+    """Of ``buckets``, those of the last pass."""
 
 
 def statistics_of(queue: LaunchQueue, passes: int, nbytes_beside: int) -> Statistics:
     """Counts of a queue, with those that others keep."""
     memory = sum(bucket.memory.nbytes for bucket in queue.buckets)
-    nbytes, last = queue.total_bytes + nbytes_beside, queue.total_launched - queue.launched_before
+    nbytes, last = queue.total_bytes + nbytes_beside, queue.total_launched - queue.sent_before
     return Statistics(passes, queue.total_launched, nbytes, queue.replans + 1, memory, last)
 
 

@@ -336,6 +336,24 @@ def test_a_hook_that_has_failed_behind_what_it_sends_is_not_called_again(monkeyp
     assert len(called) == 2
 
 
+def test_a_last_bucket_that_was_waited_for_in_vain_is_not_sent_again():
+    """Whatever kept it from coming: the pass is given up then, from this bucket on."""
+    called = []
+
+    def hook(state, bucket):
+        called.append(bucket)
+        return torch.futures.Future()
+
+    def wait_for(work, bucket):
+        raise PeerError("rank 1 died")
+
+    comm_hook = CommHook(None, hook)
+    for kind in (PeerError, stretto.CommunicationError):
+        with pytest.raises(kind):
+            comm_hook.launch(SimpleNamespace(payload=torch.zeros(2), is_last=True), wait_for)
+    assert len(called) == 1
+
+
 class Plain:
     """What a hook may return besides: it can only be waited for."""
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from models import Fails
 
 import stretto
 from stretto.testing import spawn_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("bad label")
 
 
 class Net(torch.nn.Module):

@@ -116,23 +116,21 @@ class CommHook:
         """Whether nothing at all is to be communicated."""
         self.one_at_a_time = hook not in _COMMUNICATE_ONCE
         """Whether a bucket waits for the one before: see [Note: one at a time]."""
-        self.wait: Callable[[HookWork], object] = HookWork.wait
-        """How to wait for a future."""
         self.failure = ""
         """What it has failed with, if something had been sent by then: see [Note: a hook that fails]."""
         self._current: HookWork | None = None
         self._peers: Peers | None = None
 
     def use(self, peers: Peers) -> None:
-        """Look at the other ranks while waiting."""
-        self._peers, self.wait = peers, peers.wait
+        """Say in messages where these are."""
+        self._peers = peers
 
     def launch(self, bucket: Bucket, wait_for: Callable[[HookWork, Bucket], object]) -> HookWork:
         """Hand the bucket to the hook when the one before is through, unless it is not to be called any more.
 
         Args:
             bucket: a full one.
-            wait_for: waits like ``wait``, with errors that say who did not come.
+            wait_for: waits, with errors that say who did not come.
         """
         if self.failure:
             where = "" if self._peers is None else f"{self._peers.where}: "
@@ -152,10 +150,14 @@ class CommHook:
             raise
         if not self.one_at_a_time:
             return work
-        self._current = work
-        if bucket.is_last:
-            self._current = None
+        if not bucket.is_last:
+            self._current = work
+            return work
+        try:
             wait_for(work, bucket)
+        except BaseException as error:  # it has left, and would leave again when the pass is given up
+            self.failure = text_of(error)
+            raise
         return work
 
     def _call(self, bucket: Bucket) -> Any:

@@ -75,7 +75,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
         "spot_checks",
         "unattached",
     },
-    {"launch", "sparse", "failing", "crossing", "family", "forward"},
+    {"launch", "sparse", "failing", "crossing", "uneven", "family", "forward"},
     {"tracker", "usage", "beside", "changes", "loose"},
     {"rejoin"},
     {"consensus"},

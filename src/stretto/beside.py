@@ -30,12 +30,13 @@ class Beside:
         if queue.preset is not None:
             sparse.before = queue.preset.before
 
-    def hook(self, owner: object, arrived: Callable[[str], None]) -> None:
-        """As :meth:`SparseGradients.hook`."""
-        preset = self._queue.preset
+    def hook(self, owner: object, arrived: Callable[[], bool]) -> None:
+        """As :meth:`SparseGradients.hook`; ``arrived`` returns whether it was in a pass."""
+        preset, queue, events = self._queue.preset, self._queue, self._events
 
         def came(name: str, parameter: torch.Tensor) -> None:
-            arrived(name)
+            if arrived() and events.gradient_ready:
+                events.emit(events.gradient_ready, queue.pass_number, name)
             if preset is not None:
                 preset.accumulated(parameter)
 

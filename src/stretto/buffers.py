@@ -33,6 +33,8 @@ class BufferPlaces:
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
         self.policy: Buffers = options.buffers
+        self.follows: int | None = None
+        """The rank whose buffers all follow, if any are sent. None but inside torch's ``Join``: by the policy."""
         self._options = options
         self._seen: list[int] | None = None
         self.known: list[torch.Tensor] | None = None
@@ -104,7 +106,7 @@ class BufferPlaces:
             return CoalescedMessages()
         (follow, average), sent = self._to_send_now(), CoalescedMessages()
         if follow:
-            sent.add(start_broadcast(follow, transport))
+            sent.add(start_broadcast(follow, transport, root=self.follows or 0))
         if average:
             sent.add(start_reduce(average, transport, transport.world_size))
         return sent
@@ -115,9 +117,9 @@ class BufferPlaces:
         self.send(transport).finish(wait, "the buffers")
 
     def _to_send_now(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Those that are to follow rank 0's now, and those that are to become the mean over ranks."""
+        """Those that are to follow one rank's now, and those that are to become the mean over ranks."""
         self.look()
-        if self.policy != "mean":
+        if self.policy != "mean" or self.follows is not None:
             return self._to_send, []
         exact = [buffer for buffer in self._to_send if not _has_mean(buffer)]
         return exact, [buffer for buffer in self._to_send if _has_mean(buffer)]

@@ -72,6 +72,11 @@ class Consensus:
         self._was_idle = False  # in the pass that they are of
         self._failure_of_peer: PeerError | None = None
 
+    def stop(self) -> None:
+        """Compare nothing any more."""
+        self.spot_checks.stop()
+        self.unattached.stop()
+
     def meet(self) -> None:
         """Before the first pass: have a name that all ranks know. Collective, if that has not been done."""
         queue = self._queue
@@ -225,9 +230,9 @@ class Consensus:
                 return True
             raise self.failure(round(said[Control.GAVE_UP]))
         if said[Control.FAILED_EARLY]:
-            self._refuse_early_failure(round(said[Control.FAILED_EARLY]))
-        if self._on_some(said[Control.MORE_FORWARDS]):
-            self._forward.warn()
+            self._refuse_early_failure(said, idle=idle)
+        if self._on_some(said, Control.MORE_FORWARDS):
+            self._forward.warn(idle=idle)
         if not said[Control.CHANGED]:
             return False
         if self._queue.comm_hook is not None:
@@ -250,15 +255,16 @@ class Consensus:
         error.can_go_on = True
         return error
 
-    def _refuse_early_failure(self, ranks: int) -> None:
+    def _refuse_early_failure(self, said: Sequence[float], *, idle: bool) -> None:
         """Raise the same on all ranks, those that failed included: none of them shall step. Collective."""
         more: list[int] = []
-        if not self._on_some(ranks):
-            often = self._queue.peers.gather(self._forward.failures)
-            more = [rank for rank, number in enumerate(often) if number > min(often)]
+        if not self._on_some(said, Control.FAILED_EARLY):
+            often = dict(enumerate(self._queue.peers.gather(None if idle else self._forward.failures)))
+            least = min(number for number in often.values() if number is not None)
+            more = [rank for rank, number in often.items() if number is not None and number > least]
             if not more:
                 return
-        on, told, phase = self._told_of(ranks, "forward", "backward", early=True)
+        on, told, phase = self._told_of(round(said[Control.FAILED_EARLY]), "forward", "backward", early=True)
         if more:
             on = f"{describe_ranks(more)} more often than elsewhere"
         mixes = f"{phase} failed on {on} before this pass and was caught, so this pass may mix batches.\n{told}"
@@ -271,9 +277,10 @@ class Consensus:
         told = "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
         return on, told, " or ".join(phase for phase in phases if phase in {note.phase for note in notes} or not notes)
 
-    def _on_some(self, said: float) -> bool:
-        """Whether some ranks said so and others did not."""
-        return 0 < round(said) < min(self._queue.transport.world_size, COUNTS)
+    def _on_some(self, said: Sequence[float], word: Control) -> bool:
+        """Whether some ranks said so, and others that have batches did not."""
+        could = self._queue.transport.world_size - round(said[Control.RAN_OUT])
+        return 0 < round(said[word]) < min(could, COUNTS)
 
     def send_order(self) -> None:
         """Put rank 0's order of arrival under way, which ``_replan`` waits for. Collective."""

@@ -44,7 +44,7 @@ class DistributedDataParallel(TorchSurface):
       ``skip_all_reduce_unused_params`` and ``delay_all_reduce_named_params`` are accepted and change nothing: any graph
       is right, and ``.grad`` is a view of its bucket.
     - ``no_sync`` counts where ``backward`` runs; what only a forward inside has made is not reduced either.
-    - Forward never communicates (but inside ``join()``, and for a buffer hook): ``forward_sync_buffers``
+    - Forward never communicates (but for a buffer hook, and where ``join()`` is to throw): ``forward_sync_buffers``
       (``broadcast_buffers``) sends rank 0's buffers at the end of backward. Evaluation on one rank alone works.
     - Hooks are on parameters, so a backward through ``ddp.module(x)`` is reduced too, where torch leaves it to its
       rank: run that inside ``no_sync()``.
@@ -275,7 +275,7 @@ class DistributedDataParallel(TorchSurface):
         self._comm_hooks.append((hook, state))
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether buffers will be made equal when the next backward ends (inside ``join()``: in the next forward)."""
+        """Whether buffers will be made equal when the next backward ends."""
         return self.forward_sync_buffers and self.require_backward_grad_sync and bool(self.modules_buffers)
 
     # Pickling and copy.deepcopy: torch's rule is "the default group only", since a group itself cannot travel

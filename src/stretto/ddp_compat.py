@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .attach import attach
 from .comm_hooks import Hook
 from .crossing import group_of, is_destroyed
-from .ddp_join import ShadowHook, tell_joined
+from .ddp_join import ShadowHook, announce_in_forward, announces_in_forward, look_whether_left
 from .ddp_substitutes import Called, Substitute, Substitutes, lower, whole
 from .engine import compiled_inside
 from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
@@ -33,7 +32,7 @@ from .handle import Synchronizer
 from .in_backward import StepInBackward
 from .options import Buffers
 from .reducer import reducer_of
-from .sharding import refuse_anew, refuse_half_joined
+from .sharding import refuse_anew
 from .specs import MIB
 
 
@@ -76,15 +75,12 @@ class TorchSurface(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
-        if (hook := self.__dict__.get("_join_left")) is not None and hook() is None:
-            Joinable.__init__(self)  # an exception has left join(), which tells nobody
-            self._synchronizer.buffers = self._buffers_policy
-            del self.__dict__["_join_left"]
-        if (self._join_config.enable or "buffer_hook" in self.__dict__) and self._synchronizing_forward():
-            if self._join_config.enable:
-                self._synchronizer.buffers = "none"  # they follow a rank that has not joined, before forward
-                refuse_half_joined(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
-            if (not self._join_config.enable or tell_joined(self)) and self._check_sync_bufs_pre_fwd():
+        if "_join_left" in self.__dict__:
+            look_whether_left(self)
+        in_forward = announces_in_forward(self)
+        if (in_forward or "buffer_hook" in self.__dict__) and self._synchronizing_forward():
+            is_new = not in_forward or announce_in_forward(self)
+            if is_new and "buffer_hook" in self.__dict__ and self._check_sync_bufs_pre_fwd():
                 self._sync_buffers()
         if self.device_ids:
             target = torch.device(self.device_type, self.device_ids[0])
@@ -249,14 +245,10 @@ class TorchSurface(TorchDDP):
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
             self._synchronizer.weight = 1.0  # nobody has forgotten to set it
-        hook = ShadowHook(self, functools.partial(self._leave_join, back_to_options=weigh))
-        self.__dict__["_join_left"] = weakref.ref(hook)
-        return hook
+        return ShadowHook(self, self._back_to_options if weigh else lambda: None)
 
-    def _leave_join(self, *, back_to_options: bool) -> None:
-        if back_to_options:
-            self._attach(init_sync=False, **self._sizes())
-        self._synchronizer.buffers = self._buffers_policy
+    def _back_to_options(self) -> None:
+        self._attach(init_sync=False, **self._sizes())
 
     def _sizes(self) -> dict[str, float]:
         """What was found to suit the link, which is not timed again."""

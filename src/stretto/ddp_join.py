@@ -1,33 +1,68 @@
 """The drop-in among ranks that run out of batches early: torch's ``Join``.
 
-a rank that has batches  ──> before the forward of each pass: an all-reduce of 1, by which the joined learn of it
-one that has none        ──> answers, and takes part in that pass with nothing to give
+a rank that has batches  ──> as a pass begins: an all-reduce of 1, by which those that have run out learn of it
+one that has run out     ──> answers, and takes part in that pass with nothing to give
+
+[Note: in forward]  torch announces in forward, which communicates there. Here only two things need that: a buffer hook,
+in which all ranks take part, and ``throw_on_early_termination``, since forward itself may be a collective (SyncBN) that
+would wait for ranks which are gone.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from .errors import PeerError
+from .sharding import refuse_half_joined
+from .uneven import Uneven
 
 
-def tell_joined(ddp: Any) -> bool:
-    """Tell the ranks that have joined that a pass comes. Collective.
+def announces_in_forward(ddp: Any) -> bool:
+    """See [Note: in forward]."""
+    config = ddp._join_config
+    return bool(config.enable and (config.throw_on_early_termination or "buffer_hook" in ddp.__dict__))
 
-    Once for each pass: forward may fail before it, and be followed by that of another batch, or run twice.
 
-    Returns:
-        False if it was told before.
+def announce_in_forward(ddp: Any) -> bool:
+    """Once for each pass: forward may fail before it, and be followed by that of another batch, or run twice.
+
+    Collective. Returns False if it was announced before.
     """
     now = ddp.synchronizer.backwards[0]
     if ddp.__dict__.get("_join_told") == now:
         return False
-    Join.notify_join_context(ddp)
+    _tell(ddp)
     ddp.__dict__["_join_told"] = now
     return True
+
+
+def look_whether_left(ddp: Any) -> None:
+    """An exception leaves ``Join`` and tells nobody: see that it is over."""
+    if (hook := ddp.__dict__.get("_join_left")) is not None and hook() is None:
+        Joinable.__init__(ddp)
+        ddp.synchronizer.join(None)
+        del ddp.__dict__["_join_left"]
+
+
+def _announce(reference: weakref.ref[Any]) -> None:
+    """A pass begins."""
+    if (ddp := reference()) is None:
+        return
+    look_whether_left(ddp)
+    if not ddp._join_config.enable:
+        ddp.synchronizer.join(None)
+    elif not announces_in_forward(ddp):
+        _tell(ddp)
+
+
+def _tell(ddp: Any) -> None:
+    refuse_half_joined(ddp.synchronizer.sharded, f"rank {ddp.synchronizer.rank}")
+    Join.notify_join_context(ddp)
 
 
 class ShadowHook(JoinHook):
@@ -42,11 +77,15 @@ class ShadowHook(JoinHook):
         self.ddp = ddp
         self.left = left
         ddp.__dict__.pop("_join_told", None)
+        ddp.__dict__["_join_left"] = weakref.ref(self)
+        self._uneven = Uneven(functools.partial(_announce, weakref.ref(ddp)))
+        ddp.synchronizer.join(self._uneven)
 
     def main_hook(self) -> None:
         """One pass of the others. Where it failed, and they go on, there is nothing here to be undone."""
-        self.ddp.synchronizer.buffers = "none"
-        self.ddp._check_and_sync_module_buffers()
+        self._uneven.has_batches = False
+        if "buffer_hook" in self.ddp.__dict__:
+            self.ddp._check_and_sync_module_buffers()
         try:
             self.ddp._match_all_reduce_for_bwd_pass()
         except PeerError as error:
@@ -56,5 +95,6 @@ class ShadowHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""
         self.ddp._sync_final_model(is_last_joiner)
-        Joinable.__init__(self.ddp)  # outside of join() forward shall not communicate
+        Joinable.__init__(self.ddp)  # outside of join() no pass is announced
+        self.ddp.synchronizer.join(None, afresh=True)
         self.left()

@@ -42,6 +42,7 @@ from .errors import SetupError, name_list
 from .failing import Failing
 from .launch import LaunchQueue
 from .membership import Membership
+from .uneven import Uneven, announce_all
 
 log = logging.getLogger("stretto")
 _number: Callable[[Member], int] = operator.attrgetter("queue.peers.seat.number")
@@ -63,6 +64,7 @@ class Member(Protocol):
     always_delays: bool
     waits: bool
     """The same, in this pass: see [Note: strangers]."""
+    uneven: Uneven | None  # inside torch's ``Join``
     family: Family
     inside: list[weakref.ref[Member]]
     """Those that have parameters of this member's module."""
@@ -94,8 +96,7 @@ class Family:
     def __init__(self, members: Iterable[Member]) -> None:
         in_order = sorted(members, key=_number)
         self._members = [weakref.ref(member) for member in in_order]  # [Note: weak parameters] in bucket.py
-        self._warned = False
-        self._backward = (-1, -1)
+        self._warned, self._backward = False, (-1, -1)
         self._met: weakref.WeakSet[Family] = weakref.WeakSet()  # in one backward, on other process groups
         self._has_met = False  # the set's own answer runs Python, in every pass
         self._checkpoints = ReentrantCheckpoints()
@@ -158,6 +159,7 @@ class Family:
                 unforeseen = self._checkpoints.alive() or family._warned
                 family._set_out(backward, company if unforeseen else coming)
                 due += new
+        announce_all(due)
         all_of(sorted(due, key=_number), _begin)
 
     def _set_out(self, backward: tuple[int, int], company: Sequence[Family]) -> None:
@@ -197,6 +199,7 @@ class Family:
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""
         members = self._present()
+        announce_all(members)
         try:
             if len(self._company()) == 1:  # what strangers have sent by then an idle rank cannot know
                 all_of(members, _begin_idle)  # as in a pass: all have told who comes before the first sends

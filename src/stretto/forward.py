@@ -91,8 +91,8 @@ class ForwardWatch:
         self._runs = 0
         self._before = self._most = 0
         self._last = 0
-        self.runs = (0, 0)
-        """How often forward ran before this pass, and at most before any earlier one."""
+        self.runs = (0, 0, False)
+        """How often forward ran before this pass, at most before any earlier one, and whether that was said."""
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
@@ -163,27 +163,36 @@ class ForwardWatch:
         if module is not None and module.__dict__.get("_compiled_call_impl") is self:
             module.__dict__["_compiled_call_impl"] = self._compiled
 
+    def forget(self) -> None:
+        """What ran or failed so far is of no pass to come: all ranks are in step."""
+        self._runs = self._failing.early = 0
+
     def says(self, number: int) -> list[Control]:
         """What this rank's pass ``number`` is to tell the others. From here on forwards are of the next pass."""
         if number == self._last:
             return []  # it was said, and then the pass was given up
         self._last = number
         more = self._before > 0 and self._runs > self._most  # else the program may mostly run other methods
-        self.runs, self.failures = (self._runs, self._most), self._failing.early
+        self.runs, self.failures = (self._runs, self._most, more), self._failing.early
         self._before, self._runs, self._failing.early = self._runs, 0, 0
         self._most = max(self._most, self._before)
         return [Control.FAILED_EARLY] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
 
-    def warn(self) -> None:
-        """Say once that some ranks ran forward more often than they used to, and others did not. Collective."""
+    def warn(self, *, idle: bool) -> None:
+        """Say once that some ranks ran forward more often than they used to, and others did not. Collective.
+
+        Args:
+            idle: this rank had no part in the pass.
+        """
         if self._told_once:
             return
         self._told_once = True
-        everyone: list[tuple[int, int]] = self._queue.peers.gather(self.runs)
-        more = [rank for rank, (now, most) in enumerate(everyone) if now > most]
+        mine = (0, self._most, False) if idle else self.runs
+        everyone: list[tuple[int, int, bool]] = self._queue.peers.gather(mine)
+        more = [rank for rank, (_, _, said) in enumerate(everyone) if said]
         if self._queue.transport.rank not in (0, *more):
             return
-        told = "; ".join(f"rank {other} {now}, at most {most} before" for other, (now, most) in enumerate(everyone))
+        told = "; ".join(f"rank {other} {now}, at most {most} before" for other, (now, most, _) in enumerate(everyone))
         log.warning(
             "%s: some ranks ran forward more often for this pass than for any before, others did not (%s).\n"
             "If a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "

@@ -31,6 +31,7 @@ from .sharding import Asked, ShardedOptimizer, begin, clip, refuse_idle, with_me
 from .sparse import SparseGradients
 from .tracing import nothing_traced, tracing
 from .transport.base import Transport
+from .uneven import Uneven
 from .usage import Statistics
 
 
@@ -174,10 +175,7 @@ class Synchronizer:
     def used_by(self) -> dict[str, int]:
         """How many ranks had a gradient for each parameter in the last pass. Not collective: it came with the pass.
 
-        Zeros before the first pass. Waits for an accelerator.
-
-        Raises:
-            UnsupportedError: the comm hook is torch's ``noop_hook``, beside which nothing is communicated.
+        Zeros before the first pass. Waits for an accelerator. Raises ``UnsupportedError`` beside torch's ``noop_hook``.
 
         Example::
 
@@ -208,6 +206,11 @@ class Synchronizer:
         if self._reducer is not None:
             self._reducer.family.shadow()
 
+    def join(self, uneven: Uneven | None, *, afresh: bool = False) -> None:
+        """For the drop-in: be inside torch's ``Join`` or, with None, not any more; ``afresh``: all are in step."""
+        if self._reducer is not None:
+            self._reducer.join(uneven, afresh=afresh)
+
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
 
@@ -233,9 +236,7 @@ class Synchronizer:
     def check(self) -> None:
         """``sync.check()`` compares all parameters, and buffers unless each rank keeps its own, over ranks. Collective.
 
-        Raises:
-            ReplicaError: on every rank, with the names of the tensors and the ranks that differ.
-            SetupError: the handle was detached.
+        Raises ``ReplicaError`` on every rank, with names of tensors and ranks; ``SetupError`` behind ``detach()``.
         """
         if self._reducer is None and self._peers is not None:
             raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
@@ -265,10 +266,8 @@ class Synchronizer:
 
         It covers passes 4 to 8, one in a hundred after that, and traced ones: at most 20, of the plan in use. On
         accelerators times are the host's. Clocks of hosts are compared through the process group's store.
-        With sharded optimizers, also what each rank holds for them in memory, and would without.
-
-        Raises:
-            CommunicationError: a rank does not come.
+        With sharded optimizers, also what each rank holds for them in memory, and would without. Raises
+        ``CommunicationError`` if a rank does not come.
 
         Example::
 

@@ -99,7 +99,7 @@ class Membership:
         self.suspect = False
         self._arrived: set[int] = set()
         self._module = weakref.ref(module)
-        self._came: Callable[[], None] | None = None
+        self._came: Callable[[], object] | None = None
         self._preset: Preset | None = None
         self._survivors: Survivors | None = None
         self._planned_alive = Survivors(self._none_planned_left)
@@ -112,7 +112,7 @@ class Membership:
         self._waiting: set[str] = set()
         self._outsiders: set[str] = set()
 
-    def watch(self, came: Callable[[], None], none_left: Callable[[], None], preset: Preset | None = None) -> None:
+    def watch(self, came: Callable[[], object], none_left: Callable[[], None], preset: Preset | None = None) -> None:
         """From now on call ``came`` when an outsider gets a gradient. See watch.py for who else is asked.
 
         ``none_left`` is called when the module and all its parameters are gone. ``preset``, if any, follows all that

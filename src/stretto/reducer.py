@@ -44,6 +44,7 @@ from .scaling import Scaling
 from .sparse import SparseGradients
 from .tracker import ArrivalTracker
 from .transport.base import Transport
+from .uneven import Uneven
 from .usage import NeverUsed, Statistics, SteppedAlone, statistics_of, used_by
 from .words import Control, ControlWords
 
@@ -53,13 +54,10 @@ class Reducer:
 
     Args:
         parameters: those to reduce, by name, in order of registration.
-        plan: the first plan.
-        transport: carries the buckets.
-        events: told what happens.
-        places: the buffers that are made equal at the end of every pass.
-        members: which parameters the module has.
+        plan, transport: the first plan, and what carries its buckets.
+        events, peers: told what happens; the other ranks.
+        places, members: the buffers that are made equal at the end of every pass; which parameters the module has.
         scaling: what is done to gradients besides summing them.
-        peers: the other ranks.
         delay: launch nothing before backward ends.
         inspection: looks whether the ranks are still equal.
         sparse: parameters beside the plan, whose gradients are sparse.
@@ -100,7 +98,8 @@ class Reducer:
         self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members, self.tracker)
         self.family: Family = Family([self])  # of models inside this one and around it
         self.inside: list[weakref.ref[Member]] = []
-        self._beside.hook(self, self._sparse_arrival)
+        self.uneven: Uneven | None = None  # inside torch's Join
+        self._beside.hook(self, self._outsider_arrived)
         members.follow({**parameters, **sparse.named_parameters()})
         members.watch(self._outsider_arrived, self._let_go, self.queue.preset)
 
@@ -136,8 +135,7 @@ class Reducer:
             return
         self.family.leave(self)
         self.detached = True
-        self._consensus.spot_checks.stop()
-        self._consensus.unattached.stop()
+        self._consensus.stop()
         self._stepped_alone.stop()
         self._forward.remove()
         self.members.stop()
@@ -158,6 +156,12 @@ class Reducer:
         if self._events.gradient_ready:
             self.tracker.watch_all()
 
+    def join(self, uneven: Uneven | None, *, afresh: bool) -> None:
+        """As the handle's."""
+        self.uneven, self._beside.places.follows = uneven, None
+        if afresh:
+            self._forward.forget()
+
     # Backward
 
     @left_uncompiled
@@ -173,12 +177,6 @@ class Reducer:
                 if self._events.gradient_kept:
                     self._events.emit(self._events.gradient_kept, self.queue.pass_number + 1)
 
-    def _sparse_arrival(self, name: str) -> None:
-        """A pass may reach nothing but sparse parameters."""
-        with self.queue.lock:
-            if (self._arrivals.is_open or self._enter()) and self._events.gradient_ready:
-                self._events.emit(self._events.gradient_ready, self.queue.pass_number, name)
-
     def _enter(self) -> bool:
         """Begin a pass or go on with it, and open the gate. False if the pass is not to be synchronised."""
         if self.running:
@@ -193,11 +191,10 @@ class Reducer:
             self.kept += 1
         return self.running
 
-    def _outsider_arrived(self) -> None:
-        """A parameter outside the plan has got a gradient; maybe nothing else does in this pass."""
+    def _outsider_arrived(self) -> bool:
+        """One outside the plan, sparse or new, has got a gradient, maybe alone. Returns whether it is of a pass."""
         with self.queue.lock:
-            if not self._arrivals.is_open:
-                self._enter()
+            return self._arrivals.is_open or self._enter()
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
@@ -205,6 +202,8 @@ class Reducer:
         refuse_compiled(self.queue)
         self.queue.peers.refuse_fork()
         refuse_to_send(self.queue.peers, "backward")
+        if self.uneven is not None:
+            self.uneven.begin(self.queue, self._beside.places)
         if not self.queue.pass_number:
             self._consensus.meet()
         if self._buffers_of_given_up is not None:
@@ -304,7 +303,8 @@ class Reducer:
         self._is_idle = False
         with self.queue.lock, torch.no_grad(), self.failing:
             try:
-                self.queue.launch_idle(self._beside.says())
+                says = [] if self.uneven is None else self.uneven.says()
+                self.queue.launch_idle(says + self._beside.says())
                 words = self._wait(self._beside.send(None), release=False)
             finally:
                 self._reset()

@@ -34,6 +34,8 @@ class Control(IntEnum):
     """This rank says of which values its parameters are: see spot_checks.py."""
     UNATTACHED = 10
     """This rank's program steps parameters that no handle averages: see unattached.py."""
+    RAN_OUT = 11
+    """This rank has no batches any more, and is inside ``Join``: see uneven.py."""
 
 
 MARKS = 16

@@ -1,0 +1,74 @@
+"""Inside torch's ``Join``: ranks that run out of batches early take part in the passes of the others.
+
+    has batches  ──> a pass begins ──> announces it ──┐
+    has run out  ──> waits in Join for that word ─────┴──> who has batches? ──> pass ──> buffers of one that has some
+
+A pass is announced when it begins, in backward: forward may fail before it, run twice for it, or be another method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .buffers import BufferPlaces
+from .failing import Failing
+from .launch import LaunchQueue
+from .words import Control
+
+
+@dataclass
+class Uneven:
+    """Of one handle, as long as it is inside."""
+
+    tell: Callable[[], object]
+    """Let the ranks that have run out of batches know that a pass comes. Collective."""
+    has_batches: bool = True
+    """Whether this rank is not one of these."""
+    _is_announced: bool = False
+
+    def announce(self) -> None:
+        """Do so for the pass that is about to begin, once. Collective."""
+        if self.has_batches and not self._is_announced:
+            self.tell()
+            self._is_announced = True
+
+    def begin(self, queue: LaunchQueue, places: BufferPlaces) -> None:
+        """Before anything else of a pass: announce it, and see whose buffers all follow. Collective.
+
+        As in torch, those of the last rank that has batches.
+
+        Args:
+            queue: carries the question.
+            places: where buffers live, which are sent at the end of the pass.
+        """
+        self.announce()
+        self._is_announced = False
+        if places.any and places.policy != "none":
+            have = torch.zeros(queue.transport.world_size, device=queue.devices[0])
+            have[queue.transport.rank] = self.has_batches
+            queue.wait_for(queue.transport.all_reduce(have), "who has batches")
+            places.follows = int(have.nonzero().max())
+
+    def says(self) -> list[Control]:
+        """What this rank has to say in a pass to which it gives nothing."""
+        return [] if self.has_batches else [Control.RAN_OUT]
+
+
+class Announcing(Protocol):
+    """What is asked of a reducer."""
+
+    uneven: Uneven | None
+    failing: Failing
+    """Knows whether this rank has lost its place."""
+
+
+def announce_all(members: Iterable[Announcing]) -> None:
+    """Of one backward, before any of them sends something: the others wait for that word first. Collective."""
+    for member in members:
+        if member.uneven is not None and not member.failing.is_lost:
+            with member.failing:
+                member.uneven.announce()

@@ -1,0 +1,182 @@
+"""Inside ``join()``: a pass is announced as it begins, whatever ran forward or failed before; whose buffers count."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Fails
+
+import stretto
+from stretto.testing import spawn_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, fails: str = "") -> torch.Tensor:
+        if fails == "forward":
+            raise ValueError("bad token")
+        hidden = self.norm(self.a(x))
+        return self.b(Fails.apply(hidden) if fails == "backward" else hidden)
+
+
+Trained = tuple[list[str], list[torch.Tensor], int, list[torch.Tensor], list[str]]
+
+
+def train(rank: int, transport: str, fails: str, batches: tuple[int, int], at: int = 3) -> Trained:
+    """What became of each batch, the parameters before the end of ``join()`` makes all equal, the number of passes by
+    then, the parameters behind one more step without it, and what was warned of."""
+    torch.manual_seed(0)
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("stretto").addHandler(handler)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    became = []
+
+    def step(number: int, fails: str = "") -> None:
+        optimizer.zero_grad()
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + rank))
+        loss = model(x, fails=fails).square().mean()
+        if fails == "loss":
+            raise ValueError("bad weight")
+        loss.backward()
+        optimizer.step()
+
+    with model.join():
+        for number in range(batches[rank]):
+            try:
+                step(number, fails if rank == 1 and number == at else "")
+            except (ValueError, stretto.PeerError) as error:
+                became.append(type(error).__name__)
+            else:
+                became.append("stepped")
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+    passes = model.synchronizer.statistics.passes
+    step(20)
+    logging.getLogger("stretto").removeHandler(handler)
+    return became, before, passes, [parameter.detach().clone() for parameter in model.parameters()], warnings
+
+
+STEPPED, MINE, TOLD = "stepped", "ValueError", "PeerError"
+BATCHES = {"both have batches": (5, 5), "the other has run out": (2, 5)}
+BECAME = {  # of rank 1's fourth batch, and behind it; a forward that failed is told in the next pass
+    ("forward", "both have batches"): ([*[STEPPED] * 3, TOLD, STEPPED], [*[STEPPED] * 3, MINE, TOLD]),
+    ("forward", "the other has run out"): ([STEPPED] * 2, [*[STEPPED] * 3, MINE, STEPPED]),
+    ("backward", "both have batches"): ([*[STEPPED] * 3, TOLD, STEPPED], [*[STEPPED] * 3, MINE, STEPPED]),
+    ("backward", "the other has run out"): ([STEPPED] * 2, [*[STEPPED] * 3, MINE, STEPPED]),
+    ("loss", "both have batches"): ([STEPPED] * 5, [*[STEPPED] * 3, MINE, STEPPED]),
+    ("loss", "the other has run out"): ([STEPPED] * 2, [*[STEPPED] * 3, MINE, STEPPED]),
+}
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize(("fails", "who"), BECAME)
+def test_a_failure_that_is_caught_inside_join_leaves_all_in_step(transport: str, fails: str, who: str) -> None:
+    """They told joined ranks of the batch that had failed and of the next: Gloo aborted, or all waited for ever."""
+    (first, *mine), (second, *theirs) = spawn_ranks(train, 2, transport, fails, BATCHES[who])
+    assert (first, second) == BECAME[fails, who]
+    if fails == "backward" and who == "both have batches":  # else one has stepped more often
+        assert all(map(torch.equal, mine[0], theirs[0]))
+    assert all(map(torch.equal, mine[2], theirs[2]))
+    are_shifted = fails == "loss" and who == "both have batches"
+    assert ["ran forward more often" in "".join(warnings) for warnings in (mine[3], theirs[3])] == [are_shifted] * 2
+    assert len(mine[3]) == are_shifted
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("fails", ["forward", "loss"])
+def test_a_last_batch_that_fails_before_its_backward_is_no_pass(transport: str, fails: str) -> None:
+    """It had been announced in forward: the others waited for it, or Gloo ended a process."""
+    (first, _, one, mine, *_), (second, _, other, theirs, *_) = spawn_ranks(train, 2, transport, fails, (2, 4))
+    assert (first, second) == ([STEPPED] * 2, [*[STEPPED] * 3, MINE])
+    assert (one, other) == (2, 3)
+    assert all(map(torch.equal, mine, theirs))
+
+
+def in_one(model: torch.nn.Module, *batches: torch.Tensor) -> None:
+    one, other = map(model, batches)
+    (one.mean() + other.square().mean()).backward()
+
+
+def in_two(model: torch.nn.Module, *batches: torch.Tensor) -> None:
+    one, other = map(model, batches)
+    one.mean().backward()
+    model.zero_grad()  # else what it has summed would be divided again, as in torch: who has run out holds nothing
+    other.square().mean().backward()
+
+
+def past_the_wrapper(model: torch.nn.Module, *batches: torch.Tensor) -> None:
+    getattr(model, "module", model)(batches[0]).mean().backward()
+
+
+Backward = Callable[..., None]
+BACKWARDS: dict[Backward, int] = {in_one: 1, in_two: 2, past_the_wrapper: 1}
+
+
+def batches_of(rank: int, number: int) -> list[torch.Tensor]:
+    return [*torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(10 * number + rank))]
+
+
+def train_by(rank: int, transport: str, backward: Backward, steps: tuple[int, ...]) -> tuple[list[torch.Tensor], ...]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for number in range(steps[rank]):
+            optimizer.zero_grad()
+            backward(model, *batches_of(rank, number))
+            optimizer.step()
+        inside = [one.detach().clone() for one in model.state_dict().values()]
+    assert model.synchronizer.statistics.passes == BACKWARDS[backward] * steps[rank]
+    assert model._get_ddp_logging_data()["num_buckets_reduced"] == len(model.synchronizer.plan.buckets)
+    return inside, [one.detach().clone() for one in model.state_dict().values()]
+
+
+def alone(backward: Backward, steps: tuple[int, ...]) -> list[torch.Tensor]:
+    """One process, with a model for each rank; those that have run out give nothing, and follow the last that has not.
+
+    Returns what the last rank's state is in the end.
+    """
+    torch.manual_seed(0)
+    model = Net()
+    models = [model, *(copy.deepcopy(model) for _ in steps[1:])]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    for number in range(max(steps)):
+        have = [rank for rank, most in enumerate(steps) if number < most]
+        for rank in have:
+            optimizers[rank].zero_grad()
+            backward(models[rank], *batches_of(rank, number))
+        means = [
+            sum(p.grad / len(steps) for p in ps)
+            for ps in zip(*(models[rank].parameters() for rank in have), strict=True)
+        ]
+        for rank in have:
+            for parameter, mean in zip(models[rank].parameters(), means, strict=True):
+                parameter.grad = mean.clone()
+            optimizers[rank].step()
+            for name, buffer in models[rank].named_buffers():
+                buffer.copy_(models[have[-1]].get_buffer(name))
+    return [*models[steps.index(max(steps))].state_dict().values()]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("steps", [(2, 4), (4, 2), (3, 1, 2)])
+def test_a_pass_is_announced_when_it_begins(transport: str, backward: Backward, steps: tuple[int, ...]) -> None:
+    """By whatever forward, once or twice. Buffers follow a rank that has batches, and so does the model in the end."""
+    found = spawn_ranks(train_by, len(steps), transport, backward, steps)
+    wanted = alone(backward, steps)
+    for rank, (_, behind) in enumerate(found):
+        assert all(map(torch.equal, behind, found[0][1])), rank
+    last = found[steps.index(max(steps))][0]
+    torch.testing.assert_close(last, wanted)

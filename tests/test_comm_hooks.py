@@ -396,14 +396,19 @@ def test_hooks_see_complex_gradients_as_pairs_of_reals(dtype):
 
 
 def test_descriptions_name_the_hook():
-    def worker(transport):
+    def worker(hook, transport):
         sync = stretto.attach(torch.nn.Linear(1, 1), transport=transport)
-        sync.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        sync.register_comm_hook(None, hook)
         return sync.describe().splitlines()[1]
 
     hook = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
     said = f"gradients: by comm hook {hook}, in the place of local (threads of one process), in place when backward"
-    assert run_ranks(worker, 2) == [f"{said} returns"] * 2
+    assert run_ranks(functools.partial(worker, default_hooks.bf16_compress_hook), 2) == [f"{said} returns"] * 2
+    partly = functools.partial(default_hooks.bf16_compress_hook)
+    assert (
+        run_ranks(functools.partial(worker, partly), 2)
+        == [f"{said} returns".replace(hook, f"functools.partial({hook}, ...)")] * 2
+    )
 
 
 class Trunk(torch.nn.Module):

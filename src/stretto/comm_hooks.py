@@ -25,6 +25,7 @@ whether a future that is done has failed is asked before anything else is sent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -299,6 +300,8 @@ def sum_hook(process_group: Any, bucket: Any) -> torch.futures.Future[Any]:
 
 def hook_name(hook: object) -> str:
     """Where a user finds it, rather than where it lies in memory."""
+    if isinstance(hook, functools.partial):
+        return f"functools.partial({hook_name(hook.func)}, ...)"
     name = getattr(hook, "__qualname__", None)
     return repr(hook) if name is None else f"{hook.__module__}.{name}"
 

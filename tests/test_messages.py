@@ -89,6 +89,30 @@ def test_what_some_pass_of_some_rank_used_is_not_named(caplog, uses: list[str]) 
     assert warned(caplog, [["ab"] * 3, passes]) == expected
 
 
+class Renewing(Heads):
+    """Makes the weight of a head anew in each forward, as no plan can know beforehand."""
+
+    def forward(self, use: str) -> torch.Tensor:
+        head = self.heads["a"]
+        head.weight = torch.nn.Parameter(head.weight.detach() * 0.9)
+        return super().forward(use)
+
+
+def test_parameters_that_forward_replaces_in_each_pass_are_not_named(caplog) -> None:
+    """They have been reduced all the same, behind the pass."""
+
+    def worker(transport):
+        model = Renewing()
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(5):
+            model.zero_grad()
+            model("abcd").backward()
+        return sync.used_by["heads.a.weight"]
+
+    assert run_ranks(worker, 2) == [2, 2]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 @pytest.mark.parametrize("other, named", [("abcd", []), ("ab", [NEVER_USED.format("on any rank")])])
 def test_with_a_comm_hook_rank_0_speaks_for_all(caplog, other: str, named: list[str]) -> None:
     assert warned(caplog, [["ab"] * 4, [other] * 4], identity) == named
@@ -225,6 +249,12 @@ ANOTHER_IS_TRAINED = (
 )
 
 
+@torch.no_grad()
+def step_by_hand(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter -= 0.1 * parameter.grad
+
+
 def test_steps_of_what_is_attached_or_the_modules_own_begin_the_count_anew(caplog: pytest.LogCaptureFixture) -> None:
     """A critic that is trained first, beside a temperature of each rank's own; a head that is to be left alone."""
 
@@ -239,6 +269,8 @@ def test_steps_of_what_is_attached_or_the_modules_own_begin_the_count_anew(caplo
             trained(torch.ones(1, trained.in_features)).sum().backward()
             if transport.rank == 0:
                 optimizers[place].step()
+            else:
+                step_by_hand(trained)
 
     run_ranks(worker, 2)
     assert caplog.records == []
@@ -278,6 +310,8 @@ def test_who_attaches_a_module_and_trains_another_is_told(caplog: pytest.LogCapt
                 trained(torch.ones(1, 2)).sum().backward()
             if transport.rank == 0:  # which hears of the steps of all threads
                 optimizer.step()
+            elif what != "without gradients":
+                step_by_hand(trained)
         sync.detach()
 
     run_ranks(worker, 2)

@@ -1209,6 +1209,22 @@ def test_a_rank_that_waits_in_a_collective_of_torch_says_in_which() -> None:
     assert found == [f"in torch.distributed.all_gather_object() at test_peers.py:{line} in {name}"]
 
 
+def test_a_rank_whose_program_is_over_is_at_its_end() -> None:
+    """Where the interpreter calls what was left to be done at exit there is no line of the user's any more."""
+    library, user = stretto.line.__file__, __file__
+
+    def stack(*files: str) -> Any:
+        frame = None
+        for file in files:
+            code = SimpleNamespace(co_filename=file, co_name="here")
+            frame = SimpleNamespace(f_code=code, f_back=frame, f_lineno=1)
+        return frame
+
+    assert standing(stack(library, library)) == "at the end of its program"
+    assert standing(stack(user, library, library)) == "in here() at test_peers.py:1 in here"
+    assert standing(stack("<string>", library)) == "at line.py:1 in here"
+
+
 class Plain:
     """A work of a user's own transport, which knows ``wait()`` alone."""
 

@@ -306,7 +306,7 @@ def one_without_memory(rank: int, tell: Tell, when: str, limit: str) -> Any:
 
     def handicap() -> None:
         if rank == 1 and limit == "memory":
-            memory.available_bytes = lambda: 2 * 1024 * 1024
+            memory.available_bytes = lambda: 18 * 1024 * 1024  # of which 16 are the program's
         elif rank == 1:
             no_descriptors(rank)
 

@@ -30,7 +30,7 @@ APART = (
     "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
     "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
     "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that looks "
-    "at one rank's loss; a random number.\n"
+    "at one rank's loss; a closure that LBFGS runs more often on one, for its own loss; a random number.\n"
     "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
     "ranks.\n"
     "stretto looks at a few elements unasked. Where ranks are meant to move their weights by themselves for a while, "
@@ -94,6 +94,35 @@ def test_another_learning_rate_is_told_of_behind_the_first_step(caplog: pytest.L
         Run(transport, lr=1.0 + transport.rank).step(3)
 
     assert run(caplog, worker) == [APART.format(2)]
+
+
+def test_steps_that_end_behind_other_passes_on_each_rank_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a closure that one rank runs more often. No rank ever compared with another: replicas parted in silence."""
+
+    def worker(transport: LocalTransport) -> None:
+        one = Run(transport, lr=1.0)
+        for backwards in [[3, 2, 2, 2], [2, 2, 2, 3]][transport.rank]:
+            for _ in range(backwards):
+                one.backward()
+            one.optimizer.step()
+
+    (text,) = run(caplog, worker)
+    assert text.startswith("pass 5 of Sequential: the ranks no longer hold the same values of 0.weight, 0.bias, ")
+
+
+def test_a_rank_that_steps_for_all_is_no_drift(caplog: pytest.LogCaptureFixture) -> None:
+    """And sends what it has stepped: one rank alone says what it holds."""
+
+    def worker(transport: LocalTransport) -> None:
+        one = Run(transport)
+        for _ in range(40):
+            one.backward()
+            if transport.rank == 0:
+                one.optimizer.step()
+            for parameter in one.model.parameters():
+                transport.broadcast(parameter.data.view(-1)).wait()
+
+    assert run(caplog, worker) == []
 
 
 @pytest.mark.parametrize("after", [3, 7, 100, 1500])

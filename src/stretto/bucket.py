@@ -35,7 +35,7 @@ from .transport.base import Transport, Work
 from .withheld import Withheld
 
 _grad = operator.attrgetter("grad")
-_FREED = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+_FREED = torch.nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
 
 
 class Bucket:

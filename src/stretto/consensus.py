@@ -205,7 +205,8 @@ class Consensus:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
-        self.spot_checks.hear(said, self._queue.pass_number, idle=idle)
+        some = self._on_some(said, Control.COMPARES)
+        self.spot_checks.hear(said, self._queue.pass_number, some=some, idle=idle)
         self.unattached.hear(said, self._queue.pass_number, idle=idle)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or is_first:

@@ -152,7 +152,7 @@ class ReducerFace:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """How many ranks used each parameter in the last pass."""
-        return torch.tensor([*self._owner.synchronizer.used_by.values()], dtype=torch.int32)
+        return torch.tensor([*self._owner.synchronizer.used_by.values()], dtype=torch.int32, device="cpu")
 
     def _ddp_graph_static(self) -> bool:
         """Whether every pass of this rank has reached the same parameters."""

@@ -176,7 +176,7 @@ class _AllNodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:  # never run

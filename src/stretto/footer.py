@@ -46,7 +46,7 @@ class Footer:
     def bear(self, key: int, world_size: int) -> None:
         """Tell in each pass whose it is, by the handle's key. For the last bucket."""
         marks, had = marks_of(key), len(self.had)
-        self._complete[had + FIRST_MARK : had + FIRST_VALUE] = torch.tensor(marks)
+        self._complete[had + FIRST_MARK : had + FIRST_VALUE] = torch.tensor(marks, device="cpu")
         self._quiet[FIRST_MARK:FIRST_VALUE] = [world_size * one for one in marks]
 
     def write(self, missing: Collection[int], weight: float, says: Collection[int]) -> None:
@@ -61,7 +61,7 @@ class Footer:
         for place in missing:
             self.had[place] = 0
         if self._weight_words:
-            self.weight.copy_(torch.tensor(encode_weight(weight, self._weight_words)))
+            self.weight.copy_(torch.tensor(encode_weight(weight, self._weight_words), device="cpu"))
         for word in says:
             self._words[word] = 1
 

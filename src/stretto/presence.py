@@ -55,7 +55,7 @@ class Presence:
         ``later``: when it is asked for; see family.py, [Note: strangers].
         """
         self._used = self._map = self._work = None
-        asked = torch.tensor(uses, dtype=torch.int32)
+        asked = torch.tensor(uses, dtype=torch.int32, device="cpu")
         self._work = None if later else self._transport.all_reduce(asked)
         self._map = asked  # last: one that could not be sent was not announced
 

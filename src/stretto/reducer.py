@@ -256,7 +256,7 @@ class Reducer:
         try:
             sent = beside.send(shares) if carries else None
             words = self._wait(sent, scheduled and tracker.hands_out, release=True)
-            if self._never_used.looking:
+            if self._never_used.looking and not changed:
                 self._never_used.look(tracker.gone)
         finally:
             tracker.unsynchronized.clear()

@@ -253,8 +253,8 @@ class SparseGradients:
         row = [int(gave_up)]
         for share in shares:
             row += [len(share.rows), share.dense is not None, share.new]
-        table = torch.zeros(self._transport.world_size, len(row), dtype=torch.int64)
-        table[self._transport.rank] = torch.tensor(row)
+        table = torch.zeros(self._transport.world_size, len(row), dtype=torch.int64, device="cpu")
+        table[self._transport.rank] = torch.tensor(row, device="cpu")
         flat = table.reshape(-1).to(self._members[0].device)
         self._counts = flat, self._transport.all_reduce(flat)
 

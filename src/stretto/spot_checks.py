@@ -5,7 +5,8 @@
 does. Of the weight some bits travel behind the last bucket of the next pass, so that hardly any device is waited for.
 Where the ranks that compare do not all say the same, all know it at the same pass, look at all parameters together, and
 rank 0 tells of it once: of weights or an optimizer's state that one rank alone has loaded mostly in the second pass.
-Ranks without batches, or that gave up the pass between, say nothing.
+Ranks without batches, or that gave up the pass between, say nothing. Where others do not compare in the same passes,
+their steps do not end behind the same ones: of a closure that runs another number of backwards on each rank, say.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _FEW = 64
 """Elements of a parameter that are looked at."""
 _EVERY = 1 << 10
 """Passes, at most, from one spot check to the next."""
+_SOME = 3
+"""So often some of the ranks that step may compare, and others not, before all parameters are compared, once."""
 _FRUITLESS = 2
 """So often ranks may say different things where parameters are equal, before no more is said."""
 
@@ -93,7 +96,7 @@ class SpotChecks:
     def __init__(self, members: Membership, peers: Peers, *, speaks: bool) -> None:
         self._members, self._peers, self._speaks = members, peers, speaks
         self._wanted = members.options.check_every is None
-        self._passed, self._fruitless = 0, 0
+        self._passed, self._fruitless, self._some = 0, 0, 0
         self._mine: frozenset[int] = frozenset()  # of which a step is awaited, by id
         self._depth = 0  # of steps of these that have begun: ZeroRedundancyOptimizer steps another, and sends then
         self._taken: tuple[int, SpotCheck] | None = None  # and behind which pass
@@ -126,15 +129,18 @@ class SpotChecks:
         taken, self._taken = self._taken, None
         return taken[1].says() if taken is not None and taken[0] == number - 1 else []
 
-    def hear(self, said: Sequence[float], number: int, *, idle: bool) -> None:
+    def hear(self, said: Sequence[float], number: int, *, some: bool, idle: bool) -> None:
         """Look closely if ranks said different things, and tell of what differs. Collective.
 
         Args:
             said: what all ranks told in the pass.
             number: of the pass.
+            some: some ranks compared, and others did not, which step all the same: their steps end behind other passes.
             idle: this rank does not step any more.
         """
-        if not (self._wanted and _are_unlike(said)):
+        self._some += some
+        unlike = _are_unlike(said)
+        if not (self._wanted and (unlike or (some and self._some == _SOME))):
             return
         where = f"pass {number} of {type(self._members.module()).__name__}"
         try:
@@ -144,9 +150,12 @@ class SpotChecks:
             if self._speaks:
                 self._tell(error)
             return
-        self._fruitless += 1
+        self._fruitless += unlike
         self._wanted = self._fruitless < _FRUITLESS
-        log.info("%s: what ranks looked at behind the last step was not alike, and all parameters are equal now", where)
+        if unlike:
+            log.info(
+                "%s: what ranks looked at behind the last step was not alike, and all parameters are equal now", where
+            )
 
     def _tell(self, error: ReplicaError) -> None:
         log.warning(

@@ -48,7 +48,7 @@ class Uneven:
         self.announce()
         self._is_announced = False
         if places.any and places.policy != "none":
-            have = torch.zeros(queue.transport.world_size, device=queue.devices[0])
+            have = torch.zeros(queue.transport.world_size, dtype=torch.int32, device=queue.devices[0])
             have[queue.transport.rank] = self.has_batches
             queue.wait_for(queue.transport.all_reduce(have), "who has batches")
             places.follows = int(have.nonzero().max())

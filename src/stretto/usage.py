@@ -79,7 +79,7 @@ def used_by(queue: LaunchQueue) -> dict[str, int]:
 def carry_over(counts: Mapping[int, int], buckets: Iterable[Bucket]) -> None:
     """Let new buckets say the same of the last pass, which they did not take part in."""
     for bucket in buckets:
-        bucket.footer.had.copy_(torch.tensor([float(counts[index]) for index in bucket.indices]))
+        bucket.footer.had.copy_(torch.tensor([float(counts[index]) for index in bucket.indices], device="cpu"))
 
 
 def follow_a_change(

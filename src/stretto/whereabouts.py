@@ -89,8 +89,9 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 def standing(frame: FrameType | None) -> str:
     """``at train.py:34 in step``; ``in report() at ...`` where that line calls this library, or a collective."""
-    call, above = "", frame
+    call, above, outermost = "", frame, frame
     while above is not None and not is_users(above.f_code.co_filename):
+        outermost = above
         if above.f_code.co_filename.startswith(_LIBRARIES[1]):
             call = f"in {above.f_code.co_name}() "
         elif above.f_code.co_filename == distributed_c10d.__file__:
@@ -98,6 +99,8 @@ def standing(frame: FrameType | None) -> str:
         elif above.f_code.co_filename.startswith(_LIBRARIES[0]) and above.f_code.co_filename != c10d_logger.__file__:
             call = ""  # backward, say, and its hooks; that logger wraps each collective
         above = above.f_back
+    if above is None and outermost is not None and outermost.f_code.co_filename.startswith(_LIBRARIES[1]):
+        return "at the end of its program"  # where the interpreter calls what is left to do
     return f"{call if above is not None else ''}at {place_of_frame(frame)}"
 
 

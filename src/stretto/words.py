@@ -62,7 +62,7 @@ def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """A tensor's values on the host, and what tells that they are there; None where they were there already."""
     if tensor.device.type == "cpu":
         return tensor, None
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     there.copy_(tensor, non_blocking=True)
     arrival = torch.Event(tensor.device)
     arrival.record()

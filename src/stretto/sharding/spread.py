@@ -97,7 +97,7 @@ class Spread:
         """Of all ranks, in elements of the first bucket's dtype. Where memory is shared they have met before."""
         if self._buckets and not layout.is_shared and self._buckets[0].parameters[0].is_cpu:
             first, dtype = self._buckets[0], self._buckets[0].parameters[0].dtype
-            self._numbers = [torch.zeros(2, dtype=torch.int64).view(dtype) for _ in owned]
+            self._numbers = [torch.zeros(2, dtype=torch.int64, device="cpu").view(dtype) for _ in owned]
             flats = [[*flats, number] for flats, number in zip(first.flats, self._numbers, strict=True)]
             self._buckets[0] = _OfBucket(flats, first.parameters, first.bucket)
 
@@ -111,7 +111,7 @@ class Spread:
                 stepped.
         """
         if self._numbers:
-            self._numbers[self._transport.rank].view(torch.int64).copy_(torch.tensor([groups, whose]))
+            self._numbers[self._transport.rank].view(torch.int64).copy_(torch.tensor([groups, whose], device="cpu"))
         if self._spreading is not None:
             self._spreading.begin()
         for message, shares in enumerate(self._buckets):

@@ -31,7 +31,7 @@ class CommonMemory:
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements from byte ``start`` on, flat, as a tensor with a storage of its own."""
-        return tensor_over(self._buffer, start, numel, dtype) if numel else torch.empty(0, dtype=dtype)
+        return tensor_over(self._buffer, start, numel, dtype) if numel else torch.empty(0, dtype=dtype, device="cpu")
 
     def words(self, count: int) -> memoryview:
         """So many numbers of four bytes, from the first byte on, written and read in one piece each."""

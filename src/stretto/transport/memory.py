@@ -43,6 +43,8 @@ if sys.platform != "win32":  # which has none of what this file is for: see choo
 CHUNK_BYTES = 4 * MIB
 """Segments for several tensors are at least so large; later ones a quarter of all in use, up to the following."""
 LARGEST_CHUNK_BYTES = 64 * MIB
+_SPARE_BYTES = 16 * MIB
+"""Left to the program: in a control group that is full its next object would get a process killed."""
 LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _MAP_FIXED = 16
@@ -133,8 +135,10 @@ def _close(pid: int, fd: int) -> None:
 
 
 def _refuse_more_than_there_is(nbytes: int) -> None:
-    available = available_bytes()
-    if available is not None and nbytes > available:
+    if (there := available_bytes()) is None:
+        return
+    available = max(there - _SPARE_BYTES, 0)
+    if nbytes > available:
         raise OSError(errno.ENOMEM, f"{nbytes / MIB:.0f} MiB asked for, {available / MIB:.0f} MiB available")
 
 

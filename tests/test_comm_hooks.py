@@ -1,6 +1,7 @@
 """torch's comm hooks, as they are, on stretto: a row per hook, against torch's DDP with the same hook."""
 
 import functools
+import importlib
 import logging
 import logging.handlers
 import warnings
@@ -352,6 +353,84 @@ def test_a_last_bucket_that_was_waited_for_in_vain_is_not_sent_again():
         with pytest.raises(kind):
             comm_hook.launch(SimpleNamespace(payload=torch.zeros(2), is_last=True), wait_for)
     assert len(called) == 1
+
+
+def test_a_bucket_before_that_was_waited_for_in_vain_is_waited_for_again():
+    """When the pass is given up: the hook was called for the next one while it was under way, and all ranks hung."""
+    called, waited = [], []
+
+    def hook(state, bucket):
+        called.append(bucket.index())
+        return torch.futures.Future()
+
+    def wait_for(work, bucket):
+        waited.append(bucket.index)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+
+    comm_hook = CommHook(None, hook)
+    first, second = (SimpleNamespace(payload=torch.zeros(2), is_last=False, index=index) for index in range(2))
+    comm_hook.launch(first, wait_for)
+    with pytest.raises(KeyboardInterrupt):
+        comm_hook.launch(second, wait_for)
+    assert (called, waited) == ([0], [0])
+    comm_hook.launch(second, wait_for)
+    assert (called, waited) == ([0, 1], [0, 0])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "stretto"])
+def test_what_a_hook_begins_is_counted(backend):
+    importlib.import_module("stretto.backend")  # registers one
+
+    def all_reduces():
+        before = comm_hooks.collectives_begun()
+        dist.all_reduce(torch.ones(2))
+        return comm_hooks.collectives_begun() - before
+
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [all_reduces(), all_reduces()] == [1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_where_a_backend_does_not_count_a_hook_that_fails_may_have_sent():
+    """Of a group with several, torch itself asks only the default one, and says that it does not count."""
+    import torch.testing._internal.distributed.fake_pg  # registers that backend
+
+    dist.init_process_group("cpu:gloo,cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert comm_hooks.collectives_begun() is None
+        comm_hook = CommHook(None, lambda state, bucket: {}["no such key"])
+        with pytest.raises(KeyError):
+            comm_hook.launch(SimpleNamespace(payload=torch.zeros(2), is_last=False), None)
+        assert comm_hook.failure == "KeyError: 'no such key'"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (torch.ones(()), "the comm hook's future holds 1 element in place of the 3 of the reduced flat tensor."),
+        (torch.ones(4), "the comm hook's future holds 4 elements in place of the 3 of the reduced flat tensor."),
+        ([*torch.ones(3)], "the comm hook's future holds a list in place of the reduced flat tensor."),
+    ],
+    ids=["an element", "too much", "its elements"],
+)
+def test_a_result_of_another_size_is_refused(result, told):
+    """One ``[0]`` too many made all gradients the first one, without a word."""
+    future, payload = torch.futures.Future(), torch.zeros(3)
+    future.set_result(result)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        HookWork(SimpleNamespace(payload=payload), future, CommHook(None, print)).wait()
+    ways = {
+        ValueError: "Let its last callback return all of it: future.value() of torch's own hooks is that tensor, that "
+        "of Work.get_future() a list of one.",
+        TypeError: "Let its last callback return that tensor.",
+    }
+    assert str(caught.value) == f"{told}\n{ways[type(caught.value)]}"
 
 
 class Plain:

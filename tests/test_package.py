@@ -65,6 +65,7 @@ LAYERS = [  # docs/design.md, section 3: each module imports only from its own l
     {
         "late",
         "comm_hooks",
+        "hook_work",
         "in_backward",
         "schedule",
         "check",

@@ -1276,6 +1276,91 @@ def test_a_callback_that_fails_before_it_sends_more_is_told_in_that_pass(tmp_pat
 
 
 @pytest.mark.ranks
+def test_an_optimizer_that_fails_in_backward_behind_an_earlier_bucket_is_told_in_that_pass(tmp_path: Path) -> None:
+    """Its sum was there when the next bucket left, and the step had not been tried: the others stepped all."""
+    body = """
+        import warnings
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        warnings.simplefilter("ignore")
+        sync.detach()
+
+        class Slowly(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 1
+
+            @staticmethod
+            def backward(ctx, gradient):
+                time.sleep(0.2)
+                return gradient
+
+        class Breaks(torch.optim.SGD):
+            def step(self, closure=None):
+                if rank == 1 and ddp.synchronizer.statistics.passes == 1:
+                    raise ValueError("optimizer broke")
+                return super().step(closure)
+
+        _apply_optimizer_in_backward(Breaks, model.parameters(), {"lr": 0.05})
+        ddp = stretto.DistributedDataParallel(model, bucket_cap_mb=1e-5)
+        model.b.register_forward_pre_hook(lambda module, inputs: (Slowly.apply(*inputs),))
+        ddp(x).sum().backward()
+        try:
+            ddp(x).sum().backward()
+        except (ValueError, stretto.PeerError) as error:
+            print(error)
+        time.sleep(2 * (rank == 1))
+        os._exit(0)
+    """
+    (code, printed, complaint), (other, failed, complained) = ranks(tmp_path, body)
+    assert (code, other, complaint, complained) == (0, 0, "", "")
+    assert failed == "optimizer broke\n"
+    assert printed.startswith(
+        "rank 0, pass 2: rank 1 failed and left, so nobody can complete this pass.\n"
+        "  rank 1, pass 2, backward: ValueError: optimizer broke ("
+    )
+
+
+@pytest.mark.ranks
+def test_ctrl_c_while_powersgd_waits_for_a_slow_rank_leaves_all_in_step(tmp_path: Path) -> None:
+    """The bucket that it waited for was forgotten, the hook called beside it for the rest, and all ranks hung."""
+    body = """
+        import signal, threading
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as P
+
+        sync.detach()
+        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+        sync = stretto.attach(model, bucket_cap_mb=0.004, transport=transport)
+        state = P.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        sync.register_comm_hook(state, P.powerSGD_hook)
+
+        def step():
+            model.zero_grad()
+            model(torch.ones(2, 32) * (1 + rank)).square().mean().backward()
+
+        for _ in range(4):
+            step()
+        dist.barrier()
+        if rank == 0:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        else:
+            time.sleep(1.5)
+        try:
+            step()
+        except (KeyboardInterrupt, stretto.PeerError) as error:
+            print(type(error).__name__)
+        step()
+        print([p.grad.sum().item() for p in model.parameters()])
+        dist.barrier()
+        os._exit(0)
+    """
+    (code, one, complaint), (other, second, complained) = ranks(tmp_path, body)
+    assert (code, other, complaint, complained) == (0, 0, "", "")
+    (name, found), (told, same) = one.splitlines(), second.splitlines()
+    assert (name, told, found) == ("KeyboardInterrupt", "PeerError", same)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", FAILS_BEHIND_WHAT_IT_SENDS)
 def test_a_rank_whose_hook_fails_behind_what_it_sends_takes_part_in_nothing_more(tmp_path: Path, how: str) -> None:
     """Were the hook called again, it would send its bucket twice; were the pass given up, the next be one behind."""

@@ -117,6 +117,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
         self._turn = threading.RLock()  # several threads may use one group, as they may with Gloo
         self._transport: SharedMemoryTransport | None = None  # stays for late ranks when it goes, or the program ends
         self._asked = size == 1
+        self.begun = 0
+        """Collectives in memory, for those who ask whether there were some."""
         self._collectives: Collectives | WorldOfOne | None = WorldOfOne() if size == 1 else None
 
     def getBackendName(self) -> str:
@@ -252,6 +254,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
         """One thread at a time, hidden from autograd as torch's backends are, and errors that say whose they are."""
+        self.begun += 1
         try:
             with self._turn, torch.inference_mode():  # tensors made in that mode can be written in no other
                 yield

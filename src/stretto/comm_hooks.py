@@ -27,9 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +41,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 
 from .bucket import Bucket
 from .errors import CommunicationError, SetupError
+from .hook_work import HookWork, collectives_begun, is_of_hook
 from .notes import text_of
 from .options import Options
 from .transport.base import Transport, Work, as_reals
@@ -139,14 +138,14 @@ class CommHook:
                 f"{where}{self} has failed, so it is not called again.\n  {self.failure}\n"
                 "Remove the cause and start again, on all ranks."
             )
-        before, self._current = self._current, None  # should the hook raise, the pass has failed
-        if before is not None and not before.is_well():
-            wait_for(before, before.bucket)
+        if self._current is not None and not self._current.is_well():
+            wait_for(self._current, self._current.bucket)  # stopped there, it is waited for when the pass is given up
+        self._current = None  # should the hook raise, the pass has failed
         begun = 0 if self.silent else collectives_begun()
         try:
             work = HookWork(bucket, self._call(bucket), self)
         except BaseException as error:
-            if not self.silent and collectives_begun() != begun:
+            if not self.silent and (begun is None or collectives_begun() != begun):
                 self.failure = text_of(error)
             raise
         if not self.one_at_a_time:
@@ -164,93 +163,24 @@ class CommHook:
     def _call(self, bucket: Bucket) -> Any:
         future = self.hook(self.state, GradBucket(bucket))
         if not (hasattr(future, "done") and hasattr(future, "wait")):
-            raise TypeError(
+            error = TypeError(
                 f"{self} returned a {type(future).__name__}, not a torch.futures.Future of "
                 "the reduced flat tensor.\nReturn that of the collective, dist.all_reduce(tensor, async_op=True)"
                 ".get_future(); or make one that is done, future = torch.futures.Future(); future.set_result(tensor)."
             )
+            self.failure = text_of(error)  # called again, it would do the same
+            raise error
         return future
+
+    def blame(self, error: BaseException) -> None:
+        """Remember what its future has failed with, and raise it as the hook's own if no other rank can be to blame."""
+        self.failure = text_of(error)
+        if self._peers is not None and is_of_hook(error):
+            rank, _, _ = self._peers.where.partition(",")
+            raise CommunicationError(f"{rank}: {error}\nRemove the cause and start again, on all ranks.") from error
 
     def __str__(self) -> str:
         return f"comm hook {hook_name(self.hook)}"
-
-
-def collectives_begun() -> int:
-    """How many this process has begun over any group, as far as these count them."""
-    begun = 0
-    groups: Iterable[Any] = [*dist.distributed_c10d._world.pg_map]
-    for group in groups:
-        with contextlib.suppress(RuntimeError):
-            begun += group._get_sequence_number_for_group()
-    return begun
-
-
-class HookWork:
-    """The future that a hook returns, waited for like any other work."""
-
-    __slots__ = ("bucket", "future", "hook", "is_taken")
-
-    def __init__(self, bucket: Bucket, future: Any, hook: CommHook) -> None:
-        self.bucket = bucket
-        self.future = future
-        self.hook = hook
-        self.is_taken = False
-        """Whether the result is in the bucket."""
-
-    def is_completed(self) -> bool:
-        """Whether the hook will not communicate any more for this bucket."""
-        return bool(self.future.done())
-
-    def is_well(self) -> bool:
-        """Whether it is completed, and has not failed. Makes no stream of an accelerator wait."""
-        if not self.is_completed():
-            return False
-        value = getattr(self.future, "value", None)
-        try:
-            return value is None or value() is not None
-        except Exception:
-            return False
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Put the hook's result into the bucket, unless it is there already.
-
-        Raises:
-            RuntimeError: that lasts longer than ``timeout``; wait again.
-        """
-        if self.is_taken:
-            return
-        if timeout is not None and not self.future.done() and not self._comes_within(timeout.total_seconds()):
-            raise RuntimeError(f"the comm hook is not done within {timeout.total_seconds():.1f} s")
-        try:
-            result = self.future.wait()
-            if result is not self.bucket.payload:
-                self._take(result)
-            self.is_taken = True
-        except BaseException as error:
-            self.hook.failure = text_of(error)
-            raise
-
-    def _take(self, result: Any) -> None:
-        payload = self.bucket.payload
-        if isinstance(result, (list, tuple)) and result:
-            result = result[0]  # Work.get_future() resolves to the list of a collective's tensors
-        if not isinstance(result, torch.Tensor):
-            raise TypeError(
-                f"the comm hook's future holds a {type(result).__name__} in place of the reduced flat tensor.\n"
-                "Let its last callback return that tensor."
-            )
-        if result.data_ptr() != payload.data_ptr():
-            if payload.is_complex() and not result.is_complex() and result.numel() == 2 * payload.numel():
-                payload = torch.view_as_real(payload).view(-1)
-            payload.copy_(result.reshape(-1))
-
-    def _comes_within(self, seconds: float) -> bool:
-        """A hook may return what knows no callbacks; then it is waited for plainly."""
-        if not hasattr(self.future, "add_done_callback"):
-            return True
-        came = threading.Event()
-        self.future.add_done_callback(lambda _: came.set())
-        return came.wait(seconds)
 
 
 class Footers:

@@ -132,7 +132,7 @@ if rank == 0:
 sync.detach()
 """
     (_, printed, _), _ = ranks(tmp_path, PRELUDE + body)
-    assert "rank 1 has left (it was detached), so nobody can complete this call." in printed
+    assert "rank 1 has left (it was detached), so nobody can complete this call, in check() at train.py:" in printed
 
 
 @pytest.mark.ranks

@@ -590,7 +590,7 @@ def test_a_trace_of_which_a_part_is_missing_or_damaged_is_shown_as_far_as_it_goe
     assert told.err == f"stretto: {line}\n"
     assert told.out.startswith("rank 0 of 2 ") and ", means over the middle half of 2 passes\n" in told.out
     (folder / "rank0.jsonl").unlink()
-    line = f"{folder}: the files of ranks [0] are missing; copy all of them into one folder"
+    line = f"{folder}: no file of rank 0; copy those of all ranks into one folder"
     assert execute(["trace", str(folder), "--text"]) == 1
     told = capsys.readouterr()
     assert told.err == f"stretto: {line}\n"
@@ -1208,7 +1208,7 @@ REFUSED = [
     ("trace trace/rank0.jsonl", 2, "trace/rank0.jsonl: this is a file; give the folder that sync.trace() was given"),
     ("trace empty", 2, "empty: no trace in it (rank0.jsonl, rank1.jsonl, ...)"),
     ("trace other", 1, "other/rank0.jsonl: line 1 is no part of a trace"),
-    ("trace without", 1, "without/rank0.jsonl: line 1 is no part of a trace"),
+    ("trace without", 1, "without/rank0.jsonl: is empty"),
     ("trace begun", 1, "begun: no pass has settled in it, so there is nothing to show"),
     ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),
     ("trace trace --pass 9", 2, "--pass 9: the trace has passes 2 to 4"),

@@ -475,7 +475,10 @@ ALONE = [
         "shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not (SGD, Linear).\n"
         "Call optimizer = stretto.shard(optimizer, sync).",
     ),
-    (lambda: stretto.attach([]), "attach: the first argument must be a torch.nn.Module, not list"),
+    (
+        lambda: stretto.attach([]),
+        "attach: the first argument must be a torch.nn.Module, not list.\nGive it the model: stretto.attach(model)",
+    ),
     (
         lambda: attach(transport=3),
         'attach: transport=3 is not known: use one of "auto", "shared_memory", "process_group", or an instance of a '

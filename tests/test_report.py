@@ -896,8 +896,9 @@ def test_ranks_that_wait_for_each_other_in_turn_are_told() -> None:
 
 def test_more_communication_than_backward_cannot_be_hidden() -> None:
     assert advise(report(breakdown=breakdown(hidden=45, exposed=60, step=140)), {}) == (
-        "Communication is 2.1x backward: overlap cannot hide it. Send less, by register_comm_hook(None, "
-        "bf16_compress_hook), or less often, by accumulating under no_sync().",
+        "Communication is 2.1x backward: overlap cannot hide it. Send less, by sync.register_comm_hook(None, "
+        "bf16_compress_hook) (from torch.distributed.algorithms.ddp_comm_hooks.default_hooks), or less often, by "
+        "accumulating under no_sync().",
     )
 
 

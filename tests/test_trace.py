@@ -132,7 +132,8 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, caplog:
     for trace in read_trace(tmp_path):
         assert [one.number for one in trace.passes] == [1]
         assert trace.end == "OSError: [Errno 28] No space left on device"
-    assert any("raised and was dropped; training goes on." in one.getMessage() for one in caplog.records)
+    told = "rank {0}, pass 2: the trace in {1}/rank{0}.jsonl ends here, training goes on: No space left on device"
+    assert sorted(one.getMessage() for one in caplog.records) == [told.format(rank, tmp_path) for rank in range(2)]
 
 
 def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,11 +157,15 @@ def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path, caplog: pytest.
         patch.setattr(TraceWriter, "_write", write)
         run_ranks(worker, 2)
     assert [trace.end for trace in read_trace(tmp_path)] == [None, None]
-    said = [one.getMessage() for one in caplog.records if "ends early" in one.getMessage()]
-    assert (
-        f"the trace in {tmp_path / 'rank0.jsonl'} ends early: OSError: [Errno 28] No space left on device" in said
-        or f"the trace in {tmp_path / 'rank0.jsonl'} ends early: closed" in said
-    )
+    for rank in range(2):
+        (said,) = [text for one in caplog.records if (text := one.getMessage()).startswith(f"rank {rank}")]
+        here = f"{tmp_path / f'rank{rank}.jsonl'}"
+        assert said in (
+            f"rank {rank}, pass 1: the trace in {here} ends here, training goes on: No space left on device",
+            f"rank {rank}, pass 2: the trace in {here} ends here, training goes on: No space left on device",
+            f"rank {rank}, pass 3: the trace in {here} ends here, training goes on: No space left on device",
+            f"rank {rank}: the end of the trace in {here} cannot be written: No space left on device",
+        )
 
 
 def test_a_disk_that_is_full_at_the_beginning_is_an_error_on_all(tmp_path: Path) -> None:
@@ -297,9 +302,9 @@ def test_a_file_that_was_cut_off_gives_what_is_whole(written: Path) -> None:
 
 NO_PART = "{folder}/rank0.jsonl: line %d is no part of a trace: left out"
 SPOILT = {  # how: what is told, whose traces are left, and how many passes of rank 0
-    "a file is missing": ("{folder}: the files of ranks [1] are missing; copy all of them into one folder", [0], 3),
+    "a file is missing": ("{folder}: no file of rank 1; copy those of all ranks into one folder", [0], 3),
     "text": (NO_PART % 1, [1], 0),
-    "empty": (NO_PART % 1, [1], 0),
+    "empty": ("{folder}/rank0.jsonl: is empty: left out", [1], 0),
     "no object": (NO_PART % 1, [1], 0),
     "no pass": (NO_PART % 7, [0, 1], 3),
     "unknown": (NO_PART % 7, [0, 1], 3),
@@ -314,9 +319,9 @@ SPOILT = {  # how: what is told, whose traces are left, and how many passes of r
         [1],
         0,
     ),
-    "another run": ("{folder}: the files of ranks [1] are of another run than that of rank 0: left out", [0], 3),
+    "another run": ("{folder}: what rank 1 wrote is of another run than what rank 0 did: left out", [0], 3),
     "another number of ranks": (
-        "{folder}: the files of ranks [1] are of another run than that of rank 0: left out",
+        "{folder}: what rank 1 wrote is of another run than what rank 0 did: left out",
         [0],
         3,
     ),
@@ -429,7 +434,7 @@ def test_the_files_of_the_run_that_has_most_are_kept(tmp_path: Path) -> None:
     told: list[str] = []
     traces = read_trace(tmp_path, tell=told.append)
     assert [one.rank for one in traces] == [1, 2]
-    assert told == [f"{tmp_path}: the files of ranks [0] are of another run than that of rank 1: left out"]
+    assert told == [f"{tmp_path}: what rank 0 wrote is of another run than what rank 1 did: left out"]
     assert [one.rank for one in reports_from(traces)] == [1, 2]
     assert timeline_of(traces).notes()[0] == "of ranks [0] there is no trace"
     assert all(transfer.joined is None for one in timeline_of(traces).passes for transfer in one.transfers)

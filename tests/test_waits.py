@@ -116,7 +116,8 @@ def test_a_call_of_one_rank_alone_is_called_neither_attach_nor_a_pass(
 ) -> None:
     found = ranks(tmp_path, f"{before}if rank != 1: told(sync.{call})", 2, end=False)
     assert within(found[0][1], "PeerError", 6) == (
-        f"rank 0, {when}: rank 1 has left (its process has ended), so nobody can complete this call.\n{SAME_CALLS}"
+        f"rank 0, {when}: rank 1 has left (its process has ended), so nobody can complete this call, in {call}() at "
+        f"train.py:LINE in told.\n{SAME_CALLS}"
     )
 
 

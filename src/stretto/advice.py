@@ -18,6 +18,7 @@ TOO_MUCH = 1.2
 SMALL = 256 * 1024
 """Bytes in a bucket, on average, below which it is worth a thought that there are many."""
 
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 IN_MEMORY = "shared_memory"
 """The transport beside which no comm hook is advised: it would send over the process group, where half the bytes take
 longer than all of them in memory."""
@@ -92,7 +93,11 @@ def _too_much(report: Report) -> Said:
     exposed = mine.exposed - _waiting(report)
     if report.straggler is not None or not mine.backward or mine.hidden + exposed <= TOO_MUCH * mine.backward:
         return None
-    fewer = "" if report.transport == IN_MEMORY else "less, by register_comm_hook(None, bf16_compress_hook), or "
+    fewer = (
+        ""
+        if report.transport == IN_MEMORY
+        else f"less, by sync.register_comm_hook(None, bf16_compress_hook) (from {_HOOKS}), or "
+    )
     return (
         exposed,
         f"Communication is {(mine.hidden + exposed) / mine.backward:.1f}x backward: overlap cannot hide it. Send "

@@ -246,7 +246,8 @@ def _attach(
 def _refuse_kinds(module: object, transport: object, init_sync: object) -> None:
     """Raise where nothing can be asked of what was given; a program does that on all ranks alike."""
     if not isinstance(module, torch.nn.Module):
-        raise SetupError(f"attach: the first argument must be a torch.nn.Module, not {type(module).__name__}")
+        given = f"a torch.nn.Module, not {type(module).__name__}"
+        raise SetupError(f"attach: the first argument must be {given}.\nGive it the model: stretto.attach(model)")
     if not isinstance(transport, str):  # names are compared first
         refuse_other_kinds(transport, "attach")
     if isinstance(init_sync, str):  # "no" would be taken for true

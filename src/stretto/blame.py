@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
@@ -11,7 +12,7 @@ from .errors import CommunicationError, PeerError
 from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted
 from .transport.base import Leftover
-from .whereabouts import count
+from .whereabouts import count, standing
 
 NORM = "the norm of gradients"
 STEPPED_ELSEWHERE = "what other hosts have stepped"
@@ -105,9 +106,8 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
     how = WAYS_TO_LEAVE[note.phase]
     if note.passes is None or not passes or occasion == "call":
         expected = SAME_CALLS if occasion == "call" else f"Expected every rank to call {EXPECTED[occasion]}."
-        return PeerError(
-            f"{where}: rank {note.rank} has left ({how}), so nobody can complete this {occasion}.\n{expected}"
-        )
+        what = f"call, {standing(sys._getframe())}" if occasion == "call" else occasion
+        return PeerError(f"{where}: rank {note.rank} has left ({how}), so nobody can complete this {what}.\n{expected}")
     if note.passes >= passes:  # so it has had as many batches
         return PeerError(
             f"{where}: rank {note.rank} has left ({how}), so nobody can complete this pass, which it had begun.\n"
@@ -146,6 +146,12 @@ def told_of(error: CommunicationError, what: str) -> CommunicationError:
     told.args = (f"{what}: {text.removeprefix(begins)}",)
     told.__dict__.update(error.__dict__)
     return told.with_traceback(error.__traceback__)
+
+
+def unlike_calls(where: str, error: CommunicationError, places: str) -> CommunicationError:
+    """An error for ranks that met with different calls, of which the transport's tells; ``places`` as below."""
+    all_are = f"{places}.\n" if places else ""
+    return CommunicationError(f"{where}: {error}.\n{all_are}{SAME_CALLS}")
 
 
 def not_done(what: str, error: RuntimeError, places: str, expected: str) -> CommunicationError:

@@ -131,6 +131,11 @@ def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection
         time.sleep(0.01)
 
 
+def where_all_are(rank: int, channel: Channel | None, handle: str) -> str:
+    """The same, asked now, for at most 2.5 s; empty where nobody can be asked."""
+    return "" if channel is None else places(rank, channel, channel.gather(handle, 2.5))
+
+
 def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float | None = None) -> str:
     """Where all are, in a line.
 

@@ -9,7 +9,6 @@ collectives do not. Passes that go well never touch it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import secrets
@@ -17,6 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from . import blame
 from .alarm import Alarm
 from .channel import Channel, channel_of
 from .errors import CallsDifferError, CommunicationError, PeerError
-from .inquiry import Inquiry, places, words_of
+from .inquiry import Inquiry, where_all_are, words_of
 from .line import Line
 from .notes import Note, text_of
 from .seat import Seat, nothing
@@ -109,8 +109,7 @@ class Peers:
         leftover = next(([one.handle, *one.used] for one in self.leftovers if one.is_sent_by(note.rank)), [])
         attempts = leaves and not note.handle and self._occasion == "attach"
         attempt = self._channel.count_attempt(self.seat) if attempts else 0
-        refused = refuses * self.seat.refused
-        note = dataclasses.replace(note, leaves=leaves, refused=refused, leftover=leftover, attempt=attempt)
+        note = replace(note, leaves=leaves, refused=refuses * self.seat.refused, leftover=leftover, attempt=attempt)
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
     def leave(self, phase: str, error: BaseException, trace: TracebackType | None = None, *, sent: bool = True) -> None:
@@ -212,7 +211,7 @@ class Peers:
             channel.catch_up(max(begun for _, begun, _, _ in told), max(attempts for _, _, attempts, _ in told))
             channel.know([person for *_, person in told])
             for note in notes:
-                channel.post(dataclasses.replace(note, handle=self.seat.handle))
+                channel.post(replace(note, handle=self.seat.handle))
 
     def refuse_leftovers(self, phase: str) -> None:
         """Raise, and tell, if what this rank sends now would meet something else, see ``Leftover``, or nobody."""
@@ -292,7 +291,8 @@ class Peers:
         except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
             self._look_for_blame(own=not isinstance(error, PeerError), by_itself=blame.is_told(error))
             if isinstance(error, CallsDifferError):
-                raise CommunicationError(f"{self.where}: {error}.\n{blame.SAME_CALLS}") from None
+                now = where_all_are(self._transport.rank, self._channel, self.seat.handle)
+                raise blame.unlike_calls(self.where, error, now) from None
             raise
 
     def _inquire(self, inquiry: Inquiry, channel: Channel, waited: float) -> None:
@@ -311,14 +311,14 @@ class Peers:
         if raised_by_handler(error):
             raise error
         if isinstance(error, CommunicationError):
-            told = blame.told_of(error, what)
-            raise told from error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+            cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+            raise blame.told_of(error, what) from cause
         try:
             self.open()
             self._look_for_blame(own=True)
         except PeerError as found:
             raise found from None  # what the transport says of it is less, and may be something else
-        now = "" if (c := self._channel) is None else places(self._transport.rank, c, c.gather(self.seat.handle, 2.5))
+        now = where_all_are(self._transport.rank, self._channel, self.seat.handle)
         raise blame.not_done(what, error, now, expected or blame.EXPECTED[self.seat.kind(self._occasion)]) from error
 
     def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:

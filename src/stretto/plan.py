@@ -175,7 +175,9 @@ class BucketPlan:
         parameters, buckets = counted(len(self.parameters), "parameters"), counted(len(self.buckets), "buckets")
         title = f"plan {self.hash}: {parameters}, {total}, in {buckets}"
         if len(self.buckets) > 1:
-            title += f" of at most {format_bytes(self.cap_bytes)} (the last {format_bytes(self.last_cap_bytes)})"
+            larger = any(self.bucket_bytes(number) > self.cap_bytes for number in range(len(self.buckets)))
+            most = f"{format_bytes(self.cap_bytes)}{' or one larger parameter' if larger else ''}"
+            title += f" of at most {most} (the last {format_bytes(self.last_cap_bytes)})"
         return f"{title}\n{columns(rows, left=(1, 2, 5))}"
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .agreement import describe_ranks
 from .clocks import Clock
 from .errors import StrettoError
 from .plan import BucketPlan
@@ -166,11 +167,12 @@ def read_trace(
     found, others = _of_one_run(found)
     if others:
         problems.append(
-            f"{folder}: the files of ranks {others} are of another run than that of rank {found[0].rank}: left out"
+            f"{folder}: what {describe_ranks(others)} wrote is of another run than what rank {found[0].rank} did: "
+            "left out"
         )
     missing = sorted(set(range(found[0].world_size)) - {rank for _, rank in files})
     if missing:
-        problems.append(f"{folder}: the files of ranks {missing} are missing; copy all of them into one folder")
+        problems.append(f"{folder}: no file of {describe_ranks(missing)}; copy those of all ranks into one folder")
     for problem in problems:
         tell(problem)
     return _newest(_clocks_shared(found), choice.newest)
@@ -249,7 +251,8 @@ class _File:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             version = _version(line)
             if version == VERSION or version is None:
-                raise TraceError(f"{self._path}: line 1 is no part of a trace") from error
+                what = "line 1 is no part of a trace" if line.strip() else "is empty"
+                raise TraceError(f"{self._path}: {what}") from error
         if version != VERSION:
             raise TraceError(f"{self._path}: written in version {version} of the format, this is version {VERSION}")
         if trace.rank != self._rank:

@@ -39,7 +39,7 @@ class TraceWriter:
     def __init__(self, folder: str | os.PathLike[str], header: RankTrace) -> None:
         path = Path(folder) / f"rank{header.rank}.jsonl"
         self._plans: set[str] = set()
-        self._failed = ""
+        self._failed, self._rank = "", header.rank
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = path.open("w", encoding="utf-8")
@@ -54,11 +54,9 @@ class TraceWriter:
             raise TraceError(f"the trace cannot be written: {error}") from error
 
     def keep(self, record: PassRecord, plan: BucketPlan) -> None:
-        """One more pass.
-
-        Raises:
-            OSError: it cannot be written. Nothing more should be.
-        """
+        """One more pass. Where it cannot be written that is told once, and nothing more is kept; training goes on."""
+        if self._failed:
+            return
         try:
             if record.plan not in self._plans:
                 self._plans.add(record.plan)
@@ -66,7 +64,8 @@ class TraceWriter:
             self._write({"pass": record.to_dict()})
         except OSError as error:
             self._failed = f"{type(error).__name__}: {error}"
-            raise
+            text = "rank %s, pass %s: the trace in %s ends here, training goes on: %s"
+            log.warning(text, self._rank, record.number, self._file.name, error.strerror)
 
     def close(self, end: str = "closed", later: Clock | None = None) -> None:
         """The last line: what ended it, or why it could not be written to the end. Harmless twice; raises nothing.
@@ -79,8 +78,10 @@ class TraceWriter:
             return
         try:
             self._write({"end": self._failed or end, "later": None if later is None else asdict(later)})
-        except OSError:  # the file just ends then
-            log.warning("the trace in %s ends early: %s", self._file.name, self._failed or end)
+        except OSError as error:  # the file just ends then
+            if not self._failed:
+                text = "rank %s: the end of the trace in %s cannot be written: %s"
+                log.warning(text, self._rank, self._file.name, error.strerror)
         with contextlib.suppress(OSError):
             self._file.close()
 

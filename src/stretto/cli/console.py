@@ -75,7 +75,8 @@ def check_writable(path: Path) -> None:
     if not folder.is_dir():
         raise CommandError(f"{path} cannot be written: there is no folder {folder}")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise CommandError(f"{path} cannot be written: permission denied")
+        read_only = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
+        raise CommandError(f"{path} cannot be written: {'read-only file system' if read_only else 'permission denied'}")
 
 
 def write(path: Path, make: Callable[[Path], object]) -> None:

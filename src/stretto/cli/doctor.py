@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..report import ms
-from ..specs import columns, format_bytes
+from ..specs import columns, counted, format_bytes
 from ..terminal import progress
 from .console import FINE, WRONG, AsJson, CommandError, say, say_json
 
@@ -183,7 +183,10 @@ def _machine(machine: LocalMachine) -> list[str]:
         ("system", f"{v['system']}, kernel {v['kernel']}, {v['machine']}"),
         ("backends", ", ".join(has or ["none"]) + (f" (not {', '.join(lacks)})" if lacks else "")),
         ("accelerators", ", ".join(machine.accelerators) or "none"),
-        ("cores", f"{machine.cores} of {machine.all_cores}; torch uses {machine.threads} threads a process"),
+        (
+            "cores",
+            f"{machine.cores} of {machine.all_cores}; torch uses {counted(machine.threads, 'threads')} a process",
+        ),
         ("OMP_NUM_THREADS", machine.omp_num_threads or "not set (`stretto run` divides the cores among the ranks)"),
         ("memory", memory + (f", control group's limit {format_bytes(limit)}" if limit else ", no limit below that")),
         ("open files", "no limit" if machine.open_files is None else f"at most {machine.open_files} a process"),

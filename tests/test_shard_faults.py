@@ -465,7 +465,8 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
         here = r"test_shard_faults\.py:\d+ in \w+"
         assert re.sub(f"rank {rank} waits at {here}; rank {1 - rank} .* at {here}", "PLACES", text) == (
             f"rank {rank}, pass {6 + rank}: rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}.\n"
-            "PLACES.\nAll ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
+            "PLACES.\n"
+            "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
             "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), "
             "report(), trace(), state_dict()."
         )

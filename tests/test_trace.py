@@ -136,6 +136,15 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, caplog:
     assert sorted(one.getMessage() for one in caplog.records) == [told.format(rank, tmp_path) for rank in range(2)]
 
 
+def test_a_trace_that_nobody_enters_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sync = stretto.attach(torch.nn.Linear(2, 1))
+    sync.trace(tmp_path / "run")
+    assert [one.getMessage() for one in caplog.records] == [
+        f"sync.trace('{tmp_path}/run') by itself records nothing.\n"
+        "Write with sync.trace(folder): around the steps to record."
+    ]
+
+
 def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     real, full = TraceWriter._write, threading.Event()
 

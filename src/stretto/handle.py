@@ -29,7 +29,7 @@ from .report import Report
 from .scaling import Scaling
 from .sharding import Asked, ShardedOptimizer, begin, clip, refuse_idle, with_memory
 from .sparse import SparseGradients
-from .tracing import nothing_traced, tracing
+from .tracing import ToEnter, nothing_traced, tracing
 from .transport.base import Transport
 from .uneven import Uneven
 from .usage import Statistics
@@ -281,8 +281,7 @@ class Synchronizer:
         report = report_of(self._reducer, self._peers, self.sampler.records, tied_names(self.module))
         return with_memory(report, self.sharded, self._peers.gather)
 
-    @contextlib.contextmanager
-    def trace(self, folder: str | os.PathLike[str]) -> Iterator[None]:
+    def trace(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
         """Record every pass inside into ``folder``, one file a rank, for ``stretto trace``. Collective where it begins.
 
         A trace that lies there already is moved into ``folder/earlier-1`` and so on.
@@ -300,11 +299,8 @@ class Synchronizer:
                     train_on(batch)
         """
         if self._reducer is None or self._peers is None or self.sampler is None:
-            nothing_traced(folder, self.rank, self.world_size)
-            yield
-            return
-        with tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep):
-            yield
+            return ToEnter(nothing_traced(folder, self.rank, self.world_size), folder)
+        return ToEnter(tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep), folder)
 
     def shard(
         self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True, overlap: bool = True

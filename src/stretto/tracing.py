@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from .analysis import compare_clocks
 from .clocks import ClockTalk
@@ -88,10 +89,33 @@ def _begin(
         return talk, writer
 
 
-def nothing_traced(folder: str | os.PathLike[str], rank: int, world_size: int) -> None:
+@contextlib.contextmanager
+def nothing_traced(folder: str | os.PathLike[str], rank: int, world_size: int) -> Iterator[None]:
     """Say why there will be no trace."""
     if world_size == 1:
         why = "there is no other rank to communicate with.\nStart several: stretto run --ranks 2 script.py"
     else:
         why = "the handle is detached.\nTrace before detach(), or attach again."
     log.warning("rank %s: sync.trace(%r) records nothing: %s", rank, os.fspath(folder), why)
+    yield
+
+
+class ToEnter(contextlib.AbstractContextManager[None]):
+    """What ``sync.trace(folder)`` returns. Nothing is recorded before it is entered: whoever forgets to is told."""
+
+    def __init__(self, inner: contextlib.AbstractContextManager[None], folder: str | os.PathLike[str]) -> None:
+        self._inner, self._folder, self._entered = inner, folder, False
+
+    def __enter__(self) -> None:
+        self._entered = True
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inner.__exit__(*error)
+
+    def __del__(self) -> None:
+        if not self._entered:
+            log.warning(
+                "sync.trace(%r) by itself records nothing.\nWrite with sync.trace(folder): around the steps to record.",
+                os.fspath(self._folder),
+            )

@@ -7,11 +7,13 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from models import Fails, checkpoint
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules import module as torch_module
 
 import stretto
@@ -165,11 +167,13 @@ class Plans:
         self.changed.append((pass_number, plan.hash))
 
 
-def train(change: str, transport, cap: float | None, uneven: bool, how: str, **options):
+def train(change: str, transport, cap: float | None, uneven: bool, how: str, *, hook: Any = None, **options):
     model, seen, used, plans = Chain(), [], [], Plans()
     if change == "unfrozen":
         frozen_at_the_start(model)
     sync = stretto.attach(model, transport=transport, bucket_cap_mb=cap, **options)
+    if hook is not None:
+        sync.register_comm_hook(None, hook)
     sync.observe(plans)
     for number in range(1, PASSES + 1):
         clear(model, how)
@@ -271,6 +275,29 @@ def test_in_processes(change: str) -> None:
         for seen, wanted in zip(found["seen"], alone(change, 2, True), strict=True):
             assert_close(seen, wanted)
     assert_equal_bits(*ranks)
+
+
+def beside_a_hook(rank: int) -> dict[Any, Any]:
+    transport, hook = stretto.transport.ProcessGroupTransport(), default_hooks.allreduce_hook
+    return {
+        (change, uneven): train(change, transport, 1e-6, uneven, "before", hook=hook)
+        for change in CHANGES
+        for uneven in (False, True)
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_plan_follows_beside_a_hook_that_keeps_nothing(world: int) -> None:
+    ranks = spawn_ranks(beside_a_hook, world)
+    for change, uneven in ranks[0]:
+        for found in ranks:
+            for number, wanted in enumerate(alone(change, world, uneven)):
+                assert_close(found[change, uneven]["seen"][number], wanted)
+        for other in ranks[1:]:
+            assert_equal_bits(ranks[0][change, uneven], other[change, uneven])
+        if change not in ("removed", "there_and_back"):
+            assert AT in [number for number, _ in ranks[0][change, uneven]["plans"]]
 
 
 # What is told

@@ -4,9 +4,10 @@ A hook is called as ``hook(state, bucket)`` with a :class:`GradBucket` that is n
 returns a ``torch.futures.Future`` of the reduced flat tensor. Hooks of
 ``torch.distributed.algorithms.ddp_comm_hooks`` serve as they are.
 
-[Note: stateful hooks]  PowerSGD and others keep tensors by bucket index. With a hook registered, buckets are cut anew
-at most once, when the first pass has settled and its order of arrival is known, as torch does. Such hooks begin later,
-or ask ``_has_rebuilt_buckets``.
+[Note: stateful hooks]  PowerSGD and others keep tensors by bucket index. With such a hook buckets are cut anew at most
+once, when the first pass has settled and its order of arrival is known, as torch does: these hooks begin later, or ask
+``_has_rebuilt_buckets``. So it is with any hook but those of torch's that are known to keep nothing: beside them the
+plan follows the module, and the order, as it does without.
 
 [Note: one at a time]  PowerSGD and others communicate again in callbacks of their future, which Gloo runs on threads of
 its own. With two buckets under way these collectives come in another order on each rank, and torch's DDP aborts. So a
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
     from .peers import Peers
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
-_COMMUNICATE_ONCE = (noop_hook, allreduce_hook, bf16_compress_hook, fp16_compress_hook)
+_KEEP_NOTHING = (allreduce_hook, bf16_compress_hook, fp16_compress_hook)
+_COMMUNICATE_ONCE = (noop_hook, *_KEEP_NOTHING)
 
 
 class GradBucket:
@@ -116,6 +118,8 @@ class CommHook:
         """Whether nothing at all is to be communicated."""
         self.one_at_a_time = hook not in _COMMUNICATE_ONCE
         """Whether a bucket waits for the one before: see [Note: one at a time]."""
+        self.knows_buckets = hook not in _KEEP_NOTHING
+        """Whether it may keep something by a bucket's index: see [Note: stateful hooks]."""
         self.failure = ""
         """What it has failed with, if something had been sent by then: see [Note: a hook that fails]."""
         self._current: HookWork | None = None
@@ -202,6 +206,11 @@ class Footers:
         sums = torch.split(self._flat, [len(footer) for footer in self._footers])
         for footer, summed in zip(self._footers, sums, strict=True):
             footer.copy_(summed)
+
+
+def fixes_plan(hook: CommHook | None) -> bool:
+    """Whether buckets have to stay what they are for it."""
+    return hook is not None and hook.knows_buckets
 
 
 def check_hook(hook: Any) -> Exception | None:

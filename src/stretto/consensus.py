@@ -14,6 +14,7 @@ import torch
 from .agreement import describe_ranks
 from .beside import Beside
 from .check import fingerprint
+from .comm_hooks import fixes_plan
 from .errors import CommunicationError, PeerError, UnsupportedError, name_list
 from .forward import ForwardWatch
 from .launch import LaunchQueue
@@ -124,7 +125,7 @@ class Consensus:
             left = self._queue.buckets[: self._queue.launched]
             if self._tracker.unforeseen() or any(bucket.late() for bucket in left):
                 said.append(Control.LATE)
-        if self._queue.transport.rank == 0 and self._queue.comm_hook is None:
+        if self._queue.transport.rank == 0 and not fixes_plan(self._queue.comm_hook):
             order, number = self._tracker.arrival_order(), self._queue.pass_number
             if self._replan_policy.drifted(self._queue.plan, order, number):
                 said.append(Control.WANTS_REPLAN)
@@ -236,7 +237,7 @@ class Consensus:
             self._forward.warn(idle=idle)
         if not said[Control.CHANGED]:
             return False
-        if self._queue.comm_hook is not None:
+        if fixes_plan(self._queue.comm_hook):
             self._rejoin.refuse()
         self._rejoin.all_together(idle=idle)
         self._replan_policy = ReplanPolicy()

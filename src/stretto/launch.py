@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .bucket import Bucket, drop_gradients
-from .comm_hooks import CommHook, Footers
+from .comm_hooks import CommHook, Footers, fixes_plan
 from .errors import name_list
 from .events import Events
 from .late import second_round
@@ -125,7 +125,7 @@ class LaunchQueue:
 
     def fits(self, index: int, parameter: torch.Tensor) -> bool:
         """Whether its gradients can go into its slot."""
-        spec, any_strides = self.plan.parameters[index], self.comm_hook is not None
+        spec, any_strides = self.plan.parameters[index], fixes_plan(self.comm_hook)
         alike = parameter.dtype is spec.dtype and parameter.shape == spec.shape
         return alike and parameter.device == self.devices[index] and (any_strides or has_strides(parameter, spec))
 

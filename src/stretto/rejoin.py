@@ -30,6 +30,7 @@ from .broadcast import broadcast_coalesced
 from .bucket import Bucket
 from .buffers import BufferPlaces
 from .changes import Changes, warn_of_unseen
+from .comm_hooks import fixes_plan
 from .errors import SetupError, name_list
 from .launch import LaunchQueue
 from .loose import Contribution, LooseRows, reduce_dense
@@ -107,7 +108,7 @@ class Rejoin:
         if self._places.any:
             self._places.look()
         incomplete = [bucket for bucket in queue.buckets if bucket.pending or bucket.missing]
-        if incomplete and queue.comm_hook is None and not members.suspect and self._some_do_not_fit(incomplete):
+        if incomplete and not fixes_plan(queue.comm_hook) and not members.suspect and self._some_do_not_fit(incomplete):
             members.suspect = True
         if not (members.suspect or queue.loose or self._places.changed or (self._rows.any and self._rows.misfits())):
             return False
@@ -117,7 +118,7 @@ class Rejoin:
         self._waiting = self._frozen_with_gradient()
         if queue.preset is not None:
             self._before = self._held_before(queue.preset)
-        return self._differs() and (queue.comm_hook is None or self._loses())
+        return self._differs() and (not fixes_plan(queue.comm_hook) or self._loses())
 
     def drop_withheld(self) -> None:
         """Of what the module has no more: who has nothing new in a pass sends what is in ``.grad``."""

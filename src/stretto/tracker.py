@@ -11,6 +11,7 @@ import torch
 
 from .arrivals import Arrivals, Hooks, has_other_hooks
 from .bucket import Bucket
+from .comm_hooks import fixes_plan
 from .engine import ReentrantCheckpoints, current_task, left_uncompiled, will_arrive, without_graph
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
@@ -107,8 +108,7 @@ class ArrivalTracker:
     def _follow(self) -> None:
         """Look only where the schedule for the known order says so."""
         order = [self.index_of[i] for i in self._known]
-        once = not (self._careful or self.graph_changed)
-        follows = self._queue.comm_hook is None
+        once, follows = not (self._careful or self.graph_changed), not fixes_plan(self._queue.comm_hook)
         self._schedule = schedule(order, self._known, self._queue.bucket_of, hands_out=once, follows_formats=follows)
         self.hands_out = all(chunk.views is not None for chunk in self._schedule)
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))

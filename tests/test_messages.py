@@ -242,7 +242,7 @@ def test_steps_behind_gradients_that_were_dropped_are_not_told_of(caplog, set_to
 
 
 ANOTHER_IS_TRAINED = (
-    "rank 0, before pass 1: 32 steps of SGD, of nothing that a handle averages, and no backward has reached the "
+    "rank 0, before pass 1: {} of SGD, of nothing that a handle averages, and no backward has reached the "
     "attached module: each rank may train its own.\n"
     "Attach the module that is trained, and not one that it was copied from or built behind. Where it is averaged in "
     "another way, or each rank is to train its own first, all is well. Told once."
@@ -295,8 +295,13 @@ def test_a_hook_that_clears_gradients_behind_the_step_hides_nothing(
     assert [record.getMessage() for record in caplog.records] == [KEPT.format("before pass 1")]
 
 
+@pytest.mark.parametrize(("steps", "told"), [(1, "1 step"), (6, "6 steps"), (99, "32 steps")])
 @pytest.mark.parametrize("what", ["a copy", "itself", "another that is attached", "without gradients"])
-def test_who_attaches_a_module_and_trains_another_is_told(caplog: pytest.LogCaptureFixture, what: str) -> None:
+def test_who_attaches_a_module_and_trains_another_is_told(
+    caplog: pytest.LogCaptureFixture, what: str, steps: int, told: str
+) -> None:
+    """Amid the run, or when the handle ends."""
+
     def worker(transport: Transport) -> None:
         model = torch.nn.Linear(2, 1)
         sync = stretto.attach(model, transport=transport)
@@ -304,7 +309,7 @@ def test_who_attaches_a_module_and_trains_another_is_told(caplog: pytest.LogCapt
         if what == "another that is attached":
             stretto.attach(trained, transport=transport)
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        for _ in range(99):
+        for _ in range(steps):
             optimizer.zero_grad()
             if what != "without gradients":
                 trained(torch.ones(1, 2)).sum().backward()
@@ -315,7 +320,7 @@ def test_who_attaches_a_module_and_trains_another_is_told(caplog: pytest.LogCapt
         sync.detach()
 
     run_ranks(worker, 2)
-    assert [record.getMessage() for record in caplog.records] == [ANOTHER_IS_TRAINED] * (what == "a copy")
+    assert [record.getMessage() for record in caplog.records] == [ANOTHER_IS_TRAINED.format(told)] * (what == "a copy")
 
 
 STEPPED_ALONE = (

@@ -20,6 +20,7 @@ from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership, wrapping
 from .sparse import SparseGradients
+from .specs import counted
 from .steps import leave, listen, name_in, stepped_by, stop_listening
 from .tracker import ArrivalTracker
 
@@ -180,7 +181,7 @@ class SteppedAlone:
 
     def __init__(self, queue: LaunchQueue, members: Membership, tracker: ArrivalTracker) -> None:
         self._queue, self._members = queue, members
-        self._early_steps, self._steps, self._all_steps = 0, 0, 0
+        self._early_steps, self._steps, self._all_steps, self._optimizer = 0, 0, 0, ""
         self._began_with: tuple[int, list[str]] = 0, []
         self._tracker = tracker
         if queue.transport.rank == 0:
@@ -212,17 +213,22 @@ class SteppedAlone:
         under_way = any(map(has_torch_function_unary, stepped))  # so a handle has it, and nothing of it is read
         alone = not under_way and all(owner_of(one) is None and id(one) not in own for one in stepped)
         self._early_steps = self._early_steps + 1 if alone else 0
+        self._optimizer = type(optimizer).__name__
         if self._early_steps == STEPS:
-            stop_listening(self._stepping)
-            log.warning(
-                "%s: %s steps of %s, of nothing that a handle averages, and no backward has reached the attached "
-                "module: each rank may train its own.\n"
-                "Attach the module that is trained, and not one that it was copied from or built behind. Where it is "
-                "averaged in another way, or each rank is to train its own first, all is well. Told once.",
-                self._queue.where,
-                STEPS,
-                type(optimizer).__name__,
-            )
+            self._tell_that_others_train()
+
+    def _tell_that_others_train(self) -> None:
+        stop_listening(self._stepping)
+        log.warning(
+            "%s: %s of %s, of nothing that a handle averages, and no backward has reached the attached module: each "
+            "rank may train its own.\n"
+            "Attach the module that is trained, and not one that it was copied from or built behind. Where it is "
+            "averaged in another way, or each rank is to train its own first, all is well. Told once.",
+            self._queue.where,
+            counted(self._early_steps, "steps"),
+            self._optimizer,
+        )
+        self._early_steps = 0
 
     def kept(self) -> None:
         """A backward is not synchronised, the first one that is not: from here on every step is looked at."""
@@ -276,7 +282,9 @@ class SteppedAlone:
         ]
 
     def stop(self) -> None:
-        """Look no more. Harmless twice."""
+        """Look no more: the handle ends. Harmless twice."""
+        if self._early_steps and not self._queue.pass_number:  # a run of fewer steps than make sure of it
+            self._tell_that_others_train()
         stop_listening(self._stepping)
         stop_listening(self._stepping_kept)
         leave()

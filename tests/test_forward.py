@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import io
 import logging
 import pickle
@@ -762,6 +763,46 @@ def test_copies_of_an_attached_module_are_plain(kind: type) -> None:
             assert torch.equal(one(x(1.0)), model(x(1.0)))
 
     attached(kind(), act)
+
+
+def functional_clone(model: torch.nn.Module) -> torch.nn.Module:
+    """As ``higher`` and learn2learn make them for meta-learning: with parameters that are not leaves."""
+    clone = type(model).__new__(type(model))
+    clone.__dict__ = model.__dict__.copy()
+    clone._parameters = {name: one.clone() for name, one in model._parameters.items()}
+    clone._modules = {name: functional_clone(one) for name, one in model._modules.items()}
+    return clone
+
+
+def replica(model: torch.nn.Module) -> torch.nn.Module:
+    """As torch's ``DataParallel`` makes them."""
+    one = model._replicate_for_data_parallel()
+    one._modules = {name: functional_clone(layer) for name, layer in model._modules.items()}
+    return one
+
+
+@pytest.mark.parametrize("how", [functional_clone, replica])
+@pytest.mark.parametrize("when", ["attached", "detached", "the original is gone"])
+def test_a_clone_that_has_copied_the_slot_runs_its_own_forward(how, when: str) -> None:
+    """It ran the attached module's, with that one's weights, and MAML adapted nothing."""
+
+    def worker(transport):
+        model = Model()
+        handle = stretto.attach(model, transport=transport)
+        clone, before = how(model), model(x(1.0)).item()
+        with torch.no_grad():
+            for layer in clone.children():
+                layer.weight.mul_(0)
+                layer.bias.fill_(0.5)
+        if when == "detached":
+            handle.detach()
+        elif when == "the original is gone":
+            del model, handle
+            gc.collect()
+        out, wanted = clone(x(1.0)), Model.forward(clone, x(1.0))
+        return out.item() != before, torch.equal(out, wanted), out.grad_fn is not None
+
+    assert run_ranks(worker, 2) == [(True, True, True)] * 2
 
 
 def test_detach_clears_the_slot_and_keeps_what_was_compiled_in_place() -> None:

@@ -19,7 +19,8 @@ in there, too, and those of another attached model that hands it on.
 
 [Note: the slot]  torch keeps one for what ``module.compile()`` makes of a module, and calls what lies there. It costs
 less than a forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, which would all take a hook
-along.
+along. A copy of ``__dict__`` has it too (functional clones of ``higher`` and learn2learn, replicas of torch), and what
+lies there is not told who was called: the frame that calls it is.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +46,7 @@ from .watch import refuse_around
 from .words import Control
 
 log = logging.getLogger("stretto")
+_CALLS_THE_SLOT = torch.nn.Module._wrapped_call_impl.__code__
 _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
     list: list.__iter__,
     tuple: tuple.__iter__,
@@ -109,6 +113,8 @@ class ForwardWatch:
     @compiled_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = None if self._module is None else self._module()
+        if not torch.compiler.is_compiling() and (called := called_from(sys._getframe(1), module)) is not module:
+            return (self._compiled or called._call_impl)(*args, **kwargs)
         assert module is not None, "it is being called"
         call, passes = self._compiled or module._call_impl, self._passes()
         learns = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -200,6 +206,11 @@ class ForwardWatch:
             self._queue.where,
             told,
         )
+
+
+def called_from(frame: FrameType, module: torch.nn.Module | None) -> Any:
+    """The module that was called where this frame is the caller of its slot: a copy, or the attached one."""
+    return frame.f_locals["self"] if frame.f_code is _CALLS_THE_SLOT else module
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:

@@ -215,6 +215,37 @@ def test_offsets_lay_parameters_side_by_side(request):
         assert laid[0][0] == 0 and [a + n for a, n in laid] == [*(a for a, _ in laid[1:]), end]
 
 
+def evenness(nbytes: int) -> int:
+    """The largest power of two up to 64 that divides it."""
+    return max(power for power in (1, 2, 4, 8, 16, 32, 64) if not nbytes % power)
+
+
+@given(requests())
+def test_parameters_begin_where_the_processor_likes_them(request):
+    """As far as their own size allows, whatever lies before them: a class more or less moves nobody else."""
+    plan = make(request)
+    for number, inside in enumerate(members(plan)):
+        for offset, spec in zip(plan.offsets(number), inside, strict=False):
+            assert not offset * spec.dtype.itemsize % evenness(spec.nbytes)
+
+
+def test_a_head_of_ten_classes_moves_nobody_else():
+    shapes = [(10,), (10, 64), (64,), (64, 32), (3,), (64,), (32, 3, 3, 3), (5, 64), (32,)]
+    specs = [
+        ParameterSpec(f"p{number}", shape, row_major(shape), torch.float32, "cpu")
+        for number, shape in enumerate(shapes)
+    ]
+    (offsets, *_) = [plan_buckets(specs, [*range(len(specs))], last_cap_bytes=1 << 20).offsets(0)]
+    assert [shape for shape, offset in zip(shapes, offsets, strict=False) if offset * 4 % 64] == [(3,)]
+    assert [offset for shape, offset in zip(shapes, offsets, strict=False) if shape == (10,)] == [
+        max(offsets[:-1]) - 10
+    ]
+
+
+def row_major(shape):
+    return torch.empty(shape, device="meta").stride()
+
+
 @given(requests())
 def test_what_lies_in_a_run_can_be_concatenated(request):
     plan = make(request)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import stretto
 from stretto import DistributedDataParallel, PeerError, SetupError, comm_hooks
 from stretto.comm_hooks import CommHook, HookWork, check_hook, refuse_hook
+from stretto.hook_work import is_of_hook
 from stretto.options import Options
 from stretto.peers import Peers
 from stretto.testing import run_ranks, spawn_ranks
@@ -355,6 +356,38 @@ def test_a_last_bucket_that_was_waited_for_in_vain_is_not_sent_again():
     assert len(called) == 1
 
 
+@pytest.mark.parametrize(
+    ("hook", "knows"),
+    [
+        (default_hooks.allreduce_hook, False),
+        (default_hooks.bf16_compress_hook, False),
+        (default_hooks.fp16_compress_hook, False),
+        (functools.partial(default_hooks.allreduce_hook), True),
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), True),
+        (lambda state, bucket: default_hooks.allreduce_hook(state, bucket), True),
+        (debugging_hooks.noop_hook, True),
+    ],
+)
+def test_only_hooks_that_are_known_let_the_plan_follow(hook, knows):
+    """What a wrapper or a program's own function keeps nobody can see; beside noop nothing is told."""
+    assert CommHook(None, hook).knows_buckets is knows
+
+
+@pytest.mark.parametrize(
+    ("text", "own"),
+    [
+        ("Got the following error when running the callback: KeyError: 'x'", True),
+        ("Got the following error when running the callback: RuntimeError: Got the following error when running the "
+         "callback: ValueError: x", True),
+        ("Got the following error when running the callback: RuntimeError: Connection closed by peer", False),
+        ("Got the following error when running the callback: DistStoreError: wait timeout", False),
+        ("Connection closed by peer", False),
+    ],
+)  # fmt: skip
+def test_only_errors_of_a_program_are_a_hooks_own(text, own):
+    assert is_of_hook(RuntimeError(text)) is own
+
+
 def test_a_bucket_before_that_was_waited_for_in_vain_is_waited_for_again():
     """When the pass is given up: the hook was called for the next one while it was under way, and all ranks hung."""
     called, waited = [], []
@@ -477,7 +510,7 @@ def test_hooks_see_complex_gradients_as_pairs_of_reals(dtype):
         sum((one * (transport.rank + 1j)).sum().real for one in layer).backward()
         return shapes, [one.grad.flatten()[0].item() for one in layer]
 
-    assert run_ranks(worker, 2) == [([[(2,), (3, 2, 2)]], [1 - 2j] * 2)] * 2
+    assert run_ranks(worker, 2) == [([[(3, 2, 2), (2,)]], [1 - 2j] * 2)] * 2
 
 
 def test_descriptions_name_the_hook():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import Fails
+from torch.distributed.algorithms.join import Join
 
 import stretto
 from stretto.testing import spawn_ranks
@@ -180,3 +182,117 @@ def test_a_pass_is_announced_when_it_begins(transport: str, backward: Backward, 
         assert all(map(torch.equal, behind, found[0][1])), rank
     last = found[steps.index(max(steps))][0]
     torch.testing.assert_close(last, wanted)
+
+
+# What Join is, and when it is over
+
+
+def state_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.state_dict().values()]
+
+
+def without(rank: int, transport: str, how: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inside = {
+        "off": lambda: model.join(enable=False),
+        "off, by weights": lambda: model.join(enable=False, divide_by_initial_world_size=False),
+        "left by an exception": model.join,
+    }.get(how, contextlib.nullcontext)
+    with contextlib.suppress(ValueError), inside():
+        if how == "left by an exception":
+            raise ValueError("bad epoch")
+        past_the_wrapper(model, *batches_of(rank, 0))
+        optimizer.step()
+    for number in range(1, 4):
+        optimizer.zero_grad()
+        (past_the_wrapper if number < 3 else in_one)(model, *batches_of(rank, number))
+        optimizer.step()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_where_join_is_off_or_was_left_all_is_as_without_it(transport: str) -> None:
+    """Buffers went on to follow the last rank, in silence."""
+    plain = spawn_ranks(without, 2, transport, "without")
+    for how in ("off", "off, by weights"):
+        for one, other in zip(spawn_ranks(without, 2, transport, how), plain, strict=True):
+            assert all(map(torch.equal, one, other)), how
+    left = spawn_ranks(without, 2, transport, "left by an exception")
+    assert all(map(torch.equal, *left))
+
+
+def buffers_behind_an_exception(rank: int, transport: str) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    with contextlib.suppress(ValueError), model.join():
+        in_one(model, *batches_of(rank, 0))
+        raise ValueError("bad epoch")
+    before = model.module.norm.running_mean.tolist()
+    wanted = copy.deepcopy(model.module)
+    wanted(batches_of(0, 1)[0])  # rank 0's batch
+    past_the_wrapper(model, *batches_of(rank, 1))
+    assert before != model.module.norm.running_mean.tolist()
+    return model.module.norm.running_mean.tolist(), wanted.norm.running_mean.tolist()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_behind_an_exception_that_left_join_buffers_follow_rank_0_again(transport: str) -> None:
+    for found, wanted in spawn_ranks(buffers_behind_an_exception, 2, transport):
+        assert found == wanted
+
+
+def throws(rank: int, transport: str, backward: Backward) -> tuple[int, str, int]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    steps, text = 0, ""
+    try:
+        with model.join(throw_on_early_termination=True):
+            for number in range(2 + 3 * rank):
+                model.zero_grad()
+                backward(model, *batches_of(rank, number))
+                steps += 1
+    except RuntimeError as error:
+        text = str(error)
+    for number in range(2):  # they go on together
+        in_one(model, *batches_of(rank, number))
+    return steps, text, model.synchronizer.statistics.passes
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("backward", [in_one, past_the_wrapper])
+def test_who_is_to_stop_early_is_told_whatever_ran_forward(transport: str, backward: Backward) -> None:
+    assert spawn_ranks(throws, 2, transport, backward) == [
+        (2, "Rank 0 exhausted all inputs.", 4),
+        (2, "Detected at least one rank that exhausted inputs. Throwing across all ranks.", 4),
+    ]
+
+
+def kept(rank: int, transport: str, how: str) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = {"used again": [Join([model])] * 3, "made before": [model.join() for _ in range(3)]}.get(how)
+    for epoch in range(3):
+        with made[epoch] if made else model.join():
+            for number in range([2, 4][(rank + epoch) % 2]):
+                optimizer.zero_grad()
+                in_one(model, *batches_of(rank, 10 * epoch + number))
+                optimizer.step()
+        optimizer.zero_grad()
+        in_one(model, *batches_of(rank, 10 * epoch + 5))  # between them
+        optimizer.step()
+    parameters = [
+        one.detach().clone() for one in model.parameters()
+    ]  # buffers follow the last rank in between, as torch's
+    return parameters, model.synchronizer.statistics.passes
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_join_may_be_made_before_and_used_again(transport: str) -> None:
+    """All hung in the second epoch, or in the first for ever."""
+    anew = spawn_ranks(kept, 2, transport, "anew")
+    for how in ("used again", "made before"):
+        for (one, passes), (other, wanted) in zip(spawn_ranks(kept, 2, transport, how), anew, strict=True):
+            assert (passes, all(map(torch.equal, one, other))) == (wanted, True), how

@@ -295,6 +295,32 @@ def test_a_hook_that_clears_gradients_behind_the_step_hides_nothing(
     assert [record.getMessage() for record in caplog.records] == [KEPT.format("before pass 1")]
 
 
+@pytest.mark.parametrize("what", ["a probe", "a head beside a backward that was kept", "attached again"])
+def test_who_trains_something_else_before_is_told_nothing_at_the_end(
+    caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """No copy of what is attached."""
+
+    def worker(transport: Transport) -> None:
+        model, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        if what == "a head beside a backward that was kept":
+            with sync.no_sync():
+                model(torch.ones(1, 2)).sum().backward()
+            head = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        head(torch.ones(1, 2)).sum().backward()
+        if transport.rank == 0:
+            optimizer.step()
+        sync.detach()
+        if what == "attached again":
+            model(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(worker, 2)
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize(("steps", "told"), [(1, "1 step"), (6, "6 steps"), (99, "32 steps")])
 @pytest.mark.parametrize("what", ["a copy", "itself", "another that is attached", "without gradients"])
 def test_who_attaches_a_module_and_trains_another_is_told(

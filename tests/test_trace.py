@@ -136,11 +136,30 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, caplog:
     assert sorted(one.getMessage() for one in caplog.records) == [told.format(rank, tmp_path) for rank in range(2)]
 
 
+def test_a_trace_can_be_a_decorator_and_be_entered_again(tmp_path: Path) -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        trace = sync.trace(tmp_path)
+
+        @trace
+        def train() -> None:
+            model(torch.ones(1, 2)).sum().backward()
+
+        train()
+        with trace:
+            model(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(worker, 2)
+    assert [[one.number for one in trace.passes] for trace in read_trace(tmp_path)] == [[2], [2]]
+    assert [[one.number for one in trace.passes] for trace in read_trace(tmp_path / "earlier-1")] == [[1], [1]]
+
+
 def test_a_trace_that_nobody_enters_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sync = stretto.attach(torch.nn.Linear(2, 1))
     sync.trace(tmp_path / "run")
     assert [one.getMessage() for one in caplog.records] == [
-        f"sync.trace('{tmp_path}/run') by itself records nothing.\n"
+        f"rank 0: sync.trace('{tmp_path}/run') by itself records nothing.\n"
         "Write with sync.trace(folder): around the steps to record."
     ]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from .errors import PeerError
+from .errors import CommunicationError, PeerError, StrettoError
 from .sharding import refuse_half_joined
 from .uneven import Uneven
 
@@ -42,22 +42,29 @@ def announce_in_forward(ddp: Any) -> bool:
 
 
 def look_whether_left(ddp: Any) -> None:
-    """An exception leaves ``Join`` and tells nobody: see that it is over."""
-    if (hook := ddp.__dict__.get("_join_left")) is not None and hook() is None:
+    """``Join`` is over when nobody has one any more: it may be used again, and an exception leaves it in silence."""
+    if (hooks := ddp.__dict__.get("_join_hooks_alive")) is not None and not hooks:
         Joinable.__init__(ddp)
         ddp.synchronizer.join(None)
-        del ddp.__dict__["_join_left"]
+        del ddp.__dict__["_join_hooks_alive"]
 
 
-def _announce(reference: weakref.ref[Any]) -> None:
-    """A pass begins."""
+def _announce(reference: weakref.ref[Any]) -> bool:
+    """A pass begins. Returns False if none is to be announced any more."""
     if (ddp := reference()) is None:
-        return
+        return False
     look_whether_left(ddp)
     if not ddp._join_config.enable:
         ddp.synchronizer.join(None)
-    elif not announces_in_forward(ddp):
+        return False
+    if not announces_in_forward(ddp):
         _tell(ddp)
+        return True
+    try:
+        announce_in_forward(ddp)  # of another method than the wrapper's nothing has been told
+    except RuntimeError as error:  # it is to throw: nothing of the pass has been sent
+        raise error if isinstance(error, StrettoError) else CommunicationError(str(error)) from None
+    return True
 
 
 def _tell(ddp: Any) -> None:
@@ -70,20 +77,21 @@ class ShadowHook(JoinHook):
 
     Args:
         ddp: the drop-in.
-        left: called when all have joined, and have the same model again.
+        left: called when all have joined, and have the same model again. Whoever keeps the ``Join`` may use it again.
     """
 
     def __init__(self, ddp: Any, left: Callable[[], None]) -> None:
         self.ddp = ddp
         self.left = left
         ddp.__dict__.pop("_join_told", None)
-        ddp.__dict__["_join_left"] = weakref.ref(self)
+        ddp.__dict__.setdefault("_join_hooks_alive", weakref.WeakSet()).add(self)
         self._uneven = Uneven(functools.partial(_announce, weakref.ref(ddp)))
         ddp.synchronizer.join(self._uneven)
 
     def main_hook(self) -> None:
         """One pass of the others. Where it failed, and they go on, there is nothing here to be undone."""
         self._uneven.has_batches = False
+        self.ddp.synchronizer.join(self._uneven)  # there may be that of another Join, made since
         if "buffer_hook" in self.ddp.__dict__:
             self.ddp._check_and_sync_module_buffers()
         try:
@@ -95,6 +103,6 @@ class ShadowHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""
         self.ddp._sync_final_model(is_last_joiner)
-        Joinable.__init__(self.ddp)  # outside of join() no pass is announced
-        self.ddp.synchronizer.join(None, afresh=True)
+        self._uneven.has_batches = True
+        self.ddp.synchronizer.join(self._uneven, afresh=True)
         self.left()

@@ -299,8 +299,10 @@ class Synchronizer:
                     train_on(batch)
         """
         if self._reducer is None or self._peers is None or self.sampler is None:
-            return ToEnter(nothing_traced(folder, self.rank, self.world_size), folder)
-        return ToEnter(tracing(self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep), folder)
+            make = functools.partial(nothing_traced, folder, self.rank, self.world_size)
+            return ToEnter(make, folder, self.rank)
+        known = self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep
+        return ToEnter(functools.partial(tracing, *known), folder, self.rank)
 
     def shard(
         self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True, overlap: bool = True

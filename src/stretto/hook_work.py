@@ -16,8 +16,19 @@ from .specs import counted
 if TYPE_CHECKING:
     from .comm_hooks import CommHook
 
-_MAY_BE_OF_OTHERS = ("RuntimeError", "PeerError", "CommunicationError", "DistBackendError", "DistNetworkError")
-"""Errors of a callback that may be of a collective in it, and so of another rank."""
+_OF_A_PROGRAM = (
+    *(
+        "ArithmeticError",
+        "AssertionError",
+        "AttributeError",
+        "IndexError",
+        "KeyError",
+        "NameError",
+        "NotImplementedError",
+    ),
+    *("OverflowError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError"),
+)
+"""Errors of a callback that no collective in it raises, and so no other rank is the cause of."""
 
 
 def collectives_begun() -> int | None:
@@ -25,8 +36,8 @@ def collectives_begun() -> int | None:
     begun, groups = 0, [*dist.distributed_c10d._world.pg_map]
     for group in groups:
         begun += getattr(group, "begun", 0)  # in memory: see backend.py
-        backends: dict[int, Any] = {id(one): one for one in map(group._get_backend, group._device_types)}
         try:
+            backends: dict[int, Any] = {id(one): one for one in map(group._get_backend, group._device_types)}
             begun += sum(one._get_sequence_number_for_group() for one in backends.values())
         except RuntimeError:
             return None
@@ -111,4 +122,4 @@ class HookWork:
 def is_of_hook(error: BaseException) -> bool:
     """Whether a future has failed with what no collective can have raised, and so no other rank."""
     found = re.findall(r"error when running the callback: (\w+)", str(error))  # one within the other
-    return bool(found) and found[-1] not in _MAY_BE_OF_OTHERS
+    return bool(found) and found[-1] in _OF_A_PROGRAM

@@ -100,22 +100,33 @@ def nothing_traced(folder: str | os.PathLike[str], rank: int, world_size: int) -
     yield
 
 
-class ToEnter(contextlib.AbstractContextManager[None]):
-    """What ``sync.trace(folder)`` returns. Nothing is recorded before it is entered: whoever forgets to is told."""
+class ToEnter(contextlib.ContextDecorator, contextlib.AbstractContextManager[None]):
+    """What ``sync.trace(folder)`` returns. Nothing is recorded before it is entered: whoever forgets to is told.
 
-    def __init__(self, inner: contextlib.AbstractContextManager[None], folder: str | os.PathLike[str]) -> None:
-        self._inner, self._folder, self._entered = inner, folder, False
+    Args:
+        make: what is entered, each time.
+        folder, rank: for the message.
+    """
+
+    def __init__(
+        self, make: Callable[[], contextlib.AbstractContextManager[None]], folder: str | os.PathLike[str], rank: int
+    ) -> None:
+        self._make, self._folder, self._rank = make, folder, rank
+        self._inner: contextlib.AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        self._entered = True
+        self._inner = self._make()
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
+        assert self._inner is not None, "it was entered"
         return self._inner.__exit__(*error)
 
     def __del__(self) -> None:
-        if not self._entered:
+        if self._inner is None:
             log.warning(
-                "sync.trace(%r) by itself records nothing.\nWrite with sync.trace(folder): around the steps to record.",
+                "rank %s: sync.trace(%r) by itself records nothing.\n"
+                "Write with sync.trace(folder): around the steps to record.",
+                self._rank,
                 os.fspath(self._folder),
             )

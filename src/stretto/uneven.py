@@ -24,17 +24,17 @@ from .words import Control
 class Uneven:
     """Of one handle, as long as it is inside."""
 
-    tell: Callable[[], object]
-    """Let the ranks that have run out of batches know that a pass comes. Collective."""
+    tell: Callable[[], bool]
+    """Let the ranks that have run out of batches know that a pass comes. Collective. False if this is over."""
     has_batches: bool = True
     """Whether this rank is not one of these."""
     _is_announced: bool = False
 
-    def announce(self) -> None:
-        """Do so for the pass that is about to begin, once. Collective."""
+    def announce(self) -> bool:
+        """Do so for the pass that is about to begin, once. Collective. False if this is over."""
         if self.has_batches and not self._is_announced:
-            self.tell()
-            self._is_announced = True
+            self._is_announced = self.tell()
+        return self._is_announced or not self.has_batches
 
     def begin(self, queue: LaunchQueue, places: BufferPlaces) -> None:
         """Before anything else of a pass: announce it, and see whose buffers all follow. Collective.
@@ -45,9 +45,8 @@ class Uneven:
             queue: carries the question.
             places: where buffers live, which are sent at the end of the pass.
         """
-        self.announce()
-        self._is_announced = False
-        if places.any and places.policy != "none":
+        goes_on, self._is_announced = self.announce(), False
+        if goes_on and places.any and places.policy != "none":
             have = torch.zeros(queue.transport.world_size, dtype=torch.int32, device=queue.devices[0])
             have[queue.transport.rank] = self.has_batches
             queue.wait_for(queue.transport.all_reduce(have), "who has batches")

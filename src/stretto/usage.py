@@ -7,6 +7,7 @@ those that an optimizer steps beside what is averaged, or with what was not.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +182,8 @@ class SteppedAlone:
 
     def __init__(self, queue: LaunchQueue, members: Membership, tracker: ArrivalTracker) -> None:
         self._queue, self._members = queue, members
-        self._early_steps, self._steps, self._all_steps, self._optimizer = 0, 0, 0, ""
+        self._early_steps, self._steps, self._all_steps, self._looks_alike, self._optimizer = 0, 0, 0, False, ""
+        self._reached = False  # by a backward that was not synchronised
         self._began_with: tuple[int, list[str]] = 0, []
         self._tracker = tracker
         if queue.transport.rank == 0:
@@ -214,6 +216,8 @@ class SteppedAlone:
         alone = not under_way and all(owner_of(one) is None and id(one) not in own for one in stepped)
         self._early_steps = self._early_steps + 1 if alone else 0
         self._optimizer = type(optimizer).__name__
+        wanted = Counter(tuple(spec.shape) for spec in self._queue.plan.parameters)
+        self._looks_alike = wanted <= Counter(tuple(one.shape) for one in stepped)
         if self._early_steps == STEPS:
             self._tell_that_others_train()
 
@@ -232,6 +236,7 @@ class SteppedAlone:
 
     def kept(self) -> None:
         """A backward is not synchronised, the first one that is not: from here on every step is looked at."""
+        self._reached = True
         if self._queue.transport.rank == 0:
             listen(self._stepping_kept)
 
@@ -283,8 +288,8 @@ class SteppedAlone:
 
     def stop(self) -> None:
         """Look no more: the handle ends. Harmless twice."""
-        if self._early_steps and not self._queue.pass_number:  # a run of fewer steps than make sure of it
-            self._tell_that_others_train()
+        if self._early_steps and self._looks_alike and not (self._queue.pass_number or self._reached):
+            self._tell_that_others_train()  # a run of fewer steps than make sure of it, of a copy
         stop_listening(self._stepping)
         stop_listening(self._stepping_kept)
         leave()

@@ -65,7 +65,7 @@ class TraceWriter:
         except OSError as error:
             self._failed = f"{type(error).__name__}: {error}"
             text = "rank %s, pass %s: the trace in %s ends here, training goes on: %s"
-            log.warning(text, self._rank, record.number, self._file.name, error.strerror)
+            log.warning(text, self._rank, record.number, self._file.name, error.strerror or error)
 
     def close(self, end: str = "closed", later: Clock | None = None) -> None:
         """The last line: what ended it, or why it could not be written to the end. Harmless twice; raises nothing.
@@ -81,7 +81,7 @@ class TraceWriter:
         except OSError as error:  # the file just ends then
             if not self._failed:
                 text = "rank %s: the end of the trace in %s cannot be written: %s"
-                log.warning(text, self._rank, self._file.name, error.strerror)
+                log.warning(text, self._rank, self._file.name, error.strerror or error)
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -130,10 +130,15 @@ def test_a_buffer_that_one_rank_alone_registers(policy: str) -> None:
     assert run_ranks(worker, 2) == [wanted] * 2
 
 
+def own_hook(state: object, bucket: Any) -> Any:
+    """Of which nobody knows what it keeps."""
+    return allreduce_hook(state, bucket)
+
+
 def beside_a_hook(rank: int) -> str:
     model = normed()
     sync = stretto.attach(model)
-    sync.register_comm_hook(None, allreduce_hook)
+    sync.register_comm_hook(None, own_hook)
     model.register_buffer("more", torch.tensor([2.0 + rank]))
     with pytest.raises(stretto.SetupError, match="its buffers have changed on ranks 0, 1") as raised:
         model(rows(rank)).sum().backward()
@@ -143,6 +148,19 @@ def beside_a_hook(rank: int) -> str:
 def test_a_new_buffer_beside_a_comm_hook_is_refused_as_one_that_goes() -> None:
     first, second = spawn_ranks(beside_a_hook, 2)
     assert first.replace("rank 0,", "") == second.replace("rank 1,", "")
+
+
+def beside_a_hook_that_keeps_nothing(rank: int) -> float:
+    model = normed()
+    sync = stretto.attach(model)
+    sync.register_comm_hook(None, allreduce_hook)
+    model.register_buffer("more", torch.tensor([2.0 + rank]))
+    model(rows(rank)).sum().backward()
+    return model.more.item()
+
+
+def test_a_new_buffer_beside_a_hook_that_keeps_nothing_is_followed() -> None:
+    assert spawn_ranks(beside_a_hook_that_keeps_nothing, 2) == [2.0, 2.0]
 
 
 class Counts(torch.nn.Module):

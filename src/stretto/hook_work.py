@@ -16,18 +16,10 @@ from .specs import counted
 if TYPE_CHECKING:
     from .comm_hooks import CommHook
 
-_OF_A_PROGRAM = (
-    *(
-        "ArithmeticError",
-        "AssertionError",
-        "AttributeError",
-        "IndexError",
-        "KeyError",
-        "NameError",
-        "NotImplementedError",
-    ),
-    *("OverflowError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError"),
-)
+_OF_A_PROGRAM = {
+    *("ArithmeticError", "AssertionError", "AttributeError", "IndexError", "KeyError", "NameError"),
+    *("NotImplementedError", "OverflowError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError"),
+}
 """Errors of a callback that no collective in it raises, and so no other rank is the cause of."""
 
 

@@ -208,6 +208,8 @@ class SteppedAlone:
 
     def _look_whether_others_train(self, optimizer: torch.optim.Optimizer) -> None:
         """No pass yet: was another module attached than the one that is trained, a copy of it, say?"""
+        if self._reached:
+            return
         stepped = [one for one in stepped_by(optimizer) if one.grad is not None]
         if not stepped:
             return
@@ -289,7 +291,7 @@ class SteppedAlone:
     def stop(self) -> None:
         """Look no more: the handle ends. Harmless twice."""
         if self._early_steps and self._looks_alike and not (self._queue.pass_number or self._reached):
-            self._tell_that_others_train()  # a run of fewer steps than make sure of it, of a copy
+            self._tell_that_others_train()  # in fewer steps than make sure of it, but of a copy by its looks
         stop_listening(self._stepping)
         stop_listening(self._stepping_kept)
         leave()

@@ -12,7 +12,9 @@ import pickle
 import re
 import threading
 import time
+import traceback
 import unittest.mock
+import weakref
 
 import pytest
 import torch
@@ -803,6 +805,47 @@ def test_a_clone_that_has_copied_the_slot_runs_its_own_forward(how, when: str) -
         return out.item() != before, torch.equal(out, wanted), out.grad_fn is not None
 
     assert run_ranks(worker, 2) == [(True, True, True)] * 2
+
+
+def test_a_clone_that_is_exported_has_its_own_forward() -> None:
+    """Without dynamo, which says all the same that it compiles."""
+
+    def act(model, sync):
+        if sync.rank:
+            return  # torch exports in one thread at a time
+        clone = functional_clone(model)
+        for layer in clone._modules.values():
+            layer._parameters = {name: torch.nn.Parameter(one.detach() * 2) for name, one in layer._parameters.items()}
+        exported = torch.export.export(clone, (x(1.0),), strict=False).module()
+        assert torch.equal(exported(x(1.0)), Model.forward(clone, x(1.0)))
+
+    attached(Model(), act)
+
+
+def test_a_forward_that_failed_lets_its_inputs_go_when_its_frames_are_cleared() -> None:
+    """As unittest does, and who tries again with less when memory is short."""
+
+    def act(model, sync):
+        wide = torch.ones(1, 17)
+        gone = weakref.ref(wide)
+        with pytest.raises(RuntimeError) as caught:
+            model(wide)
+        del wide
+        traceback.clear_frames(caught.value.__traceback__)
+        gc.collect()
+        assert gone() is None
+
+    attached(Model(), act)
+
+
+def test_detach_leaves_the_module_as_it_was() -> None:
+    def worker(transport):
+        model = Model()
+        before = {*vars(model)}
+        stretto.attach(model, transport=transport).detach()
+        return {*vars(model)} == before
+
+    assert run_ranks(worker, 2) == [True, True]
 
 
 def test_detach_clears_the_slot_and_keeps_what_was_compiled_in_place() -> None:

@@ -75,7 +75,7 @@ class TorchSurface(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
-        if "_join_hooks_alive" in self.__dict__:
+        if "_join_left" in self.__dict__:
             look_whether_left(self)
         in_forward = announces_in_forward(self)
         if (in_forward or "buffer_hook" in self.__dict__) and self._synchronizing_forward():

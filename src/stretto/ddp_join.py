@@ -42,11 +42,15 @@ def announce_in_forward(ddp: Any) -> bool:
 
 
 def look_whether_left(ddp: Any) -> None:
-    """``Join`` is over when nobody has one any more: it may be used again, and an exception leaves it in silence."""
-    if (hooks := ddp.__dict__.get("_join_hooks_alive")) is not None and not hooks:
+    """An exception leaves ``Join`` and tells nobody: it is over when nobody has it any more.
+
+    Not where it is to throw: there one rank's exception holds it and another's does not. All go on to ask, as in torch.
+    """
+    hook = ddp.__dict__.get("_join_left")
+    if hook is not None and hook() is None and not ddp._join_config.throw_on_early_termination:
         Joinable.__init__(ddp)
         ddp.synchronizer.join(None)
-        del ddp.__dict__["_join_hooks_alive"]
+        del ddp.__dict__["_join_left"]
 
 
 def _announce(reference: weakref.ref[Any]) -> bool:
@@ -68,7 +72,8 @@ def _announce(reference: weakref.ref[Any]) -> bool:
 
 
 def _tell(ddp: Any) -> None:
-    refuse_half_joined(ddp.synchronizer.sharded, f"rank {ddp.synchronizer.rank}")
+    if not ddp._join_config.throw_on_early_termination:  # there nobody is ever without batches
+        refuse_half_joined(ddp.synchronizer.sharded, f"rank {ddp.synchronizer.rank}")
     Join.notify_join_context(ddp)
 
 
@@ -77,14 +82,14 @@ class ShadowHook(JoinHook):
 
     Args:
         ddp: the drop-in.
-        left: called when all have joined, and have the same model again. Whoever keeps the ``Join`` may use it again.
+        left: called when all have joined, and have the same model again.
     """
 
     def __init__(self, ddp: Any, left: Callable[[], None]) -> None:
         self.ddp = ddp
         self.left = left
         ddp.__dict__.pop("_join_told", None)
-        ddp.__dict__.setdefault("_join_hooks_alive", weakref.WeakSet()).add(self)
+        ddp.__dict__["_join_left"] = weakref.ref(self)
         self._uneven = Uneven(functools.partial(_announce, weakref.ref(ddp)))
         ddp.synchronizer.join(self._uneven)
 
@@ -92,17 +97,19 @@ class ShadowHook(JoinHook):
         """One pass of the others. Where it failed, and they go on, there is nothing here to be undone."""
         self._uneven.has_batches = False
         self.ddp.synchronizer.join(self._uneven)  # there may be that of another Join, made since
-        if "buffer_hook" in self.ddp.__dict__:
-            self.ddp._check_and_sync_module_buffers()
         try:
+            if "buffer_hook" in self.ddp.__dict__:
+                self.ddp._check_and_sync_module_buffers()
             self.ddp._match_all_reduce_for_bwd_pass()
         except PeerError as error:
             if not error.can_go_on:
                 raise
+        finally:
+            self._uneven.has_batches = True  # an exception may leave Join here
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""
         self.ddp._sync_final_model(is_last_joiner)
-        self._uneven.has_batches = True
-        self.ddp.synchronizer.join(self._uneven, afresh=True)
+        Joinable.__init__(self.ddp)  # on all ranks at this place: outside of join() no pass is announced
+        self.ddp.synchronizer.join(None, afresh=True)
         self.left()

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors, _MixedPrecision
 
 from .engine import left_uncompiled
@@ -300,8 +301,9 @@ class Called:
 
     def __init__(self, module: torch.nn.Module, substitutes: Substitutes) -> None:
         self._module, self._substitutes = weakref.ref(module), substitutes
-        self._compiled: Any = module._compiled_call_impl
-        if not isinstance(self._compiled, Called):
+        self.beneath: Any = module._compiled_call_impl
+        """What was there before, which a copy of the module calls."""
+        if not isinstance(self.beneath, Called):
             module.__dict__["_compiled_call_impl"] = self
 
     def __reduce__(self) -> Any:
@@ -310,7 +312,7 @@ class Called:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        if not torch.compiler.is_compiling() and (called := called_from(sys._getframe(1), module)) is not module:
-            return (self._compiled or called._call_impl)(*args, **kwargs)
+        if not is_dynamo_compiling() and (called := called_from(sys._getframe(1), module)) is not module:
+            return (self.beneath or called._call_impl)(*args, **kwargs)
         assert module is not None, "it is being called"
-        return self._substitutes.run(module, self._compiled or module._call_impl, *args, **kwargs)
+        return self._substitutes.run(module, self.beneath or module._call_impl, *args, **kwargs)

@@ -36,6 +36,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .engine import OutermostEnd, RecomputedEnough, compiled_inside, left_uncompiled
@@ -113,8 +114,8 @@ class ForwardWatch:
     @compiled_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = None if self._module is None else self._module()
-        if not torch.compiler.is_compiling() and (called := called_from(sys._getframe(1), module)) is not module:
-            return (self._compiled or called._call_impl)(*args, **kwargs)
+        if not is_dynamo_compiling() and (called := called_from(sys._getframe(1), module)) is not module:
+            return (getattr(self._compiled, "beneath", self._compiled) or called._call_impl)(*args, **kwargs)
         assert module is not None, "it is being called"
         call, passes = self._compiled or module._call_impl, self._passes()
         learns = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -167,7 +168,9 @@ class ForwardWatch:
         """Clear the slot. Harmless twice."""
         module = None if self._module is None else self._module()
         if module is not None and module.__dict__.get("_compiled_call_impl") is self:
-            module.__dict__["_compiled_call_impl"] = self._compiled
+            del module.__dict__["_compiled_call_impl"]  # torch's own says None, for all modules
+            if self._compiled is not None:
+                module.__dict__["_compiled_call_impl"] = self._compiled
 
     def forget(self) -> None:
         """What ran or failed so far is of no pass to come: all ranks are in step."""
@@ -210,7 +213,13 @@ class ForwardWatch:
 
 def called_from(frame: FrameType, module: torch.nn.Module | None) -> Any:
     """The module that was called where this frame is the caller of its slot: a copy, or the attached one."""
-    return frame.f_locals["self"] if frame.f_code is _CALLS_THE_SLOT else module
+    if frame.f_code is not _CALLS_THE_SLOT:
+        return module
+    names = frame.f_locals
+    called = names["self"]
+    if type(names) is dict:  # before Python 3.13 the frame keeps it, and with it the inputs of a forward that fails
+        names.clear()
+    return called
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:

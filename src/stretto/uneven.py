@@ -27,7 +27,7 @@ class Uneven:
     tell: Callable[[], bool]
     """Let the ranks that have run out of batches know that a pass comes. Collective. False if this is over."""
     has_batches: bool = True
-    """Whether this rank is not one of these."""
+    """Whether this rank is not one of these, amid a pass of the others."""
     _is_announced: bool = False
 
     def announce(self) -> bool:

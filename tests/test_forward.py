@@ -807,6 +807,20 @@ def test_a_clone_that_has_copied_the_slot_runs_its_own_forward(how, when: str) -
     assert run_ranks(worker, 2) == [(True, True, True)] * 2
 
 
+def test_a_clone_of_a_module_with_two_handles_runs_its_own_forward() -> None:
+    def worker(transport):
+        model = Model()
+        for left_out in ("*.weight", "*.bias"):
+            stretto.attach(model, transport=transport, ignore=[left_out])
+        clone = functional_clone(model)
+        with torch.no_grad():
+            for layer in clone.children():
+                layer.weight.mul_(2)
+        return torch.equal(clone(x(1.0)), Model.forward(clone, x(1.0)))
+
+    assert run_ranks(worker, 2) == [True, True]
+
+
 def test_a_clone_that_is_exported_has_its_own_forward() -> None:
     """Without dynamo, which says all the same that it compiles."""
 

@@ -266,3 +266,27 @@ def test_who_is_to_stop_early_is_told_whatever_ran_forward(transport: str, backw
         (2, "Rank 0 exhausted all inputs.", 4),
         (2, "Detected at least one rank that exhausted inputs. Throwing across all ranks.", 4),
     ]
+
+
+class Mixin:
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+class OfAProgram(stretto.DistributedDataParallel, Mixin):
+    """Whose other constructor is its own affair."""
+
+
+def counts(rank: int, transport: str) -> int:
+    model = OfAProgram(Net(), transport=transport)
+    model.steps = 7
+    for _ in range(2):
+        with model.join():
+            for number in range(1 + rank):
+                in_one(model, *batches_of(rank, number))
+    return model.steps
+
+
+def test_the_end_of_join_leaves_what_a_program_has_on_its_wrapper() -> None:
+    """It ran the constructors of the program's mixins."""
+    assert spawn_ranks(counts, 2, "shared_memory") == [7, 7]

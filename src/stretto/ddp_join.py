@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from .errors import CommunicationError, PeerError, StrettoError
 from .sharding import refuse_half_joined
@@ -48,9 +48,14 @@ def look_whether_left(ddp: Any) -> None:
     """
     hook = ddp.__dict__.get("_join_left")
     if hook is not None and hook() is None and not ddp._join_config.throw_on_early_termination:
-        Joinable.__init__(ddp)
-        ddp.synchronizer.join(None)
-        del ddp.__dict__["_join_left"]
+        _end(ddp)
+
+
+def _end(ddp: Any, *, afresh: bool = False) -> None:
+    """Outside of ``Join`` no pass is announced. ``Joinable``'s constructor would go on to those of the program."""
+    ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+    ddp.synchronizer.join(None, afresh=afresh)
+    ddp.__dict__.pop("_join_left", None)
 
 
 def _announce(reference: weakref.ref[Any]) -> bool:
@@ -103,13 +108,16 @@ class ShadowHook(JoinHook):
             self.ddp._match_all_reduce_for_bwd_pass()
         except PeerError as error:
             if not error.can_go_on:
+                _end(self.ddp)
                 raise
+        except BaseException:  # it leaves Join, and holds it for as long as somebody has it
+            _end(self.ddp)
+            raise
         finally:
-            self._uneven.has_batches = True  # an exception may leave Join here
+            self._uneven.has_batches = True  # that of an optimizer may leave Join behind this
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""
         self.ddp._sync_final_model(is_last_joiner)
-        Joinable.__init__(self.ddp)  # on all ranks at this place: outside of join() no pass is announced
-        self.ddp.synchronizer.join(None, afresh=True)
+        _end(self.ddp, afresh=True)
         self.left()

@@ -28,7 +28,7 @@ from torch.nn.parallel.distributed import _find_tensors, _MixedPrecision
 
 from .engine import left_uncompiled
 from .errors import UnsupportedError, name_list
-from .forward import called_from
+from .forward import called_from, lowest
 from .membership import STANDS_FOR
 from .withheld import Alive
 
@@ -302,7 +302,7 @@ class Called:
     def __init__(self, module: torch.nn.Module, substitutes: Substitutes) -> None:
         self._module, self._substitutes = weakref.ref(module), substitutes
         self.beneath: Any = module._compiled_call_impl
-        """What was there before, which a copy of the module calls."""
+        """What was there before."""
         if not isinstance(self.beneath, Called):
             module.__dict__["_compiled_call_impl"] = self
 
@@ -313,6 +313,6 @@ class Called:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if not is_dynamo_compiling() and (called := called_from(sys._getframe(1), module)) is not module:
-            return (self.beneath or called._call_impl)(*args, **kwargs)
+            return (lowest(self) or called._call_impl)(*args, **kwargs)
         assert module is not None, "it is being called"
         return self._substitutes.run(module, self.beneath or module._call_impl, *args, **kwargs)

@@ -92,7 +92,7 @@ class ForwardWatch:
         self._mark.__dict__["__torch_unserializable__"] = True  # else who saves an output is warned of it
         self._key = -1 - queue.peers.seat.number  # torch's own count from 0
         self._queue = queue
-        self._compiled: Any = None
+        self.beneath: Any = None
         self._runs = 0
         self._before = self._most = 0
         self._last = 0
@@ -104,7 +104,7 @@ class ForwardWatch:
         self._around: weakref.ref[Any] | None = None
         """The last wrapper of torch's that has run this forward, and leaves alone what is attached."""
         if module is not None:
-            self._compiled = module._compiled_call_impl
+            self.beneath = module._compiled_call_impl
             module.__dict__["_compiled_call_impl"] = self
 
     def __reduce__(self) -> Any:
@@ -115,9 +115,9 @@ class ForwardWatch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = None if self._module is None else self._module()
         if not is_dynamo_compiling() and (called := called_from(sys._getframe(1), module)) is not module:
-            return (getattr(self._compiled, "beneath", self._compiled) or called._call_impl)(*args, **kwargs)
+            return (lowest(self) or called._call_impl)(*args, **kwargs)
         assert module is not None, "it is being called"
-        call, passes = self._compiled or module._call_impl, self._passes()
+        call, passes = self.beneath or module._call_impl, self._passes()
         learns = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if passes is not None and passes.members.is_bare:
             passes.members.hook_what_is_there()
@@ -169,8 +169,8 @@ class ForwardWatch:
         module = None if self._module is None else self._module()
         if module is not None and module.__dict__.get("_compiled_call_impl") is self:
             del module.__dict__["_compiled_call_impl"]  # torch's own says None, for all modules
-            if self._compiled is not None:
-                module.__dict__["_compiled_call_impl"] = self._compiled
+            if self.beneath is not None:
+                module.__dict__["_compiled_call_impl"] = self.beneath
 
     def forget(self) -> None:
         """What ran or failed so far is of no pass to come: all ranks are in step."""
@@ -209,6 +209,13 @@ class ForwardWatch:
             self._queue.where,
             told,
         )
+
+
+def lowest(slot: Any) -> Any:
+    """What was in the slot before all of ours: what ``module.compile()`` has made, or None."""
+    while hasattr(slot, "beneath"):
+        slot = slot.beneath
+    return slot
 
 
 def called_from(frame: FrameType, module: torch.nn.Module | None) -> Any:

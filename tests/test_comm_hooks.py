@@ -324,7 +324,8 @@ def test_a_hook_that_has_failed_behind_what_it_sends_is_not_called_again(monkeyp
 
     bucket = SimpleNamespace(payload=torch.zeros(2), is_last=False)
     comm_hook = CommHook(None, hook)
-    comm_hook.use(Peers(LocalGroup(1).transport(0)))
+    peers = Peers(LocalGroup(1).transport(0))
+    comm_hook.use(peers)
     for _ in range(2):  # before anything is sent; behind it
         with pytest.raises(OSError, match="hook broke"):
             comm_hook.launch(bucket, None)

@@ -8,14 +8,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.modules import module as torch_module
 
 import stretto
+from stretto import comm_hooks
+from stretto.hook_work import HookWork
 from stretto.reducer import reducer_of
 from stretto.survivors import Survivors
 from stretto.testing import run_ranks, spawn_ranks
@@ -268,6 +272,33 @@ def test_a_layer_that_outlives_its_module_is_not_left_to_its_rank() -> None:
         return str(caught.value)
 
     assert all("That module was freed, so the plan cannot follow" in told for told in run_ranks(worker, 2, timeout=20))
+
+
+def test_the_work_of_a_comm_hook_keeps_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of Gloo's holds it until it is done with the callbacks, while this one goes on: it was the last to let
+    go of a handle at times, whose end then ran there and left a thread in Python's table.
+    """
+    works: list[HookWork] = []
+
+    def kept(*arguments: Any) -> HookWork:
+        works.append(HookWork(*arguments))
+        return works[-1]
+
+    monkeypatch.setattr(comm_hooks, "HookWork", kept)
+
+    def worker(transport: Transport) -> bool:
+        model = torch.nn.Linear(2, 2)
+        handle = stretto.attach(model, transport=transport)
+        handle.register_comm_hook(None, noop_hook)
+        model(torch.ones(1, 2)).sum().backward()
+        reducer = reducer_of(model.weight)
+        assert reducer is not None
+        peers = weakref.ref(reducer.queue.peers)
+        del model, handle, reducer
+        return peers() is None
+
+    assert run_ranks(worker, 2, timeout=20) == [True, True]
+    assert len(works) >= 2
 
 
 @pytest.mark.ranks

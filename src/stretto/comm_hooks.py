@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -123,11 +124,12 @@ class CommHook:
         self.failure = ""
         """What it has failed with, if something had been sent by then: see [Note: a hook that fails]."""
         self._current: HookWork | None = None
-        self._peers: Peers | None = None
+        self._where = _nowhere
 
     def use(self, peers: Peers) -> None:
-        """Say in messages where these are."""
-        self._peers = peers
+        """Say in messages where these are. They are not kept: callbacks of futures keep a bucket, and so this hook."""
+        seen = weakref.ref(peers)
+        self._where = lambda: "" if (alive := seen()) is None else alive.where
 
     def launch(self, bucket: Bucket, wait_for: Callable[[HookWork, Bucket], object]) -> HookWork:
         """Hand the bucket to the hook when the one before is through, unless it is not to be called any more.
@@ -137,9 +139,9 @@ class CommHook:
             wait_for: waits, with errors that say who did not come.
         """
         if self.failure:
-            where = "" if self._peers is None else f"{self._peers.where}: "
+            where = self._where()
             raise CommunicationError(
-                f"{where}{self} has failed, so it is not called again.\n  {self.failure}\n"
+                f"{where}{': ' if where else ''}{self} has failed, so it is not called again.\n  {self.failure}\n"
                 "Remove the cause and start again, on all ranks."
             )
         if self._current is not None and not self._current.is_well():
@@ -179,8 +181,8 @@ class CommHook:
     def blame(self, error: BaseException) -> None:
         """Remember what its future has failed with, and raise it as the hook's own if no other rank can be to blame."""
         self.failure = text_of(error)
-        if self._peers is not None and is_of_hook(error):
-            rank, _, _ = self._peers.where.partition(",")
+        if (where := self._where()) and is_of_hook(error):
+            rank, _, _ = where.partition(",")
             raise CommunicationError(f"{rank}: {error}\nRemove the cause and start again, on all ranks.") from error
 
     def __str__(self) -> str:
@@ -206,6 +208,10 @@ class Footers:
         sums = torch.split(self._flat, [len(footer) for footer in self._footers])
         for footer, summed in zip(self._footers, sums, strict=True):
             footer.copy_(summed)
+
+
+def _nowhere() -> str:
+    return ""
 
 
 def fixes_plan(hook: CommHook | None) -> bool:

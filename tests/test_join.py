@@ -9,7 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Fails
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.join import Join, Joinable
 
 import stretto
 from stretto.testing import spawn_ranks
@@ -228,6 +231,7 @@ def buffers_behind_an_exception(rank: int, transport: str) -> tuple[list[float],
     with contextlib.suppress(ValueError), model.join():
         in_one(model, *batches_of(rank, 0))
         raise ValueError("bad epoch")
+    in_one(model, *batches_of(rank, 2))  # in which all say that they have left
     before = model.module.norm.running_mean.tolist()
     wanted = copy.deepcopy(model.module)
     wanted(batches_of(0, 1)[0])  # rank 0's batch
@@ -240,6 +244,94 @@ def buffers_behind_an_exception(rank: int, transport: str) -> tuple[list[float],
 def test_behind_an_exception_that_left_join_buffers_follow_rank_0_again(transport: str) -> None:
     for found, wanted in spawn_ranks(buffers_behind_an_exception, 2, transport):
         assert found == wanted
+
+
+def goes_on_behind(rank: int, transport: str, throws: bool) -> tuple[list[float], list[int], list[torch.Tensor]]:
+    """All leave by an exception, which one rank keeps, and the Join with it.
+
+    Returns what a sum of the program's own came to behind each of some passes, how many passes had been announced by
+    then, and the parameters.
+    """
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    announced, tell = [0], Join.notify_join_context
+
+    def notify(joinable: Joinable) -> object:
+        announced[0] += joinable._join_config.enable
+        return tell(joinable)
+
+    Join.notify_join_context = staticmethod(notify)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        in_one(model, *batches_of(rank, number))
+        optimizer.step()
+
+    def epoch() -> ValueError | None:
+        context = model.join(throw_on_early_termination=throws)
+        try:
+            with context:
+                step(0)
+                raise ValueError("bad epoch")
+        except ValueError as error:
+            return error if rank else None
+
+    sums, passes, kept = [], [], epoch()
+    for number in range(1, 5):
+        if number == 3:
+            kept = None
+        step(number)
+        mine = torch.tensor([10.0 * (rank + 1)])
+        dist.all_reduce(mine)
+        sums.append(mine.item())
+        passes.append(announced[0])
+    assert kept is None
+    return sums, passes, [one.detach().clone() for one in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("throws", [False, True])
+def test_an_exception_has_left_join_where_it_has_on_all_ranks(transport: str, throws: bool) -> None:
+    """A rank that kept it went on to announce passes, alone: a sum of the program's own was another's."""
+    (sums, passes, one), (sums_too, passes_too, other) = spawn_ranks(goes_on_behind, 2, transport, throws)
+    assert sums == sums_too == [30.0] * 4
+    assert passes == passes_too == [2, 3, 4, 4]
+    assert all(map(torch.equal, one, other))
+
+
+def weighs(rank: int, transport: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of a last step of rank 1's alone, inside a plain ``join()``, and with a comm hook behind it."""
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(torch.nn.Linear(3, 1), transport=transport)
+    first = model.synchronizer
+    with model.join(divide_by_initial_world_size=False, enable=False):
+        assert model.synchronizer is first
+
+    def leave() -> None:
+        with contextlib.suppress(ValueError), model.join(divide_by_initial_world_size=False):
+            model(torch.ones(2, 3)).mean().backward()
+            raise ValueError("bad epoch")
+
+    leave()
+    with model.join():
+        for _ in range(rank):
+            model.zero_grad()
+            model(torch.ones(2, 3)).mean().backward()
+            alone = model.module.weight.grad.clone()
+    leave()
+    model.register_comm_hook(None, fp16_compress_hook)
+    model.zero_grad()
+    model((rank + 1) * torch.ones(2, 3)).mean().backward()
+    return alone if rank else torch.full((1, 3), 0.5), model.module.weight.grad
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_behind_an_exception_the_mean_is_over_all_ranks_again(transport: str) -> None:
+    """It went on over those that had batches; and a comm hook was refused for a weight that nobody had asked for."""
+    for alone, hooked in spawn_ranks(weighs, 2, transport):
+        torch.testing.assert_close(alone, torch.full((1, 3), 0.5))
+        torch.testing.assert_close(hooked, torch.full((1, 3), 1.5))
 
 
 def throws(rank: int, transport: str, backward: Backward) -> tuple[int, str, int]:

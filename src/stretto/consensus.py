@@ -26,6 +26,7 @@ from .spot_checks import SpotChecks
 from .tracker import ArrivalTracker
 from .transport.base import Work
 from .unattached import Unattached
+from .uneven import Uneven
 from .usage import carry_over, ranks_that_had
 from .words import COUNTS, Control, ControlWords
 
@@ -72,6 +73,8 @@ class Consensus:
         self._late_words: ControlWords | None = None
         self._was_idle = False  # in the pass that they are of
         self._failure_of_peer: PeerError | None = None
+        self.uneven: Uneven | None = None
+        """Of this handle, inside torch's ``Join``."""
 
     def stop(self) -> None:
         """Compare nothing any more."""
@@ -115,6 +118,8 @@ class Consensus:
             said += self._beside.says()
         if seat.with_others and not seat.all_know:
             said.append(Control.WITH_OTHERS)
+        if self.uneven is not None:
+            said += self.uneven.says()
         if self._queue.comm_hook is None:  # which may have each rank step by itself, as post-localSGD
             said += self.spot_checks.says(self._queue.pass_number)
         said += self.unattached.says(self._queue.pass_number)
@@ -130,6 +135,10 @@ class Consensus:
             if self._replan_policy.drifted(self._queue.plan, order, number):
                 said.append(Control.WANTS_REPLAN)
         return said
+
+    def says_idle(self) -> list[int]:
+        """The same of a pass to which this rank gives nothing."""
+        return [*(() if self.uneven is None else self.uneven.says()), *self._beside.says()]
 
     def _refuse_late(self) -> None:
         """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
@@ -206,6 +215,8 @@ class Consensus:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
+        if self.uneven is not None:
+            self.uneven.hear(said, self._queue.transport.world_size)
         some = self._on_some(said, Control.COMPARES)
         self.spot_checks.hear(said, self._queue.pass_number, some=some, idle=idle)
         self.unattached.hear(said, self._queue.pass_number, idle=idle)

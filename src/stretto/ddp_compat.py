@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .attach import attach
 from .comm_hooks import Hook
 from .crossing import group_of, is_destroyed
-from .ddp_join import ShadowHook, announce_in_forward, announces_in_forward, look_whether_left
+from .ddp_join import ShadowHook, announce_in_forward, announces_in_forward
 from .ddp_substitutes import Called, Substitute, Substitutes, lower, whole
 from .engine import compiled_inside
 from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
@@ -50,6 +50,8 @@ class TorchSurface(TorchDDP):
     mixed_precision: Any
     parameters_to_ignore: set[str]
     _substitutes: Substitutes | None
+    _weighs_for_join: bool = False
+    """Whether the handle has been attached anew, for the mean over ranks that have batches."""
 
     def _attach(self, *, init_sync: bool, **other: Any) -> None:
         """(Again) put hooks on the module's parameters. A comm hook moves along."""
@@ -75,8 +77,6 @@ class TorchSurface(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self._lazy_init_ran:
             self._lazy_init()
-        if "_join_left" in self.__dict__:
-            look_whether_left(self)
         in_forward = announces_in_forward(self)
         if (in_forward or "buffer_hook" in self.__dict__) and self._synchronizing_forward():
             is_new = not in_forward or announce_in_forward(self)
@@ -230,6 +230,15 @@ class TorchSurface(TorchDDP):
 
     # Join: ranks that run out of batches early
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """As torch's. Where it is off, nothing is attached anew."""
+        return super().join(divide_by_initial_world_size or not enable, enable, throw_on_early_termination)  # type: ignore[no-any-return]
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """As torch's, for ``Join`` and ``join()``: ranks without batches take part in the passes of the others.
 
@@ -240,15 +249,20 @@ class TorchSurface(TorchDDP):
         for one in self._synchronizer.sharded:
             one.joins_over = self.process_group
         effective = not kwargs.get("divide_by_initial_world_size", True)
-        weigh = effective and not self._comm_hooks and not self._attach_options["weighted"]
-        if weigh:
+        if effective and not self._comm_hooks and not self._attach_options["weighted"]:
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
             self._synchronizer.weight = 1.0  # nobody has forgotten to set it
-        return ShadowHook(self, self._back_to_options if weigh else lambda: None)
+            self._weighs_for_join = True
+        else:
+            self._back_to_options()
+        return ShadowHook(self, self._back_to_options)
 
     def _back_to_options(self) -> None:
-        self._attach(init_sync=False, **self._sizes())
+        """If ``Join`` has others: an exception may have left it. Collective."""
+        if self._weighs_for_join:
+            self._weighs_for_join = False
+            self._attach(init_sync=False, **self._sizes())
 
     def _sizes(self) -> dict[str, float]:
         """What was found to suit the link, which is not timed again."""

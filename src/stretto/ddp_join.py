@@ -41,28 +41,24 @@ def announce_in_forward(ddp: Any) -> bool:
     return True
 
 
-def look_whether_left(ddp: Any) -> None:
-    """An exception leaves ``Join`` and tells nobody: it is over when nobody has it any more.
-
-    Not where it is to throw: there one rank's exception holds it and another's does not. All go on to ask, as in torch.
-    """
-    hook = ddp.__dict__.get("_join_left")
-    if hook is not None and hook() is None and not ddp._join_config.throw_on_early_termination:
-        _end(ddp)
-
-
 def _end(ddp: Any, *, afresh: bool = False) -> None:
     """Outside of ``Join`` no pass is announced. ``Joinable``'s constructor would go on to those of the program."""
     ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
     ddp.synchronizer.join(None, afresh=afresh)
-    ddp.__dict__.pop("_join_left", None)
+    for one in ddp.synchronizer.sharded:
+        one.leave()
+
+
+def _leave(reference: weakref.ref[Any]) -> None:
+    """An exception has left ``Join`` on all ranks."""
+    if (ddp := reference()) is not None:
+        _end(ddp)
 
 
 def _announce(reference: weakref.ref[Any]) -> bool:
     """A pass begins. Returns False if none is to be announced any more."""
     if (ddp := reference()) is None:
         return False
-    look_whether_left(ddp)
     if not ddp._join_config.enable:
         ddp.synchronizer.join(None)
         return False
@@ -94,8 +90,10 @@ class ShadowHook(JoinHook):
         self.ddp = ddp
         self.left = left
         ddp.__dict__.pop("_join_told", None)
-        ddp.__dict__["_join_left"] = weakref.ref(self)
-        self._uneven = Uneven(functools.partial(_announce, weakref.ref(ddp)))
+        me, of = weakref.ref(self), weakref.ref(ddp)
+        self._uneven = Uneven(
+            tell=functools.partial(_announce, of), has_left=lambda: me() is None, end=functools.partial(_leave, of)
+        )
         ddp.synchronizer.join(self._uneven)
 
     def main_hook(self) -> None:
@@ -110,7 +108,7 @@ class ShadowHook(JoinHook):
             if not error.can_go_on:
                 _end(self.ddp)
                 raise
-        except BaseException:  # it leaves Join, and holds it for as long as somebody has it
+        except BaseException:  # it leaves Join
             _end(self.ddp)
             raise
         finally:

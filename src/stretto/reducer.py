@@ -158,7 +158,8 @@ class Reducer:
 
     def join(self, uneven: Uneven | None, *, afresh: bool) -> None:
         """As the handle's."""
-        self.uneven, self._beside.places.follows = uneven, None
+        self.uneven = self._consensus.uneven = uneven
+        self._beside.places.follows = None
         if afresh:
             self._forward.forget()
 
@@ -303,8 +304,7 @@ class Reducer:
         self._is_idle = False
         with self.queue.lock, torch.no_grad(), self.failing:
             try:
-                says = [] if self.uneven is None else self.uneven.says()
-                self.queue.launch_idle(says + self._beside.says())
+                self.queue.launch_idle(self._consensus.says_idle())
                 words = self._wait(self._beside.send(None), release=False)
             finally:
                 self._reset()

@@ -4,11 +4,15 @@
     has run out  ──> waits in Join for that word ─────┴──> who has batches? ──> pass ──> buffers of one that has some
 
 A pass is announced when it begins, in backward: forward may fail before it, run twice for it, or be another method.
+
+[Note: left]  An exception that leaves ``Join`` tells nobody. That it is over shows when nobody has it any more, at
+another time on each rank maybe: one may keep the exception, or the Join. So each goes on to announce, and says what it
+sees behind the last bucket of a pass; where all say so, it is over for all, at the end of that pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +21,7 @@ import torch
 from .buffers import BufferPlaces
 from .failing import Failing
 from .launch import LaunchQueue
-from .words import Control
+from .words import COUNTS, Control
 
 
 @dataclass
@@ -26,6 +30,10 @@ class Uneven:
 
     tell: Callable[[], bool]
     """Let the ranks that have run out of batches know that a pass comes. Collective. False if this is over."""
+    has_left: Callable[[], bool]
+    """Whether an exception has, as far as this rank sees: see [Note: left]."""
+    end: Callable[[], None]
+    """It is over, on all ranks."""
     has_batches: bool = True
     """Whether this rank is not one of these, amid a pass of the others."""
     _is_announced: bool = False
@@ -53,8 +61,15 @@ class Uneven:
             places.follows = int(have.nonzero().max())
 
     def says(self) -> list[Control]:
-        """What this rank has to say in a pass to which it gives nothing."""
-        return [] if self.has_batches else [Control.RAN_OUT]
+        """What this rank has to say behind the last bucket of a pass."""
+        if not self.has_batches:
+            return [Control.RAN_OUT]
+        return [Control.HAS_LEFT] * self.has_left()
+
+    def hear(self, said: Sequence[float], world_size: int) -> None:
+        """What all ranks have said."""
+        if said[Control.HAS_LEFT] >= min(world_size, COUNTS):
+            self.end()
 
 
 class Announcing(Protocol):

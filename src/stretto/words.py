@@ -36,6 +36,8 @@ class Control(IntEnum):
     """This rank's program steps parameters that no handle averages: see unattached.py."""
     RAN_OUT = 11
     """This rank has no batches any more, and is inside ``Join``: see uneven.py."""
+    HAS_LEFT = 12
+    """An exception has left ``Join`` on this rank: see uneven.py, [Note: left]."""
 
 
 MARKS = 16

@@ -40,7 +40,7 @@ class Joins(Joinable):
 
     _shares: Shares | None
     _hook: Any = None
-    """Weakly, what Join holds as long as it lasts."""
+    """Weakly, what Join holds as long as this rank is inside: see uneven.py, [Note: left]."""
     joins_over: Any = None
     """The group of the drop-in, which says so when ``Join`` asks it for its hook, before this one."""
 
@@ -51,9 +51,6 @@ class Joins(Joinable):
     @property
     def joins(self) -> bool:
         """Whether it is inside ``Join``. Raises ``SetupError`` if it is the first there."""
-        if self._hook is not None and self._hook() is None:  # an exception has left Join, which tells nobody
-            Joinable.__init__(self)
-            self._hook = None
         config: Any = self._join_config
         if config.enable and config.is_first_joinable:
             raise SetupError("Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).")
@@ -75,6 +72,11 @@ class Joins(Joinable):
         self._hook = weakref.ref(hook)
         return hook
 
+    def leave(self) -> None:
+        """``Join`` is over, on all ranks."""
+        Joinable.__init__(self)
+        self._hook = None
+
     @property
     def join_device(self) -> torch.device:
         """Where its first parameter is."""
@@ -87,8 +89,9 @@ class Joins(Joinable):
         return self.joins_over
 
     def refuse_to_leave_out(self) -> None:
-        """A forward begins: see [Note: a step a pass]."""
-        if self._shares is not None:
+        """A pass begins: see [Note: a step a pass]."""
+        has_left = self._hook is not None and self._hook() is None
+        if self._shares is not None and not has_left:
             self._shares.attendance.refuse_to_leave_out()
 
 
@@ -151,7 +154,7 @@ class _StepHook(JoinHook):
             self.optimizer._usable().step(idle=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        Joinable.__init__(self.optimizer)
+        self.optimizer.leave()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -298,6 +299,28 @@ def test_an_exception_has_left_join_where_it_has_on_all_ranks(transport: str, th
     assert sums == sums_too == [30.0] * 4
     assert passes == passes_too == [2, 3, 4, 4]
     assert all(map(torch.equal, one, other))
+
+
+def words_held(rank: int) -> list[bool]:
+    """Of the words about passes: whether somebody still has them."""
+    model = stretto.DistributedDataParallel(torch.nn.Linear(3, 1))
+    words, tell = [], Join.notify_join_context
+
+    def notify(joinable: Joinable) -> object:
+        words.append(weakref.ref(word := tell(joinable)))
+        return word
+
+    Join.notify_join_context = staticmethod(notify)
+    with model.join():
+        for _ in range(2 + rank):
+            model(torch.ones(2, 3)).mean().backward()
+    copy.deepcopy(model)
+    return [word() is not None for word in words]
+
+
+def test_gloo_is_not_the_last_to_hold_the_word_about_a_pass() -> None:
+    """A thread of Gloo's was, and asked for the interpreter's lock as the program ended: "terminate called"."""
+    assert spawn_ranks(words_held, 2) == [[True] * 2, [True] * 3]
 
 
 def weighs(rank: int, transport: str) -> tuple[torch.Tensor, torch.Tensor]:

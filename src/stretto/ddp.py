@@ -284,7 +284,7 @@ class DistributedDataParallel(TorchSurface):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         here = {"process_group", "_synchronizer", "reducer", "logger", "_armed", "_substitutes"}
-        out = here | {"_comm_hooks", "_join_config", "_join_told", "_weighs_for_join"}
+        out = here | {"_comm_hooks", "_join_config", "_join_told", "_join_words", "_weighs_for_join"}
         return {key: value for key, value in self.__dict__.items() if key not in out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ would wait for ranks which are gone.
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable
@@ -75,7 +76,9 @@ def _announce(reference: weakref.ref[Any]) -> bool:
 def _tell(ddp: Any) -> None:
     if not ddp._join_config.throw_on_early_termination:  # there nobody is ever without batches
         refuse_half_joined(ddp.synchronizer.sharded, f"rank {ddp.synchronizer.rank}")
-    Join.notify_join_context(ddp)
+    # Nobody waits for it, and Gloo's thread is not to be the last that holds it: transport/letting_go.py. The last few,
+    # since the thread may not be through with one when the next is sent.
+    ddp.__dict__.setdefault("_join_words", collections.deque(maxlen=4)).append(Join.notify_join_context(ddp))
 
 
 class ShadowHook(JoinHook):

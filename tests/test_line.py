@@ -19,13 +19,13 @@ from test_peers import LEFT, ranks, within
 from test_waits import explained, ranks_without_a_model
 
 from stretto import line
+from stretto.awaited_keys import AwaitedKeys, Silent
 from stretto.channel import Channel
 from stretto.inquiry import Inquiry
 from stretto.line import Line, Lookout
 from stretto.notes import Note
 from stretto.seat import Seat
 from stretto.sockets import cloned, is_closed
-from stretto.word import Silent, Word
 
 pytestmark = pytest.mark.timeout(60)
 SILENT = (
@@ -288,7 +288,7 @@ def test_a_silent_store_is_waited_for_once_and_what_is_to_be_written_is_written_
     monkeypatch.setattr(line, "ANSWER_SECONDS", 0.1)
     store = Stopped()
     through = connected(store, Polling())
-    word = Word(through, "word", reads=False)
+    word = AwaitedKeys(through, "word", reads=False)
     assert not word.is_completed() and through.is_silent
     monkeypatch.setattr(line, "ANSWER_SECONDS", 60.0)  # nobody waits again
     with pytest.raises(Silent, match=r"^the process group's store does not answer$"):
@@ -322,7 +322,7 @@ def test_a_word_is_there_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(line, "ANSWER_SECONDS", 0.1)
     store = StopsAmid()
     through = connected(store, Polling())
-    unread, word = Word(through, "word", reads=False), Word(through, "word")
+    unread, word = AwaitedKeys(through, "word", reads=False), AwaitedKeys(through, "word")
     assert unread.is_completed() and not word.is_completed() and through.is_silent
     through.put("written", "later")
     assert not word.is_completed() and not store.written

@@ -13,93 +13,7 @@ import torch
 import stretto
 
 SOURCE = Path(stretto.__file__).parent
-
-LAYERS = [  # docs/design.md, section 3: each module imports only from its own line or those above
-    {
-        "errors",
-        "events",
-        "specs",
-        "plan",
-        "engine",
-        "system_memory",
-        "streams",
-        "arrivals",
-        "survivors",
-        "tables",
-        "listeners",
-        "record",
-        "word",
-        "clocks",
-        "report",
-        "advice",
-    },
-    {"transport", "replan", "scaling", "words"},
-    {
-        "withheld",
-        "slots",
-        "parts",
-        "preset",
-        "footer",
-        "bucket",
-        "agreement",
-        "broadcast",
-        "options",
-        "sizing",
-        "backend",
-    },
-    {
-        "waiting",
-        "whereabouts",
-        "alarm",
-        "notes",
-        "seat",
-        "sockets",
-        "line",
-        "people",
-        "channel",
-        "watch",
-        "steps",
-        "blame",
-        "inquiry",
-    },
-    {
-        "late",
-        "comm_hooks",
-        "hook_work",
-        "in_backward",
-        "schedule",
-        "check",
-        "presence",
-        "peers",
-        "buffers",
-        "membership",
-        "spot_checks",
-        "unattached",
-    },
-    {"launch", "sparse", "failing", "crossing", "uneven", "family", "forward"},
-    {"tracker", "usage", "beside", "changes", "loose"},
-    {"rejoin"},
-    {"consensus"},
-    {"reducer"},
-    {"recorder", "describe", "analysis", "trace", "writing", "pieces"},
-    {"tracing", "timeline"},
-    {"sharding"},
-    {"handle"},
-    {"attach"},
-    {"tensors"},
-    {"ddp_substitutes", "ddp_faces", "ddp_join"},
-    {"ddp_compat"},
-    {"ddp"},
-    {"shard"},
-    {"__init__"},
-    {"testing"},
-    {"testing_network"},
-    {"looks", "quiet", "terminal", "cores"},
-    {"chrome", "plots", "page", "sketch"},
-    {"bench"},
-    {"cli"},
-    {"__main__"},
-]
+DESIGN = (Path(__file__).parents[1] / "docs/design.md").read_text()
 
 
 def imports_of(path: Path) -> set[str]:
@@ -124,7 +38,10 @@ def module_of(path: Path) -> str:
 
 
 def test_every_module_has_a_layer_and_imports_upwards_only() -> None:
-    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    """By the list of layers in docs/design.md, section 3."""
+    layers = DESIGN.partition("reads the imports):\n")[2].partition("\n\n")[0]
+    layers = re.sub(r"\(.*?\)", "", layers).split("·")
+    level = {name: number for number, layer in enumerate(layers) for name in re.findall(r"\w+", layer)}
     for path in SOURCE.rglob("*.py"):
         module = module_of(path)
         assert module in level, f"{module} has no place in docs/design.md, section 3"
@@ -134,7 +51,7 @@ def test_every_module_has_a_layer_and_imports_upwards_only() -> None:
 
 def test_every_module_has_an_owner_in_the_design() -> None:
     """docs/design.md, section 7: each file by its name, and no file that is gone."""
-    section = (Path(__file__).parents[1] / "docs/design.md").read_text().partition("\n## 7.")[2]
+    section = DESIGN.partition("\n## 7.")[2]
     table = "\n".join(line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `"))
     files = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if path.name != "__init__.py"}
     assert set(re.findall(r"`([\w/]+\.py)`", table)) == files

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import warm_programs
 
 import stretto
+from stretto.awaited_keys import AwaitedKeys
 from stretto.blame import left_early
 from stretto.channel import LINGER_SECONDS, Channel
 from stretto.engine import when_raised
@@ -34,7 +35,6 @@ from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport import LocalTransport
 from stretto.transport.life import is_over, started_at
 from stretto.whereabouts import standing
-from stretto.word import Word
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -1089,7 +1089,7 @@ def test_a_word_that_is_given_up_leaves_the_process_group_as_it_is() -> None:
         def abandon(self, work: object, handle: str, told: str) -> None:
             abandoned.append(work)
 
-    peers, word = Peers(Carrier()), Word(Carrier.store, "late")
+    peers, word = Peers(Carrier()), AwaitedKeys(Carrier.store, "late")
     with pytest.raises(RuntimeError, match="not done within 0 s"):
         peers.wait(word, 0.1)
     assert not abandoned

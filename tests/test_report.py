@@ -29,6 +29,7 @@ import stretto
 from stretto import steps
 from stretto.advice import advise
 from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, tied_names
+from stretto.awaited_keys import AwaitedKeys
 from stretto.clocks import NOBODY, Clock, ClockTalk, identity
 from stretto.line import Line
 from stretto.plan import BucketPlan, plan_buckets
@@ -37,7 +38,6 @@ from stretto.recorder import Flight, Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
-from stretto.word import Word
 
 MS = 1_000_000
 
@@ -779,11 +779,11 @@ def test_a_clock_that_was_compared_long_ago_is_less_certain() -> None:
 
 def test_a_word_in_a_store() -> None:
     store = HashStore()
-    word = Word(store, "key")
+    word = AwaitedKeys(store, "key")
     assert not word.is_completed()
     with pytest.raises(RuntimeError, match=re.escape("no answer within 0 s")):
         word.wait(timedelta(seconds=0.01))
-    both = Word(store, "key", "another")
+    both = AwaitedKeys(store, "key", "another")
     store.set("key", NOBODY)  # type: ignore[arg-type]
     word.wait()
     assert not both.is_completed()
@@ -798,7 +798,7 @@ def test_a_word_that_is_waited_for_in_slices_is_asked_for_more_rarely_with_time(
             self.times += 1
             return False
 
-    word = Word(store := Asked(), "key")  # type: ignore[arg-type]
+    word = AwaitedKeys(store := Asked(), "key")  # type: ignore[arg-type]
 
     def wait(seconds: float) -> None:
         with pytest.raises(RuntimeError, match="no answer"):

@@ -694,11 +694,12 @@ def test_what_the_system_has_refused_this_rank_needs_no_other_to_blame() -> None
     assert is_told(error(None, "rank 1 cannot go on: no memory"))
 
 
-def test_who_failed_for_want_of_another_is_not_blamed_by_that_one() -> None:
+@pytest.mark.parametrize(("who", "ranks"), [("rank 0", [0]), ("ranks 0, 2", [0, 2])])
+def test_who_failed_for_want_of_others_is_not_blamed_by_these(who: str, ranks: list[int]) -> None:
     """They would quote each other, and neither its own error."""
-    text = "PeerError: rank 1, pass 5: rank 0 failed and left, so nobody can complete this call."
+    text = f"PeerError: rank 1, pass 5: {who} failed and left, so nobody can complete this call."
     note = Note(1, "outside backward", error=text, leaves=True)
-    assert note.is_for_want_of(0) and not note.is_for_want_of(2)
+    assert [rank for rank in range(13) if note.is_for_want_of(rank)] == ranks
 
 
 @pytest.mark.ranks

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ModelMismatchError, SetupError, name_list
-from .specs import slot_strides
+from .specs import describe_ranks, slot_strides
 
 ADVICE = (
     "Build the model from the same code and options on every rank, and call attach() before anything "
@@ -130,8 +130,3 @@ def _holders(name: str, by_rank: list[dict[str, str]]) -> str:
     if len(holders) == 1:
         return ""
     return f"  {name}: " + "; ".join(f"{fact} on {describe_ranks(ranks)}" for fact, ranks in holders.items())
-
-
-def describe_ranks(ranks: list[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

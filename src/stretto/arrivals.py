@@ -10,9 +10,10 @@ of arrival call more Python:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Arrivals:
         # A partial's target can be exchanged, and calling it goes straight to C.
         self._gate: Any = functools.partial(first)
         self.close()
-        self._handles: dict[int, tuple[weakref.ref[torch.nn.Parameter], Any]] = {}
+        self._handles = Hooked()
         self._looking: dict[int, Any] = {}
         self._seeing: dict[int, Any] = {}
         self.follow(parameters)
@@ -59,12 +60,7 @@ class Arrivals:
         self._look_no_more()
         self.streams = Streams(parameter.device for parameter in parameters)
         self.append = self.streams.noting(self.order.append)
-        wanted = {id(parameter): parameter for parameter in parameters}
-        for key in [key for key, (one, _) in self._handles.items() if key not in wanted or one() is not wanted[key]]:
-            self._handles.pop(key)[1].remove()
-        for key, parameter in wanted.items():
-            if key not in self._handles:
-                self._handles[key] = weakref.ref(parameter), hook_gradient(parameter, self._gate)
+        self._handles.follow(parameters, lambda parameter: hook_gradient(parameter, self._gate))
 
     def open(self) -> None:
         """A pass has begun: from here on arrivals are appended."""
@@ -121,10 +117,25 @@ class Arrivals:
     def remove(self) -> None:
         """Take all hooks off."""
         self._look_no_more()
-        for _, handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        self._handles.keep(())
         del self._first, self._look, self._gate  # else each circle of these waits for Python's collector
+
+
+class Hooked(dict[int, tuple[weakref.ref[torch.Tensor], Any]]):
+    """Parameters that have a hook, held weakly, by ``id()``: with each hook's handle."""
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take the hooks off all others."""
+        wanted = {id(parameter): parameter for parameter in parameters}
+        for key in [key for key, (one, _) in self.items() if one() is None or one() is not wanted.get(key)]:
+            self.pop(key)[1].remove()
+
+    def follow(self, parameters: Collection[Any], hook: Callable[[Any], Any]) -> None:
+        """Hook these and no others. Those that had a hook keep it, and so their place among hooks of the user."""
+        self.keep(parameters)
+        for one in parameters:
+            if id(one) not in self:
+                self[id(one)] = weakref.ref(one), hook(one)
 
 
 def owner_of(parameter: torch.Tensor) -> object | None:
@@ -177,18 +188,26 @@ class Hooks(dict[int, Any]):
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], *, last: bool = False) -> Any:
     """Call ``hook`` whenever the parameter's gradient is final for a graph task; ``last``, behind all other hooks.
 
-    A table of hooks that torch has made keeps none the last. torch refuses hooks on frozen parameters, but keeps those
-    on one that is frozen later.
+    A table of hooks that torch has made keeps none the last.
     """
-    frozen = not parameter.requires_grad
-    if frozen:
-        parameter.requires_grad_(True)
-    if getattr(parameter, "_post_accumulate_grad_hooks", None) is None:
-        parameter._post_accumulate_grad_hooks = Hooks()
-    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    with hookable(parameter):
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) is None:
+            parameter._post_accumulate_grad_hooks = Hooks()
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._post_accumulate_grad_hooks
     if last and isinstance(hooks, Hooks):
         hooks.last = handle.id
-    if frozen:
-        parameter.requires_grad_(False)
     return handle
+
+
+@contextlib.contextmanager
+def hookable(parameter: torch.Tensor) -> Iterator[None]:
+    """torch refuses hooks on frozen parameters, but keeps those on one that is frozen later."""
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from .agreement import describe_ranks
 from .errors import CommunicationError, PeerError
 from .notes import WAYS_TO_LEAVE, Note
-from .specs import counted
+from .specs import counted, describe_ranks
 from .transport.base import Leftover
 from .whereabouts import count, standing
 
@@ -96,7 +95,7 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
     roots = [note for note in notes if not note.failed and any(one.is_for_absence_of(note.rank) for one in failed)]
     if first_hand or (failed and not roots):
         first_hand = first_hand or failed[:1]
-        told = "".join(f"  {note}\n" for note in first_hand)
+        told = "".join(dict.fromkeys(f"  {note}\n" for note in first_hand))  # of the pass, and of leaving it
         ranks = describe_ranks(sorted({note.rank for note in first_hand}))
         return PeerError(
             f"{where}: {ranks} failed and left, so nobody can complete this {occasion}.\n{told}"

@@ -26,13 +26,13 @@ from types import FrameType
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, is_initialized
 
+from .awaited_keys import AwaitedKeys
 from .line import POLL_SECONDS, Lookout
 from .notes import Note, frame_of_child, has_failed, last_words
 from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
 from .transport.base import Leftover
 from .whereabouts import count, myself, standing
-from .word import Word
 
 
 class Channel(People):
@@ -211,7 +211,7 @@ class Channel(People):
         """Whether ranks can come together in the store: they are processes, and it is there."""
         return not self.in_one_process and not self.store_is_gone()
 
-    def come(self, seat: Seat, caller: FrameType, meanwhile: Callable[[], object]) -> Word:
+    def come(self, seat: Seat, caller: FrameType, meanwhile: Callable[[], object]) -> AwaitedKeys:
         """This rank comes to a collective call. When the word is complete, the others have come too, and say what to.
 
         Args:
@@ -228,7 +228,7 @@ class Channel(People):
         with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one
             self.line.delete_key(f"call/{seat.handle}/{seat.calls - 2}/{self.rank}")
         # Where ranks have no name yet, one that gives up takes its key along, and whoever read that would wait for it.
-        return Word(self.line, *keys, meanwhile=meanwhile, reads=bool(seat.handle))
+        return AwaitedKeys(self.line, *keys, meanwhile=meanwhile, reads=bool(seat.handle))
 
     def go(self) -> None:
         """See ``come``. Harmless to one that has not come."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from .agreement import describe_ranks
 from .buffers import BufferPlaces
 from .errors import ReplicaError, name_list
 from .membership import Membership, wrapping
+from .specs import describe_ranks
 from .transport.base import as_reals, in_one_row
 
 _PIECE = 1 << 16

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .word import Word
+from .awaited_keys import AwaitedKeys
 
 if TYPE_CHECKING:
     from .line import Line
@@ -83,7 +83,7 @@ class ClockTalk:
         line: Line | None,
         rank: int,
         gather: Callable[[Any], list[Any]],
-        wait: Callable[[Word, float], object],
+        wait: Callable[[AwaitedKeys, float], object],
         *,
         clock: str | None = None,
         now: Now = time.perf_counter_ns,
@@ -156,7 +156,7 @@ class ClockTalk:
     def _take(self, key: str, until: float, otherwise: str) -> bytes:
         """Wait for a key, and delete it. Should it not come, leave ``NOBODY`` under another."""
         assert self._line is not None, "nobody asks without"
-        word = Word(self._line, key)
+        word = AwaitedKeys(self._line, key)
         try:
             if not word.comes_soon():
                 self._wait(word, max(0.0, until - time.monotonic()))

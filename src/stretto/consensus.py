@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import torch
 
-from .agreement import describe_ranks
 from .beside import Beside
 from .check import fingerprint
 from .comm_hooks import fixes_plan
@@ -22,6 +21,7 @@ from .membership import Membership
 from .plan import BucketPlan
 from .rejoin import Rejoin
 from .replan import ReplanPolicy, complete_order, recut
+from .specs import describe_ranks
 from .spot_checks import SpotChecks
 from .tracker import ArrivalTracker
 from .transport.base import Work

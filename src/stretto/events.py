@@ -18,7 +18,10 @@ log = logging.getLogger("stretto")
 
 
 class Observer(Protocol):
-    """What can be observed; leave out what you do not need. All calls come from the thread that runs backward.
+    """What can be observed; leave out what you do not need.
+
+    Calls come from the thread that runs forward, backward or the shadow pass; on accelerators ``gradient_ready`` comes
+    from autograd's threads, one a device.
 
     ``pass_number`` counts from 1; ``bucket`` is the index in the plan, which is also the launch order.
 

@@ -224,11 +224,7 @@ class Family:
         members = self.members()
         if len(members) == 1:
             return members
-        return [
-            one
-            for one in members
-            if one.members.module() is not None or any(p() is not None for p in one.queue.parameters) or one.parameters
-        ]
+        return [one for one in members if one.members.module() is not None or one.parameters]
 
     # Families that do not know each other: see [Note: strangers]
 

@@ -13,9 +13,9 @@ compare how often it failed.
 one trace: more forwards than usual before the next pass. That is no proof of an error, so it is a warning, and only
 where ranks differ.
 
-[Note: marks]  Where backward comes to an output of the module, it is watched from there. A hook in the table that torch
-calls for a tensor costs half of ``register_prehook``. Each output has a table of its own: the program's hooks on it go
-in there, too, and those of another attached model that hands it on.
+[Note: outputs]  Where backward comes to an output of the module, it is watched from there. A hook in the table that
+torch calls for a tensor costs half of ``register_prehook``. Each output has a table of its own: the program's hooks on
+it go in there, too, and those of another attached model that hands it on.
 
 [Note: the slot]  torch keeps one for what ``module.compile()`` makes of a module, and calls what lies there. It costs
 less than a forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, which would all take a hook
@@ -151,7 +151,7 @@ class ForwardWatch:
 
     @left_uncompiled
     def _mark_outputs(self, result: Any) -> None:
-        """See [Note: marks]."""
+        """See [Note: outputs]."""
         for output in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
             try:
                 node = output.grad_fn

@@ -51,10 +51,10 @@ class Synchronizer:
         transport: Transport | None,
         options: Options,
         sparse: Mapping[str, torch.nn.Parameter],
-        peers: Peers | None = None,
-        inside: Sequence[Reducer] = (),
-        beside: Sequence[Synchronizer] = (),
-        chosen: bool = True,
+        peers: Peers | None,
+        inside: Sequence[Reducer],
+        beside: Sequence[Synchronizer],
+        chosen: bool,
     ) -> None:
         self.module, self._options, self._peers = module, options, peers
         self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .bucket import Bucket
 from .specs import counted
+from .transport.base import as_reals
 
 if TYPE_CHECKING:
     from .comm_hooks import CommHook
@@ -90,8 +91,8 @@ class HookWork:
                 f"the comm hook's future holds a {type(result).__name__} in place of the reduced flat tensor.\n"
                 "Let its last callback return that tensor."
             )
-        if payload.is_complex() and not result.is_complex():
-            payload = torch.view_as_real(payload).view(-1)
+        if not result.is_complex():
+            payload = as_reals(payload)
         if result.numel() != payload.numel():
             raise ValueError(
                 f"the comm hook's future holds {counted(result.numel(), 'elements')} in place of the "

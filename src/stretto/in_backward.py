@@ -23,7 +23,7 @@ class StepInBackward:
         beside: of these the ones in no bucket, whose gradients are sparse.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], beside: Iterable[torch.nn.Parameter] = ()) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], beside: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._beside = [weakref.ref(parameter) for parameter in beside]
 

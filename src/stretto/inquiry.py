@@ -132,7 +132,7 @@ def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection
 
 
 def where_all_are(rank: int, channel: Channel | None, handle: str) -> str:
-    """The same, asked now, for at most 2.5 s; empty where nobody can be asked."""
+    """As :func:`places`, asked now, for at most 2.5 s; empty where nobody can be asked."""
     return "" if channel is None else places(rank, channel, channel.gather(handle, 2.5))
 
 

@@ -239,7 +239,7 @@ class LaunchQueue:
         """
         self._await_all()
         words, mine = self.buckets[-1].footer.read(summed=self.tells), self.buckets if release else ()
-        late = words.words is not None and words.ask_for_second_round(is_first=self.pass_number == 1)
+        late = words.ask_for_second_round(is_first=self.pass_number == 1)
         if self._unpacks:
             self._unpack(mine)
         if late:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from .awaited_keys import Silent
 from .sockets import cloned, is_closed
-from .word import Silent
 
 if TYPE_CHECKING:
     from .channel import Channel

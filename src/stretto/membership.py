@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .arrivals import hook_gradient, owner_of
+from .arrivals import Hooked, hook_gradient, owner_of
 from .engine import current_task, left_uncompiled
 from .errors import name_list
 from .options import Options, names_of_sparse
@@ -92,7 +92,7 @@ class Membership:
         self,
         module: torch.nn.Module,
         options: Options,
-        apart: Callable[[], Iterable[torch.Tensor]] = tuple,
+        apart: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         self.options = options
         self._apart = apart
@@ -105,7 +105,7 @@ class Membership:
         self._planned_alive = Survivors(self._none_planned_left)
         self.is_bare = False
         """Whether nothing is left of what was planned, and nobody has followed: a forward looks what there is then."""
-        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._hooks = Hooked()
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._returned: set[str] = set()
@@ -127,9 +127,7 @@ class Membership:
         """Take the hooks off."""
         self.let_go()
         stop_listening(self._registered)
-        for _, handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        self._hooks.keep(())
 
     def let_go(self) -> None:
         """Call nobody any more. See survivors.py for what must be left alone."""
@@ -231,10 +229,9 @@ class Membership:
         self.suspect = False
         module, everything = self._module(), self.everything()
         self._outsiders = everything.keys() - self._planned.keys()
-        outside = {id(everything[name]): everything[name] for name in self._outsiders}
-        for key in [key for key, (one, _) in self._hooks.items() if key not in outside or one() is not outside[key]]:
-            self._hooks.pop(key)[1].remove()
-        for parameter in outside.values():
+        outside = [one for name, one in everything.items() if name in self._outsiders]
+        self._hooks.keep(outside)
+        for parameter in outside:
             self._hook(parameter)
         self._follow_gradients(everything.values())
         modules = [] if module is None else list(module.modules())

@@ -12,6 +12,7 @@ that all need another.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import traceback
@@ -27,6 +28,7 @@ WAYS_TO_LEAVE = {
     "ended": "its process has ended",
 }
 """By which a rank leaves without having failed."""
+_FAILED_AND_LEFT = re.compile(r": ranks? ([\d, ]+) failed and left")  # blame.left_early says so
 _RUNS_CHILDREN = "_bootstrap", "multiprocessing.process"
 _REDUCER = __file__.replace(os.sep, "/").replace("notes.py", "reducer.py")
 
@@ -82,8 +84,9 @@ class Note:
 
     def is_for_want_of(self, rank: int) -> bool:
         """Whether it failed since that rank could not go on, which knows more of it."""
-        ways = (f"rank {rank} cannot go on", f": rank {rank} failed and left")
-        return not self.first_hand and any(how in self.error for how in ways)
+        left = _FAILED_AND_LEFT.search(self.error)
+        is_told = f"rank {rank} cannot go on" in self.error or (left is not None and str(rank) in left[1].split(", "))
+        return is_told and not self.first_hand
 
     def is_for_absence_of(self, rank: int) -> bool:
         """Whether it failed since that rank had left in peace, which is all that there is to tell."""
@@ -137,9 +140,7 @@ def has_failed(child: FrameType | None) -> bool:
     return child is not None and child.f_locals.get("exitcode", 0) not in (0, None)
 
 
-def last_words(
-    rank: int, begun: Mapping[str, int], told: Collection[tuple[str, int, str]], *, failed: bool = False
-) -> Note:
+def last_words(rank: int, begun: Mapping[str, int], told: Collection[tuple[str, int, str]], *, failed: bool) -> Note:
     """The note of a process that ends now.
 
     Args:

@@ -285,9 +285,9 @@ class Peers:
             if self._done_within(work, SLICE):
                 return True
 
-    def _done_within(self, work: Any, seconds: timedelta) -> bool:
+    def _done_within(self, work: Any, limit: timedelta) -> bool:
         try:
-            return done_within(work, seconds)
+            return done_within(work, limit)
         except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
             self._look_for_blame(own=not isinstance(error, PeerError), by_itself=blame.is_told(error))
             if isinstance(error, CallsDifferError):
@@ -321,7 +321,7 @@ class Peers:
         now = where_all_are(self._transport.rank, self._channel, self.seat.handle)
         raise blame.not_done(what, error, now, expected or blame.EXPECTED[self.seat.kind(self._occasion)]) from error
 
-    def _look_for_blame(self, *, own: bool = False, by_itself: bool = False) -> None:
+    def _look_for_blame(self, *, own: bool, by_itself: bool = False) -> None:
         """Raise what is to blame, if it can be found soon. ``own``: this rank is what others may have failed for."""
         until = time.monotonic() + (0.0 if self._channel is None or self._channel.in_one_process else GONE_SECONDS)
         while (culprit := self._blame(own=own, by_itself=by_itself)[0]) is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .arrivals import Hooked, hookable
 from .engine import current_task, left_uncompiled
 
 
@@ -41,27 +42,17 @@ class Preset:
     """Looks at ``.grad`` of parameters just before autograd accumulates into it."""
 
     def __init__(self) -> None:
-        self._hooks: dict[int, tuple[weakref.ref[torch.nn.Parameter], Any]] = {}
+        self._hooks = Hooked()
         self._known = _Known()
 
     def follow(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Hook these, which are not held, and no others."""
-        wanted = {id(parameter): parameter for parameter in parameters}
-        for key in [key for key, (one, _) in self._hooks.items() if key not in wanted or one() is not wanted[key]]:
-            self._hooks.pop(key)[1].remove()
-        for key, parameter in wanted.items():
-            if key not in self._hooks:
-                self._hooks[key] = weakref.ref(parameter), self._hook(parameter)
+        self._hooks.follow([*parameters], self._hook)
 
     def _hook(self, parameter: torch.nn.Parameter) -> Any:
-        frozen = not parameter.requires_grad
-        if frozen:  # torch refuses hooks on frozen parameters, but keeps those on one that is frozen later
-            parameter.requires_grad_(True)
         look = functools.partial(_look, self._known, weakref.ref(parameter))
-        handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
-        if frozen:
-            parameter.requires_grad_(False)
-        return handle
+        with hookable(parameter):
+            return parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
     def before(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What ``.grad`` held before what is new since the last synchronised pass; None for nothing."""

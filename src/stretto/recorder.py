@@ -1,6 +1,6 @@
 """From events to records: a stopwatch that is there only while somebody looks.
 
-    events ──> Recorder ──> PassRecord ──> report.py, trace.py
+    events ──> Recorder ──> PassRecord ──> analysis.py, writing.py
     Sampler ── switches a Recorder on for a few passes, so that ``report()`` has something to say without being asked
 
 When a bucket's result was there is known from what the transport gives: the future of torch's collectives, a look at a

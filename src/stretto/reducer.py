@@ -74,7 +74,7 @@ class Reducer:
         scaling: Scaling,
         peers: Peers,
         *,
-        delay: bool = False,
+        delay: bool,
         inspection: Inspection,
         sparse: SparseGradients,
     ) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .agreement import Statement, agree, describe_ranks, state_model
+from .agreement import Statement, agree, state_model
 from .arrivals import owner_of
 from .broadcast import broadcast_coalesced
 from .bucket import Bucket
@@ -39,7 +39,7 @@ from .plan import BucketPlan
 from .preset import Preset
 from .sizing import plan_for
 from .sparse import SparseGradients
-from .specs import describe_parameters
+from .specs import describe_parameters, describe_ranks
 from .tracker import ArrivalTracker
 from .usage import follow_a_change, used_by
 from .withheld import Alive, Withheld, complete, give_back_whole

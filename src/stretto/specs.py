@@ -127,6 +127,11 @@ def counted(number: int, things: str) -> str:
     return f"{number} {things.removesuffix('s') if number == 1 else things}"
 
 
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 def format_bytes(count: float) -> str:
     """``1.5 MB``: bytes for people (1 KB is 1,024 bytes)."""
     for unit in ("B", "KB", "MB"):

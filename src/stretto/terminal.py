@@ -1,4 +1,4 @@
-"""What commands and benchmarks show on a terminal: columns of text, progress bars."""
+"""What commands and benchmarks show on a terminal: progress bars, and the cursor behind them."""
 
 from __future__ import annotations
 

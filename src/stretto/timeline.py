@@ -203,12 +203,11 @@ Placed = tuple[RankTimeline, list[RankPass]]
 """A rank, yet without its passes, and these."""
 
 
-def timeline_of(traces: Sequence[RankTrace], passes: Collection[int] | None = None) -> Timeline:
+def timeline_of(traces: Sequence[RankTrace]) -> Timeline:
     """All ranks on rank 0's clock.
 
     Args:
         traces: what :func:`~stretto.trace.read_trace` has read, one or more ranks of one run.
-        passes: their numbers; default, all that were recorded. Pictures choose one of them by themselves.
 
     Example::
 
@@ -218,12 +217,11 @@ def timeline_of(traces: Sequence[RankTrace], passes: Collection[int] | None = No
     """
     placed = []
     for trace in traces:
-        records = [one for one in trace.passes if passes is None or one.number in passes]
         about = (trace.rank, trace.transport, trace.host, trace.pid, trace.uncertainty, trace.end)
         rank = RankTimeline(*about, (), trace.accelerators)
         shift = 0 if trace.clock else _shift_by_ends(trace, traces[0])
         clock = trace.at if trace.clock else (lambda time, by=shift: time + by)
-        placed.append((rank, [RankPass(one.by(clock), trace.plans.get(one.plan)) for one in records]))
+        placed.append((rank, [RankPass(one.by(clock), trace.plans.get(one.plan)) for one in trace.passes]))
     world_size = traces[0].world_size if traces else 0
     return _from_zero(world_size, _joined(world_size, placed))
 

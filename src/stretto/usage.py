@@ -309,5 +309,4 @@ class SteppedAlone:
 
 def _all_of(all_members: Iterable[Membership]) -> set[int]:
     """By ``id``, whatever their modules have."""
-    modules = [members.module() for members in all_members]
-    return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    return {id(parameter) for members in all_members for parameter in members.all_parameters()}

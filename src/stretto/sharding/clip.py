@@ -7,13 +7,13 @@ from numbers import Real
 
 import torch
 
-from ..agreement import describe_ranks
 from ..blame import NORM, SAME_CALLS
 from ..crossing import group_of
 from ..errors import CommunicationError, SetupError, UnsupportedError, name_list
 from ..failing import refuse_to_send, wait_in_call
 from ..launch import LaunchQueue
 from ..reducer import reducer_of
+from ..specs import describe_ranks
 from ..withheld import Withheld
 from .ownership import pieces_of
 

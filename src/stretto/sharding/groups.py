@@ -18,11 +18,10 @@ from zlib import crc32
 
 import torch
 
-from ..agreement import describe_ranks
 from ..errors import ModelMismatchError, SetupError, name_list
 from ..launch import LaunchQueue
 from ..peers import Peers
-from ..specs import dtype_name
+from ..specs import describe_ranks, dtype_name
 from .attributes import are_same, comparable, is_scalar
 from .kinds import options_of
 from .state import State

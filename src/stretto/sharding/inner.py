@@ -40,7 +40,7 @@ class Inner:
         stretches: Stretches,
         whole: set[int],
         states: Mapping[torch.Tensor, State],
-        before: Inner | None = None,
+        before: Inner | None,
     ) -> None:
         self._groups = groups
         self.stretches = stretches

@@ -122,7 +122,7 @@ class Attendance:
     def meet(self, parameters: Sequence[torch.nn.Parameter], number: int, *, idle: bool) -> Met:
         """Before a step. Collective; see :meth:`Meetings.meet_before`."""
         self._answered = self._queue.pass_number
-        return self._meetings.meet_before(parameters, number, Coming.IDLE if idle else Coming.TO_STEP)
+        return self._meetings.meet_before(parameters, Coming.IDLE if idle else Coming.TO_STEP, number)
 
     def refuse_without_pass(self) -> None:
         """Raise ``SetupError`` if this step follows no pass, so that ranks without batches do not come to it."""

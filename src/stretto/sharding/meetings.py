@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..agreement import describe_ranks
 from ..errors import CommunicationError, PeerError
 from ..peers import Peers
+from ..specs import describe_ranks
 from ..transport import Transport, Work
 from .awaited import Arrival
 from .turns import turns
@@ -86,9 +86,7 @@ class Meetings:
         carrier = self._transport
         return carrier.all_reduce(self._words) if carrier.meet is None else carrier.meet(self._said, self._name)
 
-    def meet_before(
-        self, parameters: Iterable[torch.nn.Parameter], number: int = 0, coming: Coming = Coming.TO_STEP
-    ) -> Met:
+    def meet_before(self, parameters: Iterable[torch.nn.Parameter], coming: Coming, number: int = 0) -> Met:
         """The first meeting. Collective.
 
         Args:

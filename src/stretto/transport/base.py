@@ -32,7 +32,8 @@ class Work(Protocol):
     """One collective under way: torch's, or one of ours.
 
     Some of ours say more, and are asked whether they do: ``waits_again`` (who is stopped while it waits leaves nothing
-    behind), ``goes_on_by_itself``, ``will_never_begin()``, ``is_carried`` (False if by the store alone), ``ended_at``.
+    behind), ``goes_on_by_itself``, ``will_never_begin()``, ``is_carried`` (False if by the store alone); and, for
+    records, ``is_over``, ``future``, ``ended_at``.
     """
 
     def wait(self) -> Any:

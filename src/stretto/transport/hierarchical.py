@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..specs import MIB, dtype_name
+from ..specs import MIB
 from .base import Transport, Work
 from .counterparts import Counterparts
 from .host import Host
@@ -39,7 +39,7 @@ from .shared_memory import CLOSE_SECONDS
 from .slices import slice_of
 from .spreading import SharesUnderWay, Spreading
 from .staging import Staging
-from .sums import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES, Block, views
+from .sums import PIECE_BYTES, SMALL_BYTES, Block, action, blocks, views
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host in order; hosts in the order of their first ranks."""
@@ -220,13 +220,9 @@ class AcrossHosts(Message, abc.ABC):
         low, high = self._team.slice_of(self.numel, dtype)
         if low == high:
             return None
-        edge, step = min(max(low, self._averaged), high), BLOCK_BYTES // dtype.itemsize
-        blocks = []
-        for begin, end, divisor in ((low, edge, self._team.world_size), (edge, high, 1)):
-            for start in range(begin, end, step):
-                parts = views(self._team.host, entries, dtype, start, min(start + step, end))
-                blocks.append(Block((parts.pop(self._source), *parts), divisor))
-        return OwnSlice(views(self._team.host, entries, dtype, low, high)[self._source], tuple(blocks))
+        host, divisor = self._team.host, self._team.world_size
+        cut = blocks(host, entries, dtype, low, high, self._averaged, divisor, self._source)
+        return OwnSlice(views(host, entries, dtype, low, high)[self._source], tuple(cut))
 
     @abc.abstractmethod
     def _leave(self, share: OwnSlice) -> Work:
@@ -236,13 +232,12 @@ class AcrossHosts(Message, abc.ABC):
         """The share is complete: write it into the memory of all ranks of the host."""
         if self._share is not None:
             for block in self._share.blocks:
-                for part in block.parts[1:]:
-                    part.copy_(block.parts[0])
+                block.write()
 
     def release(self) -> None:
         """All shares are in place."""
         if self._staged:
-            self._flat.copy_(self.tensor[: self._flat.nbytes].view(self._flat.dtype))
+            self._flat.copy_(self._team.staging.view(self.tensor, self._flat))
             self._team.staging.give(self.tensor)
 
 
@@ -250,11 +245,10 @@ class Sum(AcrossHosts):
     """The sum over all ranks, the first elements divided."""
 
     def __init__(self, team: Team, flat: torch.Tensor, averaged: int, *, staged: bool = False) -> None:
-        action = f"{'mean' if averaged > 0 else 'sum'} {dtype_name(flat.dtype)}".encode()
-        super().__init__(team, action, flat, staged=staged, source=0)
+        super().__init__(team, action("mean" if averaged > 0 else "sum", flat.dtype), flat, staged=staged, source=0)
         self._averaged = averaged
         if staged:
-            self.tensor[: flat.nbytes].view(flat.dtype).copy_(flat)
+            team.staging.view(self.tensor, flat).copy_(flat)
 
     def _leave(self, share: OwnSlice) -> Work:
         for block in share.blocks:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .base import Leftover, Transport, Work
+from .base import Leftover, Transport, Work, as_reals
 from .common import Offered
 from .host import Host
 from .ordinary import elements
@@ -51,9 +51,7 @@ class HostMemoryTransport(Transport):
         if not tensor.is_cpu:
             tensor[:numel].div_(self.world_size)
             return self.base.all_reduce(tensor)
-        if tensor.is_complex():
-            tensor, numel = torch.view_as_real(tensor).view(-1), 2 * numel
-        return self._sum(tensor, numel)
+        return self._sum(as_reals(tensor), 2 * numel if tensor.is_complex() else numel)
 
     @abc.abstractmethod
     def _sum(self, tensor: torch.Tensor, numel: int) -> Work:

@@ -1,7 +1,7 @@
 """What one collective of the ranks of a host does with memory. host.py drives it.
 
-Kinds: sums in sums.py and hierarchical.py, shares in host_shares.py, what lies once for all in common.py, the rest in
-collectives.py.
+Kinds: sums and broadcasts in sums.py and hierarchical.py, shares in host_shares.py, what lies once for all in
+common.py, the rest in collectives.py.
 """
 
 from __future__ import annotations

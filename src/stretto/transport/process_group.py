@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..specs import MIB
-from .base import Leftover, Transport, Work
+from .base import Leftover, Transport, Work, as_reals
 from .exchange import ShareSum, exchange_shares
 from .letting_go import InFlight
 from .native import GatheredShares, ScatteredSum, can_gather, can_sum
@@ -97,8 +97,7 @@ class ProcessGroupTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place. Complex tensors travel as pairs of reals, which sum alike."""
-        flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        work: Work = self.process_group.allreduce([flat], self._sum)
+        work: Work = self.process_group.allreduce([as_reals(tensor)], self._sum)
         return self._in_flight.add(work)
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:

@@ -90,9 +90,8 @@ class SumOfSlices(Message):
     def begin(self, entries: Sequence[bytes]) -> None:
         """Sum and write, block by block."""
         for block in self.blocks(entries):
-            total = block.add_up()
-            for part in block.parts[1:]:
-                part.copy_(total)
+            block.add_up()
+            block.write()
 
     def blocks(self, entries: Sequence[bytes]) -> list[Block]:
         """What this rank sums of every rank's tensor, in blocks."""
@@ -105,15 +104,7 @@ class SumOfSlices(Message):
     def _route(self, entries: Sequence[bytes]) -> list[Block]:
         places = len(self._host.peers)
         low, high = slice_of(self.numel, self._host.local_rank, places)
-        edge = min(max(low, self._averaged), high)
-        return [*self._cut(entries, low, edge, places), *self._cut(entries, edge, high, 1)]
-
-    def _cut(self, entries: Sequence[bytes], low: int, high: int, divisor: int) -> list[Block]:
-        step = BLOCK_BYTES // self.dtype.itemsize
-        return [
-            Block(views(self._host, entries, self.dtype, start, min(start + step, high)), divisor)
-            for start in range(low, high, step)
-        ]
+        return blocks(self._host, entries, self.dtype, low, high, self._averaged, places)
 
 
 class SumOfShare(SumOfSlices):
@@ -136,7 +127,7 @@ class SumOfShare(SumOfSlices):
         places = len(self._host.peers)
         low, high = slice_of(self._averaged, self._host.local_rank, places)
         behind = Block(views(self._host, entries, self.dtype, self._averaged, self.numel), 1)
-        return [*self._cut(entries, low, high, places), behind]
+        return [*blocks(self._host, entries, self.dtype, low, high, high, places), behind]
 
     def release(self) -> None:
         """Nobody reads any more what this rank brought."""
@@ -208,6 +199,34 @@ class Block:
     def add_up(self, place: int = 0) -> torch.Tensor:
         """The sum in rank order, divided, in the memory of one of them; the others' stay as they are."""
         return add_in_order(self.parts, self.parts[place], self.divisor)
+
+    def write(self) -> None:
+        """What is in the first part, into all others."""
+        for part in self.parts[1:]:
+            part.copy_(self.parts[0])
+
+
+def blocks(
+    host: Host,
+    entries: Sequence[bytes],
+    dtype: torch.dtype,
+    low: int,
+    high: int,
+    averaged: int,
+    divisor: int,
+    source: int = 0,
+) -> list[Block]:
+    """Elements ``low`` to ``high``, cut to fit the processor's cache; those before ``averaged`` are to be divided.
+
+    The part of the rank at place ``source`` comes first.
+    """
+    edge, step = min(max(low, averaged), high), BLOCK_BYTES // dtype.itemsize
+    found = []
+    for begin, end, divides_by in ((low, edge, divisor), (edge, high, 1)):
+        for start in range(begin, end, step):
+            parts = views(host, entries, dtype, start, min(start + step, end))
+            found.append(Block((parts.pop(source), *parts), divides_by))
+    return found
 
 
 @functools.cache

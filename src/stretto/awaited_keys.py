@@ -20,7 +20,7 @@ class Silent(RuntimeError):
     """A store has not answered for a while, and may yet."""
 
 
-class Word:
+class AwaitedKeys:
     """Keys of a store that other ranks will set, to be waited for as if it were a collective.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import logging
@@ -15,6 +16,7 @@ import time
 import traceback
 import unittest.mock
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -890,6 +892,41 @@ def test_what_is_compiled_in_place_after_attaching_stays() -> None:
         assert model._compiled_call_impl is mine
 
     attached(Model(), act)
+
+
+def test_what_is_compiled_in_place_after_attaching_is_watched_from_the_next_pass_on() -> None:
+    """It took the place of what watches forward."""
+
+    def act(model, sync):
+        seen = []
+        sync.observe(SimpleNamespace(forward_ended=seen.append))
+        calls = model._compiled_call_impl = functools.partial(Model._call_impl, model)  # as module.compile() does
+        for _ in range(3):
+            model(x(1.0)).backward()
+        sync.detach()
+        assert seen == [2, 3] and model._compiled_call_impl is calls
+
+    attached(Model(), act)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_handles_either_may_leave_first(first) -> None:
+    """What watched for the one that had attached before stayed in the slot, beneath the other's."""
+
+    def worker(transport):
+        model = Model()
+        before = {*vars(model)}
+        handles = [stretto.attach(model, transport=transport, ignore=[out]) for out in ("*.weight", "*.bias")]
+        gone = weakref.ref([model._compiled_call_impl.beneath, model._compiled_call_impl][first])
+        handles.pop(first).detach()
+        seen = []
+        handles[0].observe(SimpleNamespace(forward_ended=seen.append))
+        model(x(1.0)).backward()
+        left = gone() is None
+        handles.pop().detach()
+        return left, seen, {*vars(model)} == before
+
+    assert run_ranks(worker, 2) == [(True, [1], True)] * 2
 
 
 def test_the_compiler_takes_an_attached_module_whole_and_once() -> None:

@@ -402,7 +402,7 @@ def test_a_dtype_that_changes_after_a_new_plan_is_refused_by_name(carrier: Any) 
     told = carrier(worker, 2)
     assert told == [
         f"rank {rank}, pass 1: 0.weight was float32 in the last backward, and is float64 now.\n"
-        "Run a backward between a change of the dtype and the step."
+        "Run a backward between a change of the dtype and this call."
         for rank in range(len(told))
     ]
 

@@ -104,8 +104,7 @@ class ForwardWatch:
         self._around: weakref.ref[Any] | None = None
         """The last wrapper of torch's that has run this forward, and leaves alone what is attached."""
         if module is not None:
-            self.beneath = module._compiled_call_impl
-            module.__dict__["_compiled_call_impl"] = self
+            self._stand_in(module)
 
     def __reduce__(self) -> Any:
         """A copy of the module is not attached."""
@@ -143,6 +142,14 @@ class ForwardWatch:
             events.emit(events.forward_ended, queue.pass_number + 1)
         return result
 
+    def _stand_in(self, module: torch.nn.Module) -> None:
+        """Unless it does already, maybe beneath another."""
+        top = found = module._compiled_call_impl
+        while found is not None and found is not self:
+            found = getattr(found, "beneath", None)
+        if found is None:
+            self.beneath, module.__dict__["_compiled_call_impl"] = top, self
+
     def _look_around(self, wrapper: Any) -> None:
         """torch's wrapper may be older than the handle, and cannot be seen in the module."""
         if self._around is None or self._around() is not wrapper:
@@ -165,12 +172,18 @@ class ForwardWatch:
                     node._register_hook_dict(output)
 
     def remove(self) -> None:
-        """Clear the slot. Harmless twice."""
+        """Leave the slot. Harmless twice."""
         module = None if self._module is None else self._module()
-        if module is not None and module.__dict__.get("_compiled_call_impl") is self:
+        above = None if module is None else module.__dict__.get("_compiled_call_impl")
+        if module is not None and above is self:
             del module.__dict__["_compiled_call_impl"]  # torch's own says None, for all modules
             if self.beneath is not None:
                 module.__dict__["_compiled_call_impl"] = self.beneath
+        while above is not None and above is not self:
+            below = getattr(above, "beneath", None)
+            if below is self:
+                above.beneath = self.beneath
+            above = below
 
     def forget(self) -> None:
         """What ran or failed so far is of no pass to come: all ranks are in step."""
@@ -181,6 +194,9 @@ class ForwardWatch:
         if number == self._last:
             return []  # it was said, and then the pass was given up
         self._last = number
+        module = None if self._module is None else self._module()
+        if module is not None and module.__dict__.get("_compiled_call_impl") is not self:
+            self._stand_in(module)  # module.compile() puts what it makes in place of this
         more = self._before > 0 and self._runs > self._most  # else the program may mostly run other methods
         self.runs, self.failures = (self._runs, self._most, more), self._failing.early
         self._before, self._runs, self._failing.early = self._runs, 0, 0

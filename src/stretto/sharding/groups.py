@@ -108,7 +108,7 @@ class Groups:
             if one is not None and id(one) in known and one.dtype is not spec.dtype:
                 raise SetupError(
                     f"{where}: {spec.name} was {dtype_name(spec.dtype)} in the last backward, and is "
-                    f"{dtype_name(one.dtype)} now.\nRun a backward between a change of the dtype and the step."
+                    f"{dtype_name(one.dtype)} now.\nRun a backward between a change of the dtype and this call."
                 )
 
     # Ranks

@@ -486,6 +486,67 @@ def test_a_rank_that_leaves_before_it_has_stepped_says_so(run: Callable[..., Any
     )
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As Lookahead and SAM are: it has the parameters, and its step calls that of another, or not."""
+
+    def __init__(self, base: torch.optim.Optimizer, *, calls: bool) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.calls = base, calls
+
+    def step(self) -> None:  # type: ignore[override]
+        if self.calls:
+            self.base.step()
+
+
+def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None:
+    """Each rank stepped the same memory, in silence: a second phase with a plain optimizer over the same model."""
+
+    def worker(transport: Any) -> list[str]:
+        model, apart = copy.deepcopy(START), torch.nn.Linear(30, 1)
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(adam(model), sync)
+        train(model, Wrapper(sharded, calls=True), transport.rank)
+        train(apart, adam(apart), transport.rank)
+        before = [one.clone() for one in model.parameters()]
+        told = []
+        for plain in (torch.optim.SGD(model.second.parameters(), lr=0.1), Wrapper(sharded, calls=False)):
+            with pytest.raises(stretto.SetupError) as caught:
+                train(model, plain, transport.rank, 1)
+            told.append(str(caught.value))
+            assert all(map(torch.equal, before, model.parameters()))
+            model.zero_grad()
+            plain.step()  # of nothing
+        train(model, sharded, transport.rank)
+        train(model, sharded.unshard(), transport.rank)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), transport.rank)
+        train(model, stretto.shard(adam(model), sync), transport.rank)
+        sync.check()
+        return told
+
+    for rank, (before, behind) in enumerate(shared(worker, 2)):
+        has = "parameters of a sharded AdamW, which the ranks of this host have in one memory, so each rank"
+        call = (
+            "all unshard() of the sharded one before, on all ranks; then stretto.shard() this one, or step it as it is."
+        )
+        assert before == f"rank {rank}, shard: this SGD steps {has} would step them once more.\nC{call}"
+        assert behind == (
+            f"rank {rank}, shard: this Wrapper has stepped {has} has stepped them once more.\nLoad what was before. C{call}"
+        )
+
+
+def test_where_each_rank_has_its_own_another_optimizer_may_step_what_is_sharded() -> None:
+    def worker(transport: Any) -> list[torch.Tensor]:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        train(model, stretto.shard(adam(model), sync), transport.rank)
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), transport.rank)
+        sync.check()
+        return [one.detach().clone() for one in model.parameters()]
+
+    one, other = run_ranks(worker, 2)
+    assert all(map(torch.equal, one, other))
+
+
 def test_a_sharded_optimizer_is_not_copied() -> None:
     model = Two()
     sharded = stretto.shard(adam(model), stretto.attach(model))

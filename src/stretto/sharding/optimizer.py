@@ -20,6 +20,7 @@ from .elsewhere import Elsewhere, Guard
 from .joining import Joins
 from .kinds import bare_step
 from .members import refuse_others, refuse_taken, refuse_twins
+from .other_steps import OtherSteps
 from .shares import Shares
 from .turns import turns
 
@@ -65,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
             setattr(self, hooks, getattr(optimizer, hooks))
         self._guard = None if shares is None else Guard(optimizer)
+        self._other_steps = OtherSteps(optimizer, where) if shares is not None and shares.layout.is_shared else None
         self._module = module
         self._shares = shares
         self._where = where
@@ -323,6 +325,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """Parameters get memory of their own. Not collective, so the state of this rank's share is lost."""
         if self._guard is not None:
             self._guard.end()
+        if self._other_steps is not None:
+            self._other_steps.stop()
         if self._shares is not None:
             self._shares.release()
         self.beside.discard(self)

@@ -562,6 +562,22 @@ def test_unknown_arguments_and_values() -> None:
             'Write buffers="rank0", as is the default, or buffers="none".',
         ),
         (
+            {"gradient_average": False, "allreduce_trigger_params": [], "retain_allreduce_buffers": True},
+            'attach: there is no argument gradient_average=. Write reduce="mean", as is the default, or reduce="sum".\n'
+            "attach: there is no argument allreduce_trigger_params=. Write launch_after=.\n"
+            "attach: there is no argument retain_allreduce_buffers=. Leave it out: .grad lies in its bucket anyway.",
+        ),
+        (
+            {"device_mesh": None, "mixed_precision": None, "no_sync": True, "comm_hook": None},
+            "attach: there is no argument device_mesh=. Use stretto.DistributedDataParallel(model, device_mesh=...).\n"
+            "attach: there is no argument mixed_precision=. Use torch.autocast around forward, or "
+            "stretto.DistributedDataParallel(model, mixed_precision=...); reduce_dtype= is only the dtype in which "
+            "gradients travel.\n"
+            "attach: there is no argument no_sync=. "
+            "Write with sync.no_sync(): around backwards whose gradients are to be kept.\n"
+            "attach: there is no argument comm_hook=. Call sync.register_comm_hook(state, hook) behind attach.",
+        ),
+        (
             {"bucket_cap": 3},
             "attach: there is no argument bucket_cap=. What there is: bucket_cap_mb.",
         ),
@@ -749,3 +765,27 @@ def test_what_is_ignored_on_some_ranks_alone_is_an_option_that_differs() -> None
             stretto.attach(linear(), transport=transport, ignore=["0.*"] if transport.rank else [])
 
     run_ranks(worker, 2)
+
+
+def test_a_handle_says_that_it_is_no_model() -> None:
+    """``model = stretto.attach(model)``: Python's own words led to ``trace`` where ``train`` was asked for."""
+    handle: Any = stretto.attach(linear())
+    for name in ("parameters", "train", "state_dict"):
+        with pytest.raises(AttributeError) as asked:
+            getattr(handle, name)
+        assert str(asked.value) == (
+            f"attach() returns a handle, which has no {name}: the model stays what it is.\n"
+            "Write sync = stretto.attach(model) and go on with model; for a wrapper, as torch's, "
+            "model = stretto.DistributedDataParallel(model)."
+        )
+    with pytest.raises(TypeError) as called:
+        handle(torch.ones(1))
+    assert str(called.value) == (
+        "attach() returns a handle, which is not called: the model stays what it is.\n"
+        "Write sync = stretto.attach(model) and go on with model; for a wrapper, as torch's, "
+        "model = stretto.DistributedDataParallel(model)."
+    )
+    with pytest.raises(AttributeError) as misspelt:
+        handle.reprot()
+    assert str(misspelt.value) == "'Synchronizer' object has no attribute 'reprot'"
+    assert not hasattr(handle, "forward") and not hasattr(handle, "_forward")

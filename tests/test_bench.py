@@ -330,7 +330,9 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
         (lambda: workload_of("no_such_module:f"), "there is no module 'no_such_module'"),
         (lambda: workload_of("none.py:f"), "none.py: no such file"),
         (lambda: workload_of(f"{mine}:number"), f"{mine}:number is of type int, which cannot be called"),
-        (lambda: workload_of(f"{mine}:missing"), f"{mine} has no 'missing'"),
+        (lambda: workload_of(f"{mine}:torch.missing"), f"{mine} has no 'missing'"),
+        (lambda: workload_of(f"{mine}:missing"), f"{mine} has no 'missing': write a function that returns the model"),
+        (lambda: workload_of(mine), f"{mine}: say which function in it returns the model, as {mine}:make_model"),
         (lambda: workload_of(f"{mine}:counted")(), odd.format("counted", "a Tensor")),
         (lambda: model_of(f"{mine}:swapped"), odd.format("swapped", "(Tensor, Linear)")),
         (

@@ -1136,15 +1136,17 @@ REFUSED = [
     ("run --rank 2 script.py", 2, None),
     ("fly", 2, None),
     (
-        "plan script.py",
+        "plan no.script.py",
         2,
-        "'script.py' is neither a built-in model (policy, layers, mlp, gpt2, gpt2x8, resnet18) nor a "
+        "'no.script.py' is neither a built-in model (policy, layers, mlp, gpt2, gpt2x8, resnet18) nor a "
         "function of yours, script.py:factory or package.module:factory",
     ),
+    ("plan script.py", 2, "script.py: say which function in it returns the model, as script.py:make_model"),
     ("plan :net", 2, "':net': say where the model is made, script.py:factory or package.module:factory"),
     ("plan nowhere.py:net", 2, "nowhere.py: no such file"),
     ("plan no_such_package.models:net", 2, "there is no module 'no_such_package'"),
-    ("plan script.py:missing", 2, "script.py has no 'missing'"),
+    ("plan script.py:missing", 2, "script.py has no 'missing': write a function that returns the model"),
+    ("plan script.py:torch.missing", 2, "script.py has no 'missing'"),
     ("plan script.py:number", 2, "script.py:number is of type int, which cannot be called"),
     (
         "plan script.py:none",
@@ -1233,7 +1235,7 @@ def test_bad_input_is_one_line(
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path("script.py").write_text(BROKEN_MODEL)
-    Path("bad.py").write_text("1 / 0\n")
+    Path("bad.py").write_text("net = 1 / 0\n")
     Path("syntax.py").write_text("net = = 1\n")
     for name in ("empty", "other", "without", "begun"):
         Path(name).mkdir()

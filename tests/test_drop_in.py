@@ -155,6 +155,12 @@ class TestAlone:
         model = DistributedDataParallel(torch.nn.Linear(1, 1), bucket_cap_mb_list=[1, 2])
         assert model.bucket_bytes_cap == 2 * 2**20 and model.bucket_bytes_cap_list == [2**20, 2 * 2**20]
 
+    def test_a_size_of_buckets_is_a_number(self):
+        """torch multiplies the text, and fails at a number of two million digits."""
+        with pytest.raises(SetupError) as caught:
+            DistributedDataParallel(torch.nn.Linear(1, 1), bucket_cap_mb="25")
+        assert str(caught.value) == "bucket_cap_mb='25' must be a positive number, or None"
+
     def test_deprecated_arguments_warn_once_each(self):
         with pytest.warns(FutureWarning, match="broadcast_buffers"):
             DistributedDataParallel(torch.nn.Linear(1, 1), broadcast_buffers=False)

@@ -913,9 +913,9 @@ def test_text_of_processes_that_do_not_end_or_die() -> None:
 def test_text_of_ranks_that_have_gone_apart() -> None:
     found = apart("rank 0, pass 3", (3, 2), {1: (4, 1), 2: (3, 1)}, "rank 0 waits at train.py:9 in fit")
     assert str(found) == (
-        "rank 0, pass 3: ranks have gone apart, so nobody can complete this: rank 1 has begun 4 passes, rank 2 has "
-        "begun 3 passes, this rank 3 passes and 1 other call more.\n"
-        f"rank 0 waits at train.py:9 in fit.\n{SAME_CALLS}"
+        "rank 0, pass 3: ranks have gone apart, so nobody can complete this.\n"
+        f"rank 0 waits at train.py:9 in fit.\n{SAME_CALLS}\n"
+        "So far rank 1 has begun 4 passes, rank 2 has begun 3 passes, this rank 3 passes and 1 other call more."
     )
 
 

@@ -515,7 +515,7 @@ def test_a_host_that_begins_a_pass_where_others_step_is_named(
     """No rank beside it on its host tells that; and gradients met the numbers with which ranks come to a step."""
     found = in_warm_process(ranks_of_hosts_of_which_one_does_not_step, str(tmp_path), sizes, keep_grads)
     apart = re.compile(
-        r"ranks have gone apart, so nobody can complete this: .*"
+        r"ranks have gone apart, so nobody can complete this\.(?:.|\n)*"
         r"7 passes and 5 steps of sharded optimizers.*6 passes and 6 steps of sharded optimizers"
         r"|6 passes and 6 steps of sharded optimizers.*7 passes and 5 steps of sharded optimizers"
     )
@@ -583,16 +583,16 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
 ) -> None:
     """Long before the collective would run out of time. It knows by itself, or by the other one."""
     found, _ = in_warm_process(ranks_that_go_apart, str(tmp_path), instead)
-    begin, place = "ranks have gone apart, so nobody can complete this: ", r"test_shard_faults\.py:LINE in \w+"
+    begin, place = r"ranks have gone apart, so nobody can complete this\.\n", r"test_shard_faults\.py:LINE in \w+"
     advice = (
         "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
         "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), "
         "trace(), state_dict()."
     )
-    last = rf"\.\n{re.escape(advice)}"
+    last = rf"\.\n{re.escape(advice)}\nSo far "
     own = (
-        rf"{begin}rank 1 has begun {there}, this rank {here}\.\nrank 0 waits .*at {place}; rank 1 .* at {place}{last}",
-        rf"{begin}rank 0 has begun {here}, this rank {there}\.\nrank 1 waits .*at {place}; rank 0 .* at {place}{last}",
+        rf"{begin}rank 0 waits .*at {place}; rank 1 .* at {place}{last}rank 1 has begun {there}, this rank {here}\.",
+        rf"{begin}rank 1 waits .*at {place}; rank 0 .* at {place}{last}rank 0 has begun {here}, this rank {there}\.",
     )
     for rank, (raised, text) in enumerate(found):
         where = f"rank {rank}, pass {7 if rank and instead == 'backward' else 6}: "

@@ -524,13 +524,15 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         return told
 
     for rank, (before, behind) in enumerate(shared(worker, 2)):
-        has = "parameters of a sharded AdamW, which the ranks of this host have in one memory, so each rank"
-        call = (
-            "all unshard() of the sharded one before, on all ranks; then stretto.shard() this one, or step it as it is."
+        assert before == (
+            f"rank {rank}, shard: this SGD steps parameters of a sharded AdamW, which the ranks of this host have in "
+            "one memory, so each rank would step them once more.\n"
+            "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
         )
-        assert before == f"rank {rank}, shard: this SGD steps {has} would step them once more.\nC{call}"
         assert behind == (
-            f"rank {rank}, shard: this Wrapper has stepped {has} has stepped them once more.\nLoad what was before. C{call}"
+            f"rank {rank}, shard: this Wrapper has stepped parameters of a sharded AdamW, which the ranks of this host "
+            "have in one memory, so each rank has stepped them once more.\nLoad what was before. "
+            "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
         )
 
 

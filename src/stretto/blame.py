@@ -191,8 +191,8 @@ def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int
     told = ", ".join(f"rank {rank} has begun {_counted(theirs, progress)}" for rank, theirs in sorted(others.items()))
     mine = _counted(progress, next(iter(others.values())))
     return PeerError(
-        f"{where}: ranks have gone apart, so nobody can complete this: {told}, this rank {mine}.\n"
-        f"{places}.\n{SAME_CALLS}"
+        f"{where}: ranks have gone apart, so nobody can complete this.\n{places}.\n{SAME_CALLS}\n"
+        f"So far {told}, this rank {mine}."
     )
 
 

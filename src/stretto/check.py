@@ -88,7 +88,8 @@ def check_replicas(
 _PARAMETERS = (
     "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
     "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that looks "
-    "at one rank's loss; a closure that LBFGS runs more often on one, for its own loss; a random number.\n"
+    "at one rank's loss; a closure that LBFGS runs more often on one, for its own loss; a random number. "
+    "Or they never held the same: attach(init_sync=False), where each rank had drawn its own.\n"
     "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all ranks."
 )
 _BUFFERS = (

@@ -129,7 +129,7 @@ class CommHook:
     def use(self, peers: Peers) -> None:
         """Say in messages where these are. They are not kept: callbacks of futures keep a bucket, and so this hook."""
         seen = weakref.ref(peers)
-        self._where = lambda: "" if (alive := seen()) is None else alive.where
+        self._where = lambda: "" if (alive := seen()) is None else f"{alive.where}: "
 
     def launch(self, bucket: Bucket, wait_for: Callable[[HookWork, Bucket], object]) -> HookWork:
         """Hand the bucket to the hook when the one before is through, unless it is not to be called any more.
@@ -141,7 +141,7 @@ class CommHook:
         if self.failure:
             where = self._where()
             raise CommunicationError(
-                f"{where}{': ' if where else ''}{self} has failed, so it is not called again.\n  {self.failure}\n"
+                f"{where}{self} has failed, so it is not called again.\n  {self.failure}\n"
                 "Remove the cause and start again, on all ranks."
             )
         if self._current is not None and not self._current.is_well():

@@ -30,7 +30,7 @@ from .ddp_compat import TorchSurface
 from .ddp_faces import Armed, Logger, ReducerFace
 from .engine import compiled_inside
 from .errors import SetupError
-from .options import Buffers, listed, patterns
+from .options import Buffers, listed, patterns, positive
 from .scaling import Reduce
 from .transport import TransportName
 
@@ -177,11 +177,10 @@ class DistributedDataParallel(TorchSurface):
 
     def _set_bucket_caps(self, cap_mb: float | None, caps_mb: list[int] | None) -> float | None:
         """torch's attributes, by torch's rules; returns the cap for ``attach``, in MiB, if one was asked for."""
-        self._bucket_config = _BucketCapacityConfig.create(
-            cap_mb,  # type: ignore[arg-type]  # a fraction works as well
-            caps_mb,
-            use_python_reducer=False,
-        )
+        cap: Any = cap_mb  # a fraction works as well; torch would multiply a text
+        if isinstance(cap, str):
+            positive("bucket_cap_mb", cap, or_none=True)
+        self._bucket_config = _BucketCapacityConfig.create(cap, caps_mb, use_python_reducer=False)
         self.bucket_bytes_cap_list = [*self._bucket_config.per_bucket_bytes_caps]
         self.bucket_bytes_cap_default = cap_mb is None and not caps_mb
         return None if self.bucket_bytes_cap_default else self._bucket_config.bucket_bytes_cap / 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -12,6 +13,30 @@ from .errors import name_list
 from .options import Options
 from .reducer import Reducer
 from .specs import counted
+
+
+class NoModel:
+    """Says so where a handle is taken for a model, as torch's wrapper is one: ``model = stretto.attach(model)``."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # to a type checker it has none of these
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Only of what is not there."""
+            if not name.startswith("_") and hasattr(torch.nn.Module, name):
+                raise AttributeError(f"attach() returns a handle, which has no {name}: {_GO_ON}", name=name, obj=None)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            """Raises ``TypeError``."""
+            raise TypeError(f"attach() returns a handle, which is not called: {_GO_ON}")
+
+
+_GO_ON = (
+    "the model stays what it is.\nWrite sync = stretto.attach(model) and go on with model; for a wrapper, as torch's, "
+    "model = stretto.DistributedDataParallel(model)."
+)
 
 
 def describe_shortly(module: torch.nn.Module, reducer: Reducer | None, *, was_attached: bool) -> str:

@@ -14,7 +14,7 @@ from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
 from .check import Inspection
 from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
-from .describe import describe, describe_shortly
+from .describe import NoModel, describe, describe_shortly
 from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
 from .events import Events
@@ -35,7 +35,7 @@ from .uneven import Uneven
 from .usage import Statistics
 
 
-class Synchronizer:
+class Synchronizer(NoModel):
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises

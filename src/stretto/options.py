@@ -20,6 +20,8 @@ Buffers = Literal["rank0", "mean", "none"]
 
 _NEVER_NEEDED = "Leave it out: any graph is right without it."
 _STAYS = "Leave it out: the module stays where it is, so model.to(device) before."
+_MEANS_TOO = "Leave it out: their gradients are means too when backward returns."
+_HOOK = "Call sync.register_comm_hook(state, hook) behind attach."
 INSTEAD = {
     "find_unused_parameters": _NEVER_NEEDED,
     "static_graph": _NEVER_NEEDED,
@@ -29,9 +31,22 @@ INSTEAD = {
     "device_ids": _STAYS,
     "output_device": _STAYS,
     "broadcast_buffers": 'Write buffers="rank0", as is the default, or buffers="none".',
-    "mixed_precision": "Write reduce_dtype=torch.float32, or the dtype in which gradients are to travel.",
+    "forward_sync_buffers": 'Write buffers="rank0", as is the default, or buffers="none".',
+    "bucket_cap_mb_list": "Write bucket_cap_mb=.",
+    "delay_all_reduce_named_params": _MEANS_TOO,
+    "param_to_hook_all_reduce": _MEANS_TOO,
+    "device_mesh": "Use stretto.DistributedDataParallel(model, device_mesh=...).",
+    "mixed_precision": "Use torch.autocast around forward, or stretto.DistributedDataParallel(model, "
+    "mixed_precision=...); reduce_dtype= is only the dtype in which gradients travel.",
+    "hook": _HOOK,
+    "comm_hook": _HOOK,
+    "no_sync": "Write with sync.no_sync(): around backwards whose gradients are to be kept.",
     "gradient_predivide_factor": "Write predivide_factor=.",
+    "gradient_average": 'Write reduce="mean", as is the default, or reduce="sum".',
     "delay_allreduce": "Write delay=.",
+    "allreduce_trigger_params": "Write launch_after=.",
+    "allreduce_always_fp32": "Write reduce_dtype=torch.float32.",
+    "retain_allreduce_buffers": "Leave it out: .grad lies in its bucket anyway.",
     "message_size": "Write bucket_cap_mb=, in MiB.",
 }
 """What to write for arguments of torch's DistributedDataParallel and of Apex's that ``attach`` does not have."""
@@ -44,8 +59,10 @@ def refuse_arguments(call: Callable[..., object], unknown: Collection[str]) -> N
     known = [*inspect.signature(call).parameters][:-1]
     lines = []
     for name in unknown:
-        near = (difflib.get_close_matches(name, [*known, *INSTEAD], 1) or [", ".join(known)])[0]
-        lines.append(f"{call.__name__}: there is no argument {name}=. {INSTEAD.get(near, f'What there is: {near}.')}")
+        theirs = difflib.get_close_matches(name, INSTEAD, 1, 0.9)  # misspelt, and no other one: the advice differs
+        near = ", ".join(difflib.get_close_matches(name, known, 1) or known)
+        advice = INSTEAD[theirs[0]] if theirs else f"What there is: {near}."
+        lines.append(f"{call.__name__}: there is no argument {name}=. {advice}")
     raise UnsupportedError("\n".join(lines))
 
 

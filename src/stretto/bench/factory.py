@@ -14,6 +14,7 @@ a function, it is called without arguments in every step, for batches that diffe
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,6 +100,8 @@ def _seeded(make: Callable[[], Workload]) -> Callable[[], Workload]:
 
 def _loaded(source: str) -> Any:
     if ":" not in source:
+        if os.path.isfile(source):
+            raise SetupError(f"{source}: say which function in it returns the model, as {source}:make_model")
         raise SetupError(
             f"{source!r} is neither a built-in model ({', '.join(BUILT_IN)}) nor a function of yours, "
             "script.py:factory or package.module:factory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -41,6 +42,8 @@ def load(source: str) -> Any:
     place, _, name = source.rpartition(":")
     if not place or not name:
         raise SetupError(f"{source!r}: say where the model is made, script.py:factory or package.module:factory")
+    if os.path.isfile(place) and _cannot_have(Path(place).read_text(errors="replace"), name.partition(".")[0]):
+        raise SetupError(f"{place} has no {name!r}: write a function that returns the model")
     with _printing_aside():
         found: Any = _import(place)
     for part in name.split("."):
@@ -50,6 +53,15 @@ def load(source: str) -> Any:
     if not callable(found):
         raise SetupError(f"{source} is of type {type(found).__name__}, which cannot be called")
     return found
+
+
+def _cannot_have(script: str, name: str) -> bool:
+    """Found without running the script, with whatever trains in it. Where it cannot be read, running it says why."""
+    try:
+        ast.parse(script)
+    except (SyntaxError, ValueError):
+        return False
+    return name not in script and "import *" not in script
 
 
 def call(factory: Any, source: str) -> Any:

@@ -518,7 +518,8 @@ ALONE = [
     (
         lambda: attach(transport="gloo"),
         'attach: transport=\'gloo\' is not known: use one of "auto", "shared_memory", "process_group", or an '
-        "instance of a subclass of stretto.transport.Transport",
+        "instance of a subclass of stretto.transport.Transport; "
+        'Gloo and NCCL come with the process group, "process_group"',
     ),
     (
         lambda: attach(reduce_dtype={3: torch.float32}),

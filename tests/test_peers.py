@@ -1445,6 +1445,21 @@ def test_a_rank_that_waits_long_asks_again_ever_more_rarely(
     assert channel.asked == 4 and told == [f"here: {second}." for second in (10, 35, 185, 1085)]
 
 
+def test_who_waits_for_one_that_has_not_come_is_told_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
+    inquiry, channel = Inquiry(Seat(), 0), Channel(dist.HashStore(), 0, 2)
+    for second in range(10):
+        inquiry.go_on("rank 0, attach", channel, [], float(second))
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert re.fullmatch(
+        r"rank 0, attach: rank 0 waits since \d s .*; rank 1 has not come here so far\.\n"
+        + re.escape(
+            "All ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed "
+            "before it in which another rank waits, or for a rank that was not started."
+        ),
+        told,
+    )
+
+
 def seated(*seats: Seat, rank: int = 0, store: dist.Store | None = None) -> Channel:
     channel = Channel(store or dist.HashStore(), rank, 2)
     for seat in seats:

@@ -77,6 +77,10 @@ def nothing(model: Two, sync: Any, rank: int) -> None:
     stretto.shard("adam", sync)  # type: ignore[arg-type]
 
 
+def not_made(model: Two, sync: Any, rank: int) -> None:
+    stretto.shard(torch.optim.AdamW, sync)  # type: ignore[arg-type]
+
+
 def closest(model: Two, sync: Any, rank: int) -> None:
     stretto.shard(torch.optim.LBFGS(model.parameters()), sync)
 
@@ -149,6 +153,10 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     nothing: (
         "SetupError: rank {0}, shard: str is no torch.optim.Optimizer.\n"
+        "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
+    ),
+    not_made: (
+        "SetupError: rank {0}, shard: the class AdamW is no torch.optim.Optimizer.\n"
         "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
     ),
     closest: (

@@ -12,6 +12,7 @@ from itertools import chain
 from .blame import apart, crosses, elsewhere
 from .channel import Channel
 from .notes import Note
+from .people import HAS_NOT_COME
 from .seat import Answer, Seat
 from .whereabouts import standing
 
@@ -25,6 +26,13 @@ ANSWER_SECONDS = 4.0
 """How long it takes at most until all have answered who can."""
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
+
+
+_ALL_CALL = (
+    "\nAll ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed before "
+    "it in which another rank waits, or for a rank that was not started."
+)
+"""Where some have not come, and have no handle."""
 
 
 class Inquiry:
@@ -61,7 +69,8 @@ class Inquiry:
                 log.warning("%s: this rank waits, since %s has failed on another.\n  %s", where, note.phase, note)
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, self._rank, channel, told)
-            log.warning("%s: %s.", where, places(self._rank, channel, told, waited))
+            now = places(self._rank, channel, told, waited)
+            log.warning("%s: %s.%s", where, now, _ALL_CALL if HAS_NOT_COME in now else "")
 
     def _ask(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
         """Or look for answers; those that there are, once, when all are there or should be."""

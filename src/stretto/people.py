@@ -18,6 +18,7 @@ from .sockets import server_of
 from .system_memory import kills_for_want_of_memory
 from .whereabouts import Person
 
+HAS_NOT_COME = "has not come here so far"
 LINGER_SECONDS = 2.0
 """How long the rank that has the store stays for the others to read its last note."""
 
@@ -125,7 +126,7 @@ class People:
     def why_silent(self, rank: int) -> str:
         """Of a rank that does not answer; the end of a sentence that begins with it."""
         if (person := self.person(rank)) is None:
-            return "does not answer" if self.is_silent else "has not come here so far"
+            return "does not answer" if self.is_silent else HAS_NOT_COME
         stopped = person.is_stopped()
         return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"
 

@@ -105,8 +105,9 @@ def _refused(
 ) -> torch.optim.Optimizer:
     """The optimizer, unless it cannot be sharded whatever the ranks are."""
     if not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise SetupError(
-            f"{where}: {type(optimizer).__name__} is no torch.optim.Optimizer.\n"
+            f"{where}: {given} is no torch.optim.Optimizer.\n"
             "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)."
         )
     if isinstance(optimizer, ShardedOptimizer):

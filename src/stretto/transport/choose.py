@@ -232,10 +232,11 @@ def refuse_unknown_name(name: object, where: str) -> None:
     """Raise if no transport is called so. ``where``: how the message begins."""
     known = get_args(TransportName)
     if name not in known:
+        of_group = '; Gloo and NCCL come with the process group, "process_group"' if name in ("gloo", "nccl") else ""
         raise SetupError(
             f"{where}: transport={name!r} is not known: use one of "
             + ", ".join(f'"{one}"' for one in known)
-            + ", or an instance of a subclass of stretto.transport.Transport"
+            + f", or an instance of a subclass of stretto.transport.Transport{of_group}"
         )
 
 

@@ -7,6 +7,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.join import Join, Joinable
 
 import stretto
+from stretto.footer import Footer
 from stretto.testing import spawn_ranks
+from stretto.words import ControlWords
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
 
@@ -298,6 +301,58 @@ def test_an_exception_has_left_join_where_it_has_on_all_ranks(transport: str, th
     (sums, passes, one), (sums_too, passes_too, other) = spawn_ranks(goes_on_behind, 2, transport, throws)
     assert sums == sums_too == [30.0] * 4
     assert passes == passes_too == [2, 3, 4, 4]
+    assert all(map(torch.equal, one, other))
+
+
+class Here:
+    def synchronize(self) -> None:
+        """Of an event of an accelerator, which has passed."""
+
+
+def late_words(rank: int, transport: str) -> tuple[int, list[torch.Tensor]]:
+    """As on an accelerator: the words of a pass are read when the next begins."""
+    read = Footer.read
+
+    def late(footer: Footer, *, summed: bool) -> ControlWords:
+        said = read(footer, summed=summed)
+        return said if said.words is None else replace(said, words=said.words.clone(), arrival=Here())
+
+    Footer.read = late
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(Net(), transport=transport)
+    in_one(model, *batches_of(rank, 0))
+    with contextlib.suppress(ValueError), model.join():
+        raise ValueError("bad epoch")
+    in_one(model, *batches_of(rank, 1))  # in which all say that they have left
+    with model.join():
+        for number in range(2 + 2 * rank):
+            model.zero_grad()
+            in_one(model, *batches_of(rank, number))
+    return model.synchronizer.statistics.passes, state_of(model)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_words_that_come_late_end_no_later_join(transport: str) -> None:
+    (passes, one), (also, other) = spawn_ranks(late_words, 2, transport)
+    assert (passes, also) == (4, 6)
+    assert all(map(torch.equal, one, other))
+
+
+def hooked_inside(rank: int) -> tuple[int, list[torch.Tensor]]:
+    """What is registered inside lets the handle be made anew."""
+    torch.manual_seed(0)
+    model = stretto.DistributedDataParallel(torch.nn.Linear(3, 1))
+    with model.join(divide_by_initial_world_size=False):
+        model.register_comm_hook(None, fp16_compress_hook)
+        for _ in range(1 + 2 * rank):
+            model(torch.ones(2, 3)).mean().backward()
+            model.zero_grad()
+    return model.synchronizer.statistics.passes, state_of(model)
+
+
+def test_a_handle_that_is_made_anew_inside_join_is_inside_too() -> None:
+    (passes, one), (also, other) = spawn_ranks(hooked_inside, 2)
+    assert (passes, also) == (1, 3)
     assert all(map(torch.equal, one, other))
 
 

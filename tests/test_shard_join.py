@@ -1,5 +1,7 @@
 """torch's Join over a model and its sharded optimizer: ranks without batches go on stepping their share."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -271,6 +273,70 @@ def left_by_an_exception(rank):
 def test_what_is_left_by_an_exception_goes_on():
     (kept, first), (also, second) = spawn_ranks(left_by_an_exception, 2)
     assert kept and also and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def used_behind_an_exception(rank):
+    """What all ranks do right behind it, before any pass has told them that all have left."""
+    model, optimizer = build("AdamW", True, "auto")
+
+    def leave():
+        with contextlib.suppress(ValueError), Join([model, optimizer]):
+            optimizer.zero_grad()
+            backward(model, rank, 0)
+            optimizer.step()
+            raise ValueError("caught")
+
+    def alone():
+        with model.join():
+            for step in range(1 + rank):
+                backward(model, rank, step)
+
+    leave()
+    optimizer.step()
+    leave()
+    with model.join(enable=False):
+        backward(model, rank, 1)
+        optimizer.step()
+        optimizer.step()
+    leave()
+    refused = outcome(model.synchronizer.shadow_pass)[0]
+    return refused, outcome(alone)[0], [one.clone() for one in model.parameters()]
+
+
+def test_right_behind_an_exception_it_is_not_inside():
+    """A plain step was refused there, a pass without one let through, and join() without it waited for its step."""
+    (*refused, first), (*also, second) = spawn_ranks(used_behind_an_exception, 2)
+    assert refused == also == ["SetupError"] * 2
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def fails_and_goes_on(rank):
+    """The second pass of rank 1, with rank 0 or behind its batches: nobody steps then."""
+    model, optimizer = build("AdamW", True, "auto")
+    became = []
+    with Join([model, optimizer]):
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            fails = rank and step in (1, 3)
+            hook = model.module.first.weight.register_hook(lambda gradient, fails=fails: 1 // 0 if fails else None)
+            try:
+                backward(model, rank, step)
+            except (ZeroDivisionError, stretto.PeerError) as error:
+                became.append(type(error).__name__)
+                continue
+            finally:
+                hook.remove()
+            optimizer.step()
+            became.append("stepped")
+    return became, [one.clone() for one in model.parameters()]
+
+
+def test_a_pass_that_failed_is_followed_by_no_step():
+    """Who went on as told was refused in the next pass: the last had not been stepped."""
+    (first, one), (second, other) = spawn_ranks(fails_and_goes_on, 2)
+    assert first == ["stepped", "PeerError"]
+    assert second == ["stepped", "ZeroDivisionError", "stepped", "ZeroDivisionError"]
+    assert all(map(torch.equal, one, other))
 
 
 def fails_amid(rank, victim):

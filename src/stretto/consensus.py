@@ -72,6 +72,7 @@ class Consensus:
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
         self._was_idle = False  # in the pass that they are of
+        self._was_uneven: Uneven | None = None
         self._failure_of_peer: PeerError | None = None
         self.uneven: Uneven | None = None
         """Of this handle, inside torch's ``Join``."""
@@ -169,9 +170,9 @@ class Consensus:
         """
         error, self._failure_of_peer = self._failure_of_peer, None  # first: it is of no pass behind this one
         if at_once or words.arrival is None or self._queue.pass_number == 1:
-            self.act_on(words, idle=idle)
+            self.act_on(words, idle=idle, uneven=self.uneven)
         else:
-            self._late_words, self._was_idle = words, idle
+            self._late_words, self._was_idle, self._was_uneven = words, idle, self.uneven
         if error is not None:
             raise error
         if not idle:
@@ -182,18 +183,19 @@ class Consensus:
         if self._late_words is not None:
             words, self._late_words = self._late_words, None
             try:
-                self.act_on(words, idle=self._was_idle)
+                self.act_on(words, idle=self._was_idle, uneven=self._was_uneven)
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
                 if self._queue.peers.left:
                     raise
                 self._failure_of_peer = error
 
-    def act_on(self, words: ControlWords, *, idle: bool = False) -> None:
+    def act_on(self, words: ControlWords, *, idle: bool = False, uneven: Uneven | None = None) -> None:
         """Do what all ranks do after these words. Collective.
 
         Args:
             words: what was said.
             idle: this rank had no part in the pass.
+            uneven: in which it was; by now there may be another.
 
         Raises:
             CommunicationError: buckets were summed with those of another attached model; this rank has lost its place.
@@ -215,8 +217,8 @@ class Consensus:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
-        if self.uneven is not None:
-            self.uneven.hear(said, self._queue.transport.world_size)
+        if uneven is not None and uneven is self.uneven:
+            uneven.hear(said, self._queue.transport.world_size)
         some = self._on_some(said, Control.COMPARES)
         self.spot_checks.hear(said, self._queue.pass_number, some=some, idle=idle)
         self.unattached.hear(said, self._queue.pass_number, idle=idle)
@@ -262,6 +264,7 @@ class Consensus:
 
     def _passing(self, what: str, more: str = "") -> PeerError:
         """An error behind which all ranks can go on."""
+        self._queue.peers.seat.void = self._queue.pass_number
         error = PeerError(
             f"{self._queue.where}: {what}Do not step with these gradients: zero_grad() and go on, on all ranks.{more}"
         )

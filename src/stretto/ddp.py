@@ -270,7 +270,7 @@ class DistributedDataParallel(TorchSurface):
         problem = check_hook(hook)
         if problem is not None:
             self._log_and_throw(type(problem), str(problem))
-        self._back_to_options()
+        self._back_to_options()  # an exception may have left Join
         self._synchronizer.register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
@@ -283,7 +283,7 @@ class DistributedDataParallel(TorchSurface):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         here = {"process_group", "_synchronizer", "reducer", "logger", "_armed", "_substitutes"}
-        out = here | {"_comm_hooks", "_join_config", "_join_told", "_join_words", "_weighs_for_join"}
+        out = here | {"_comm_hooks", "_join_config", "_join_told", "_join_words", "_join_uneven", "_weighs_for_join"}
         return {key: value for key, value in self.__dict__.items() if key not in out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

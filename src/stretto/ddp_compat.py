@@ -68,6 +68,7 @@ class TorchSurface(TorchDDP):
             self._synchronizer.synchronize = before.synchronize
         for hook, state in self._comm_hooks:
             self._synchronizer.register_comm_hook(state, hook)
+        self._synchronizer.join(self.__dict__.get("_join_uneven"))
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -248,6 +249,7 @@ class TorchSurface(TorchDDP):
         self.logger.joins = True
         for one in self._synchronizer.sharded:
             one.joins_over = self.process_group
+            one.leave()  # an exception may have left an earlier Join
         effective = not kwargs.get("divide_by_initial_world_size", True)
         if effective and not self._comm_hooks and not self._attach_options["weighted"]:
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
@@ -259,7 +261,7 @@ class TorchSurface(TorchDDP):
         return ShadowHook(self, self._back_to_options)
 
     def _back_to_options(self) -> None:
-        """If ``Join`` has others: an exception may have left it. Collective."""
+        """Where ``join_hook`` has attached with others, attach anew with the program's. Collective."""
         if self._weighs_for_join:
             self._weighs_for_join = False
             self._attach(init_sync=False, **self._sizes())

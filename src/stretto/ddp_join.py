@@ -45,6 +45,7 @@ def announce_in_forward(ddp: Any) -> bool:
 def _end(ddp: Any, *, afresh: bool = False) -> None:
     """Outside of ``Join`` no pass is announced. ``Joinable``'s constructor would go on to those of the program."""
     ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+    ddp.__dict__.pop("_join_uneven", None)
     ddp.synchronizer.join(None, afresh=afresh)
     for one in ddp.synchronizer.sharded:
         one.leave()
@@ -61,7 +62,7 @@ def _announce(reference: weakref.ref[Any]) -> bool:
     if (ddp := reference()) is None:
         return False
     if not ddp._join_config.enable:
-        ddp.synchronizer.join(None)
+        _end(ddp)
         return False
     if not announces_in_forward(ddp):
         _tell(ddp)
@@ -97,12 +98,16 @@ class ShadowHook(JoinHook):
         self._uneven = Uneven(
             tell=functools.partial(_announce, of), has_left=lambda: me() is None, end=functools.partial(_leave, of)
         )
-        ddp.synchronizer.join(self._uneven)
+        self._enter()
+
+    def _enter(self) -> None:
+        self.ddp.__dict__["_join_uneven"] = self._uneven  # should it be attached anew
+        self.ddp.synchronizer.join(self._uneven)
 
     def main_hook(self) -> None:
         """One pass of the others. Where it failed, and they go on, there is nothing here to be undone."""
         self._uneven.has_batches = False
-        self.ddp.synchronizer.join(self._uneven)  # there may be that of another Join, made since
+        self._enter()  # there may be that of another Join, made since
         try:
             if "buffer_hook" in self.ddp.__dict__:
                 self.ddp._check_and_sync_module_buffers()

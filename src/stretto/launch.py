@@ -200,8 +200,8 @@ class LaunchQueue:
     def launch_given_up(self) -> None:
         """This rank's backward failed: launch what is left all the same, marked, and drop gradients in the buckets."""
         # Should anything hide the word, a mean of NaN is noticed; but comm hooks may keep what they are given.
-        nothing = float("nan") if self.comm_hook is None else 0.0
-        self._launch_nothing(nothing, [Control.GAVE_UP])
+        self.peers.seat.void = self.pass_number
+        self._launch_nothing(float("nan") if self.comm_hook is None else 0.0, [Control.GAVE_UP])
 
     def launch_idle(self, says: Collection[int]) -> None:
         """This rank has run out of batches: launch zeros that say so. ``.grad`` stays as it is."""

@@ -28,6 +28,8 @@ class Seat:
     """How many have begun; others read it."""
     ended: int = 0
     """The number of the last that this rank has come to the end of, where it launches what is left."""
+    void: int = 0
+    """The number of the last that failed on some rank, and that nobody is to step."""
     in_pass: bool = False
     """Whether one is under way; else what this rank waits for belongs to another call."""
     thread: int = 0

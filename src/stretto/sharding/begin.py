@@ -104,8 +104,9 @@ def _refused(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[ShardedOptimizer], where: str
 ) -> torch.optim.Optimizer:
     """The optimizer, unless it cannot be sharded whatever the ranks are."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+    it: Any = optimizer
+    if not isinstance(it, torch.optim.Optimizer):
+        given = f"the class {it.__name__}" if isinstance(it, type) else type(it).__name__
         raise SetupError(
             f"{where}: {given} is no torch.optim.Optimizer.\n"
             "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)."
@@ -153,7 +154,11 @@ def _shown(asked: Asked) -> str:
 
 def refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
     """Raise where a rank would take part in passes without stepping: its share of the model would stand still."""
-    if any(not one.ended and not one.joins for one in others):
+    _refuse_idle([one for one in others if not one.ended and not one.is_inside], where)
+
+
+def _refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
+    if others:
         raise SetupError(
             f"{where}: a rank without batches cannot leave the step to the others while an optimizer is sharded: its "
             "share of the model would stand still.\nGive all ranks equally many batches; or say so of the optimizer "
@@ -163,8 +168,8 @@ def refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
 
 
 def refuse_half_joined(others: Sequence[ShardedOptimizer], where: str) -> None:
-    """A forward inside ``Join`` begins: raise if ranks without batches wait for steps in vain, or take none."""
-    refuse_idle(others, where)
+    """A pass inside ``Join`` begins: raise if ranks without batches wait for steps in vain, or take none."""
+    _refuse_idle([one for one in others if not one.ended and not one.joins], where)
     for one in others:
         one.refuse_to_leave_out()
 

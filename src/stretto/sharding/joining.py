@@ -7,7 +7,7 @@ torch's ``ZeroRedundancyOptimizer`` steps with what each rank has: where others 
 share of a rank without batches is stepped otherwise. Here such a rank has no say: its groups follow the others'.
 
 [Note: a step a pass]  A rank without batches waits for a step behind each pass. Others that leave one out, as gradient
-scalers do, find out in their next forward and fail. It cannot go on otherwise: ``Join``'s own messages begin before
+scalers do, find out in their next pass and fail. It cannot go on otherwise: ``Join``'s own messages begin before
 anybody could tell it, and over a process group two messages that cross end the process.
 """
 
@@ -50,16 +50,21 @@ class Joins(Joinable):
 
     @property
     def joins(self) -> bool:
-        """Whether it is inside ``Join``. Raises ``SetupError`` if it is the first there."""
+        """Whether it is inside ``Join``, as all ranks see it. Raises ``SetupError`` if it is the first there."""
         config: Any = self._join_config
         if config.enable and config.is_first_joinable:
             raise SetupError("Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).")
         return bool(config.enable)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is, as far as this rank sees: see uneven.py, [Note: left]."""
+        return self.joins and self._hook is not None and self._hook() is not None
+
     def joins_a_step(self) -> bool:
         """The same of a step that begins. Raises ``SetupError`` if it follows no pass."""
         joins = self.joins
-        if joins and self._shares is not None:
+        if self.is_inside and self._shares is not None:
             self._shares.attendance.refuse_without_pass()
         return joins
 
@@ -90,8 +95,7 @@ class Joins(Joinable):
 
     def refuse_to_leave_out(self) -> None:
         """A pass begins: see [Note: a step a pass]."""
-        has_left = self._hook is not None and self._hook() is None
-        if self._shares is not None and not has_left:
+        if self.is_inside and self._shares is not None:
             self._shares.attendance.refuse_to_leave_out()
 
 
@@ -124,9 +128,14 @@ class Attendance:
         self._answered = self._queue.pass_number
         return self._meetings.meet_before(parameters, Coming.IDLE if idle else Coming.TO_STEP, number)
 
+    @property
+    def is_void(self) -> bool:
+        """Whether the last pass failed on some rank, so that nobody is to step."""
+        return self._queue.pass_number == self._queue.peers.seat.void
+
     def refuse_without_pass(self) -> None:
         """Raise ``SetupError`` if this step follows no pass, so that ranks without batches do not come to it."""
-        if self._queue.pass_number == self._answered:
+        if self._queue.pass_number == self._answered or self.is_void:
             error = SetupError(
                 f"{self._queue.where}: this step of the sharded optimizer follows no pass of its own: inside Join, "
                 "ranks without batches step once behind each pass.\nStep once after each backward outside of no_sync()."
@@ -136,7 +145,7 @@ class Attendance:
 
     def refuse_to_leave_out(self) -> None:
         """Raise ``SetupError`` if the last pass was not stepped. The others are told."""
-        if self._queue.pass_number > self._answered:
+        if self._queue.pass_number > self._answered and not self.is_void:
             error = SetupError(
                 f"{self._queue.where} was not followed by a step of the sharded optimizer: inside Join, ranks without "
                 "batches wait for one behind each pass.\nStep after each backward; accumulate inside no_sync()."
@@ -150,8 +159,10 @@ class _StepHook(JoinHook):
         self.optimizer = optimizer
 
     def main_hook(self) -> None:
-        with torch.no_grad():
-            self.optimizer._usable().step(idle=True)
+        shares = self.optimizer._usable()
+        if not shares.attendance.is_void:
+            with torch.no_grad():
+                shares.step(idle=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self.optimizer.leave()

@@ -167,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if self._has_it_whole():
             getattr(self.original, how)()
             return
-        if self.joins:
+        if self.is_inside:
             raise SetupError(
                 f"{self._where}: {how}() of a sharded optimizer inside Join, where ranks without batches only step.\n"
                 "Call it before Join, or behind."

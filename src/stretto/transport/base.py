@@ -213,5 +213,5 @@ def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_reals(row: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones, which sum alike; others as they are. A view."""
+    """Complex numbers as pairs of real ones, which sum alike; others as they are. A view of a contiguous row."""
     return torch.view_as_real(row).view(-1) if row.is_complex() else row

@@ -6,11 +6,15 @@ loss(model, joined("cnn", world_size, step)).backward()
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
+
+from stretto.footer import Footer
+from stretto.words import ControlWords
 
 # torch locks its generator to read it. Python's collector, which may run meanwhile, lets other threads run; one of them
 # that wants to read it too waits with the interpreter in its hand, for ever. Ranks as threads do not share it well.
@@ -194,3 +198,19 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         raise ValueError("on purpose")
+
+
+class Here:
+    def synchronize(self) -> None:
+        """Of an event of an accelerator, which has passed."""
+
+
+def words_come_late() -> None:
+    """In this process, as on an accelerator: the words of a pass are mostly read when the next begins."""
+    read = Footer.read
+
+    def late(footer: Footer, *, summed: bool) -> ControlWords:
+        said = read(footer, summed=summed)
+        return said if said.words is None else replace(said, words=said.words.clone(), arrival=Here())
+
+    Footer.read = late

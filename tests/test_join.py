@@ -7,19 +7,16 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Fails
+from models import Fails, words_come_late
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join, Joinable
 
 import stretto
-from stretto.footer import Footer
 from stretto.testing import spawn_ranks
-from stretto.words import ControlWords
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(60)]
 
@@ -304,20 +301,8 @@ def test_an_exception_has_left_join_where_it_has_on_all_ranks(transport: str, th
     assert all(map(torch.equal, one, other))
 
 
-class Here:
-    def synchronize(self) -> None:
-        """Of an event of an accelerator, which has passed."""
-
-
 def late_words(rank: int, transport: str) -> tuple[int, list[torch.Tensor]]:
-    """As on an accelerator: the words of a pass are read when the next begins."""
-    read = Footer.read
-
-    def late(footer: Footer, *, summed: bool) -> ControlWords:
-        said = read(footer, summed=summed)
-        return said if said.words is None else replace(said, words=said.words.clone(), arrival=Here())
-
-    Footer.read = late
+    words_come_late()
     torch.manual_seed(0)
     model = stretto.DistributedDataParallel(Net(), transport=transport)
     in_one(model, *batches_of(rank, 0))

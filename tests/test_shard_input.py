@@ -495,15 +495,37 @@ def test_a_rank_that_leaves_before_it_has_stepped_says_so(run: Callable[..., Any
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Lookahead and SAM are: it has the parameters, and its step calls that of another, or not."""
+    """As Lookahead and SAM are: it has the parameters, and its step calls that of another, each second time."""
 
-    def __init__(self, base: torch.optim.Optimizer, *, calls: bool) -> None:
+    def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base.param_groups, {})
-        self.base, self.calls = base, calls
+        self.base, self.calls = base, 0
 
     def step(self) -> None:  # type: ignore[override]
-        if self.calls:
+        self.calls += 1
+        if not self.calls % 2:
             self.base.step()
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            one.sub_(one.grad)
+        self.zero_grad()
+
+
+class Derived(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Whole(torch.optim.Adafactor):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
 
 
 def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None:
@@ -513,17 +535,17 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         model, apart = copy.deepcopy(START), torch.nn.Linear(30, 1)
         sync = stretto.attach(model, transport=transport)
         sharded = stretto.shard(adam(model), sync)
-        train(model, Wrapper(sharded, calls=True), transport.rank)
+        train(model, Wrapper(sharded), transport.rank)
         train(apart, adam(apart), transport.rank)
+        sync.check()
         before = [one.clone() for one in model.parameters()]
         told = []
-        for plain in (torch.optim.SGD(model.second.parameters(), lr=0.1), Wrapper(sharded, calls=False)):
+        for plain in (torch.optim.SGD(model.second.parameters(), lr=0.1), Own([*model.parameters()])):
             with pytest.raises(stretto.SetupError) as caught:
                 train(model, plain, transport.rank, 1)
             told.append(str(caught.value))
-            assert all(map(torch.equal, before, model.parameters()))
+            assert all(map(torch.equal, before, model.parameters())) is (len(told) == 1)
             model.zero_grad()
-            plain.step()  # of nothing
         train(model, sharded, transport.rank)
         train(model, sharded.unshard(), transport.rank)
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), transport.rank)
@@ -538,10 +560,25 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
             "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
         )
         assert behind == (
-            f"rank {rank}, shard: this Wrapper has stepped parameters of a sharded AdamW, which the ranks of this host "
+            f"rank {rank}, shard: this Own has stepped parameters of a sharded AdamW, which the ranks of this host "
             "have in one memory, so each rank has stepped them once more.\nLoad what was before. "
             "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
         )
+
+
+@pytest.mark.parametrize("kind", [Derived, Whole])
+def test_what_steps_a_share_is_no_other_optimizer(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a class calls the step of torch's, that one has its hooks, which were told of steps on trial, too."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        train(plain := torch.nn.Linear(30, 1), kind.__base__(plain.parameters()), transport.rank)
+        sync = stretto.attach(model, transport=transport)
+        train(model, stretto.shard(kind(model.parameters()), sync), transport.rank, 4)
+        sync.check()
+
+    shared(worker, 2)
+    assert not caplog.records
 
 
 def test_where_each_rank_has_its_own_another_optimizer_may_step_what_is_sharded() -> None:

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from models import words_come_late
 from torch.distributed.algorithms.join import Join
 
 import stretto
@@ -230,7 +231,8 @@ def test_a_second_step_is_named():
         spawn_ranks(stepped_twice, 2, timeout=30)
     assert (
         "rank 1, pass 2: this step of the sharded optimizer follows no pass of its own: inside Join, ranks without "
-        "batches step once behind each pass.\nStep once after each backward outside of no_sync()."
+        "batches step once behind each pass.\nStep once after each backward outside of no_sync(); behind one that has "
+        "raised zero_grad() and go on."
     ) in str(raised.value)
 
 
@@ -310,8 +312,10 @@ def test_right_behind_an_exception_it_is_not_inside():
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def fails_and_goes_on(rank):
+def fails_and_goes_on(rank, late):
     """The second pass of rank 1, with rank 0 or behind its batches: nobody steps then."""
+    if late:
+        words_come_late()
     model, optimizer = build("AdamW", True, "auto")
     became = []
     with Join([model, optimizer]):
@@ -331,9 +335,10 @@ def fails_and_goes_on(rank):
     return became, [one.clone() for one in model.parameters()]
 
 
-def test_a_pass_that_failed_is_followed_by_no_step():
-    """Who went on as told was refused in the next pass: the last had not been stepped."""
-    (first, one), (second, other) = spawn_ranks(fails_and_goes_on, 2)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pass_that_failed_is_followed_by_no_step(late):
+    """Who went on as told was refused in the next pass: the last had not been stepped. Late words let all hang."""
+    (first, one), (second, other) = spawn_ranks(fails_and_goes_on, 2, late, timeout=30)
     assert first == ["stepped", "PeerError"]
     assert second == ["stepped", "ZeroDivisionError", "stepped", "ZeroDivisionError"]
     assert all(map(torch.equal, one, other))

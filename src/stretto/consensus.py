@@ -72,7 +72,6 @@ class Consensus:
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
         self._was_idle = False  # in the pass that they are of
-        self._was_uneven: Uneven | None = None
         self._failure_of_peer: PeerError | None = None
         self.uneven: Uneven | None = None
         """Of this handle, inside torch's ``Join``."""
@@ -169,10 +168,11 @@ class Consensus:
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
         """
         error, self._failure_of_peer = self._failure_of_peer, None  # first: it is of no pass behind this one
+        at_once |= self.uneven is not None  # who has run out goes on to the step, unless the pass has failed
         if at_once or words.arrival is None or self._queue.pass_number == 1:
-            self.act_on(words, idle=idle, uneven=self.uneven)
+            self.act_on(words, idle=idle)
         else:
-            self._late_words, self._was_idle, self._was_uneven = words, idle, self.uneven
+            self._late_words, self._was_idle = words, idle
         if error is not None:
             raise error
         if not idle:
@@ -183,19 +183,18 @@ class Consensus:
         if self._late_words is not None:
             words, self._late_words = self._late_words, None
             try:
-                self.act_on(words, idle=self._was_idle, uneven=self._was_uneven)
+                self.act_on(words, idle=self._was_idle)
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
                 if self._queue.peers.left:
                     raise
                 self._failure_of_peer = error
 
-    def act_on(self, words: ControlWords, *, idle: bool = False, uneven: Uneven | None = None) -> None:
+    def act_on(self, words: ControlWords, *, idle: bool = False) -> None:
         """Do what all ranks do after these words. Collective.
 
         Args:
             words: what was said.
             idle: this rank had no part in the pass.
-            uneven: in which it was; by now there may be another.
 
         Raises:
             CommunicationError: buckets were summed with those of another attached model; this rank has lost its place.
@@ -217,8 +216,8 @@ class Consensus:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
-        if uneven is not None and uneven is self.uneven:
-            uneven.hear(said, self._queue.transport.world_size)
+        if self.uneven is not None:
+            self.uneven.hear(said, self._queue.transport.world_size)
         some = self._on_some(said, Control.COMPARES)
         self.spot_checks.hear(said, self._queue.pass_number, some=some, idle=idle)
         self.unattached.hear(said, self._queue.pass_number, idle=idle)

@@ -19,6 +19,9 @@ from .listeners import Listeners
 
 ENTRY: Any = "stretto"
 
+OURS = "_optimizer_is_ours"
+"""An attribute of what ``shard`` builds to step a share, or to try one: these are no steps of the program's."""
+
 Listener = Callable[[torch.optim.Optimizer, bool], None]
 """Is told which optimizer, and whether its step begins or has ended."""
 
@@ -29,12 +32,14 @@ class StepWatch(Listeners):
     @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """torch's hook before a step; it must return None."""
-        self.tell(optimizer, True)
+        if OURS not in vars(optimizer):
+            self.tell(optimizer, True)
 
     @left_uncompiled
     def ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """And behind it."""
-        self.tell(optimizer, False)
+        if OURS not in vars(optimizer):
+            self.tell(optimizer, False)
 
 
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def _cannot_have(script: str, name: str) -> bool:
         ast.parse(script)
     except (SyntaxError, ValueError):
         return False
-    return name not in script and "import *" not in script
+    return name not in script and not re.search(r"import\s*\*|__getattr__", script)
 
 
 def call(factory: Any, source: str) -> Any:

@@ -136,9 +136,11 @@ class Attendance:
     def refuse_without_pass(self) -> None:
         """Raise ``SetupError`` if this step follows no pass, so that ranks without batches do not come to it."""
         if self._queue.pass_number == self._answered or self.is_void:
+            what = "follows a pass that has failed" if self.is_void else "follows no pass of its own"
             error = SetupError(
-                f"{self._queue.where}: this step of the sharded optimizer follows no pass of its own: inside Join, "
-                "ranks without batches step once behind each pass.\nStep once after each backward outside of no_sync()."
+                f"{self._queue.where}: this step of the sharded optimizer {what}: inside Join, ranks without batches "
+                "step once behind each pass.\nStep once after each backward outside of no_sync(); behind one that has "
+                "raised zero_grad() and go on."
             )
             self._meetings.fail(error)
             raise error

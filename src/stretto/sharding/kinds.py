@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import are_same, comparable, hand_on, is_plain, numbers_on
+from .attributes import are_same, become_ours, comparable, hand_on, is_plain, numbers_on
 from .probe import equal, gradient, joined, numbers
 from .state import by_element
 from .turns import refuse_to_step, turn
@@ -132,7 +132,7 @@ def build_like(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"
             "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
         ) from error
-    like.defaults = dict(optimizer.defaults)
+    become_ours(like, optimizer)
     if (other := hand_on(optimizer, like)) is not None:
         raise UnsupportedError(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: what it keeps as {other} is "

@@ -57,7 +57,7 @@ class OtherSteps:
     def _ours(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
         """What the sharded one has and this one is to step."""
         mine = self._optimizer()
-        if mine is None:
+        if mine is None or mine is optimizer:  # which elsewhere.py refuses
             return []
         number = sum(len(group["params"]) for one in (optimizer, mine) for group in one.param_groups)
         if self._harmless.get(optimizer) == number:

@@ -566,6 +566,29 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         )
 
 
+def test_another_optimizer_is_seen_by_what_it_changes() -> None:
+    """Of a matrix whose first column never has a gradient, as of pixels that are always 0, and beside NaN."""
+
+    def worker(transport: Any) -> str:
+        model = torch.nn.Linear(784, 64, bias=False)
+        with torch.no_grad():
+            model.weight[0, 0] = float("nan")
+        sync = stretto.attach(model, transport=transport)
+        stretto.shard(adam(model), sync)
+        inputs = torch.ones(2, 784)
+        inputs[:, 0] = 0
+        other = Own([*model.parameters()])
+        model.weight.grad = torch.zeros_like(model.weight)
+        other.step()  # of nothing
+        transport.all_gather_object(None)
+        model.weight.grad = inputs[:1].expand(64, 784).clone()
+        with pytest.raises(stretto.SetupError) as caught:
+            other.step()
+        return str(caught.value)
+
+    assert all("this Own has stepped" in told for told in shared(worker, 2))
+
+
 @pytest.mark.parametrize("kind", [Derived, Whole])
 def test_what_steps_a_share_is_no_other_optimizer(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Where a class calls the step of torch's, that one has its hooks, which were told of steps on trial, too."""

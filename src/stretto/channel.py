@@ -212,7 +212,7 @@ class Channel(People):
         return not self.in_one_process and not self.store_is_gone()
 
     def come(self, seat: Seat, caller: FrameType, meanwhile: Callable[[], object]) -> AwaitedKeys:
-        """This rank comes to a collective call. When the word is complete, the others have come too, and say what to.
+        """This rank comes to a collective call. When all keys are there, the others have come too, and say what to.
 
         Args:
             seat: of a handle. To agree on its name, if it has none, ranks come to where they stay until they ``go``:

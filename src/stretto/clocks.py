@@ -156,15 +156,15 @@ class ClockTalk:
     def _take(self, key: str, until: float, otherwise: str) -> bytes:
         """Wait for a key, and delete it. Should it not come, leave ``NOBODY`` under another."""
         assert self._line is not None, "nobody asks without"
-        word = AwaitedKeys(self._line, key)
+        awaited = AwaitedKeys(self._line, key)
         try:
-            if not word.comes_soon():
-                self._wait(word, max(0.0, until - time.monotonic()))
+            if not awaited.comes_soon():
+                self._wait(awaited, max(0.0, until - time.monotonic()))
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
                 self._put(otherwise, NOBODY)
             raise
-        return word.take()
+        return awaited.take()
 
 
 def identity() -> str:

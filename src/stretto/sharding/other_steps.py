@@ -86,9 +86,19 @@ class _Begun:
 
     def have_changed(self) -> bool:
         now = zip(self.before, _samples(self.parameters), strict=True)
-        return not all(bool(((one == other) | (one != one)).all()) for one, other in now)
+        return not all(one.shape == other.shape and torch.equal(*_without_nans(one, other)) for one, other in now)
 
 
 def _samples(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     flat = [one.detach().reshape(-1) for one in parameters]
-    return [one[:: max(1, one.numel() // _SAMPLES)].clone() for one in flat]
+    return [one[_spread(len(one)).to(one.device)] for one in flat]
+
+
+def _spread(number: int) -> torch.Tensor:
+    """Places in so many values; of a matrix they lie in many of its columns: one may never have a gradient."""
+    return torch.linspace(0, number - 1, min(number, _SAMPLES), dtype=torch.float64, device="cpu").long()
+
+
+def _without_nans(*values: torch.Tensor) -> list[torch.Tensor]:
+    """Which equal themselves."""
+    return [torch.where(one == one, one, 0) for one in values]

@@ -40,17 +40,18 @@ APART = (
 
 
 class Run:
-    """Steps of a small model on one rank, with a constant gradient."""
+    """Steps of a small model on one rank, with a constant gradient, which is 1 in the mean."""
 
     def __init__(self, transport: Transport, lr: float = 0.0, **options: Any) -> None:
         layers = torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3, bias=False)
         self.model = torch.nn.Sequential(*layers).to(torch.float64)
         self.sync = stretto.attach(self.model, transport=transport, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+        self._part = (2 * transport.rank + 1) / transport.world_size
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
-        sum(one.sum() for one in self.model.parameters() if one.requires_grad).backward()
+        (self._part * sum(one.sum() for one in self.model.parameters() if one.requires_grad)).backward()
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):

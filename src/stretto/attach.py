@@ -101,8 +101,8 @@ def attach(
             trigger parameters).
         check_every: at the end of every n-th pass compare all parameters and buffers over the ranks by a cheap
             fingerprint, as ``check()`` of the handle does at any time. None: spot checks now and then, of which a
-            difference is a warning, once. Unless it is 0, what an optimizer of its own steps beside all handles is
-            compared too, once, in pass 32 or 256 of the handle that was attached first.
+            difference is a warning, once. Unless it is 0, ranks also compare, once, what an optimizer of its own steps
+            beside all handles, and a few gradients of the first passes: do all train on the same batches?
         sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
             ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.

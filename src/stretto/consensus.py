@@ -21,6 +21,7 @@ from .membership import Membership
 from .plan import BucketPlan
 from .rejoin import Rejoin
 from .replan import ReplanPolicy, complete_order, recut
+from .same_batches import SameBatches
 from .specs import describe_ranks
 from .spot_checks import SpotChecks
 from .tracker import ArrivalTracker
@@ -68,6 +69,7 @@ class Consensus:
         """Whether all ranks still have the same parameters."""
         self.unattached = Unattached(members, queue.peers, speaks=queue.transport.rank == 0)
         """Whether they have the same of what is stepped beside these."""
+        self._same_batches = SameBatches(queue, wanted=members.options.check_every != 0)
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
@@ -80,6 +82,7 @@ class Consensus:
         """Compare nothing any more."""
         self.spot_checks.stop()
         self.unattached.stop()
+        self._same_batches.stop()
 
     def meet(self) -> None:
         """Before the first pass: have a name that all ranks know. Collective, if that has not been done."""
@@ -123,6 +126,7 @@ class Consensus:
         if self._queue.comm_hook is None:  # which may have each rank step by itself, as post-localSGD
             said += self.spot_checks.says(self._queue.pass_number)
         said += self.unattached.says(self._queue.pass_number)
+        said += self._same_batches.says(self._queue.pass_number)
         if scheduled and not self._replan_policy.deferred:
             return said
         if not scheduled:
@@ -221,6 +225,7 @@ class Consensus:
         some = self._on_some(said, Control.COMPARES)
         self.spot_checks.hear(said, self._queue.pass_number, some=some, idle=idle)
         self.unattached.hear(said, self._queue.pass_number, idle=idle)
+        self._same_batches.hear(said, self._queue.pass_number)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or is_first:
             self._replan()

@@ -68,13 +68,18 @@ class SpotCheck:
                 found.setdefault((words.dtype, words.device), []).append(words)
         self._weights = [to_host(weigh(torch.cat(some))) for some in found.values()]
 
+    def weights(self) -> list[int]:
+        """One for each dtype and device, 0 for nothing but zeros. Waits until they are on the host."""
+        for _, arrival in self._weights:
+            if arrival is not None:
+                arrival.synchronize()
+        return [int(weight) for weight, _ in self._weights]
+
     def says(self) -> list[int]:
         """The words for it."""
         bits = 0
-        for weight, arrival in self._weights:
-            if arrival is not None:
-                arrival.synchronize()
-            bits = zlib.crc32(int(weight).to_bytes(8, "little", signed=True), bits)  # each of its bits depends on all
+        for weight in self.weights():
+            bits = zlib.crc32(weight.to_bytes(8, "little", signed=True), bits)  # each of its bits depends on all
         return [Control.COMPARES, *(FIRST_VALUE + place for place in range(VALUES) if bits >> place & 1)]
 
 

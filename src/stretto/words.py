@@ -38,6 +38,10 @@ class Control(IntEnum):
     """This rank has no batches any more, and is inside ``Join``: see uneven.py."""
     HAS_LEFT = 12
     """An exception has left ``Join`` on this rank: see uneven.py, [Note: left]."""
+    WEIGHED = 13
+    """This rank says of its gradients of the pass before: see same_batches.py."""
+    WEIGHT = 14
+    """A bit of what they weigh is 1."""
 
 
 MARKS = 16

@@ -1,0 +1,116 @@
+"""Do ranks train on the same batches? Nothing else would tell: all is equal, only that N ranks do the work of one.
+
+[Note: same batches]  In the first passes each rank weighs a few elements of each of its gradients, before they are
+summed. Behind the last bucket of the next pass travels one bit of that, so that no device is waited for, and ranks know
+how many say 1. In right programs that is soon a number which no equal groups of ranks would give, and nobody weighs any
+more. Where for ``PASSES`` passes it might be all ranks, or pairs, say, that have the same gradients, they compare what
+they have weighed, once: the only message. Where nothing but zeros were seen, and of a pass to which some rank gave
+nothing, nothing is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+
+from .launch import LaunchQueue
+from .specs import describe_ranks
+from .spot_checks import SpotCheck
+from .words import COUNTS, Control
+
+PASSES = 8
+"""So often ranks must seem to have the same gradients before they compare them."""
+_GROUPS = 3
+"""Of so many groups of ranks a message tells."""
+_LAST = 32
+"""The last pass that is weighed, whatever was seen."""
+
+log = logging.getLogger("stretto")
+
+
+class SameBatches:
+    """What one rank's gradients of the first passes are, and whether others have the same. An observer of launches.
+
+    Args:
+        queue: has the buckets, and the other ranks. Held weakly, since its events hold this.
+        wanted: False to look at nothing.
+    """
+
+    def __init__(self, queue: LaunchQueue, *, wanted: bool) -> None:
+        self._queue = weakref.ref(queue)
+        self._pass, self._checks, self._last = 0, list[SpotCheck](), (0, list[SpotCheck]())
+        self._said = 0  # what the pass under way tells a bit of
+        self._weights: list[int] = []  # of passes in which others may have had the same
+        self._common = queue.transport.world_size  # divides all counts so far
+        self._wanted = wanted and self._common > 1
+        if self._wanted:
+            queue.events.add(self)
+
+    def stop(self) -> None:
+        """Look no more. Harmless twice."""
+        self._wanted = False
+        self._checks, self._last = [], (0, [])
+        if (queue := self._queue()) is not None:
+            queue.events.remove(self)
+
+    def launch_started(self, pass_number: int, bucket: int) -> None:
+        """See :class:`~stretto.events.Observer`: the gradients are there, and not yet summed."""
+        queue = self._queue()
+        if queue is None or pass_number > _LAST:
+            return self.stop()
+        if pass_number != self._pass:
+            self._last, self._pass, self._checks = (self._pass, self._checks), pass_number, []
+        if queue.weight_now:  # else there are no gradients: of a rank without batches, or a pass that was given up
+            self._checks.append(SpotCheck(queue.buckets[bucket].views, pass_number))
+
+    def says(self, number: int) -> list[int]:
+        """What the last bucket of the pass is to tell of the one before."""
+        weighed, checks = self._last if self._pass == number else (self._pass, self._checks)
+        self._said = weight_of(checks) if self._wanted and weighed == number - 1 else 0
+        return [Control.WEIGHED, *[Control.WEIGHT] * (self._said & 1)] if self._said else []
+
+    def hear(self, said: Sequence[float], number: int) -> None:
+        """Compare gradients if they may be the same. Collective.
+
+        Args:
+            said: what all ranks told in the pass.
+            number: of the pass.
+        """
+        queue = self._queue()
+        if not self._wanted or queue is None:
+            return
+        ranks = queue.transport.world_size
+        if min(said[Control.WEIGHED], COUNTS) == min(ranks, COUNTS):
+            self._weights.append(self._said)
+            self._common = math.gcd(self._common, round(said[Control.WEIGHT]))
+            if self._common == 1:
+                self.stop()
+            elif len(self._weights) == PASSES:
+                self.stop()
+                self._compare(queue, number)
+
+    def _compare(self, queue: LaunchQueue, number: int) -> None:
+        with_same: dict[tuple[int, ...], list[int]] = {}
+        for rank, weights in enumerate(queue.peers.gather(tuple(self._weights))):
+            with_same.setdefault(weights, []).append(rank)
+        groups = [describe_ranks(some) for weights, some in with_same.items() if all(weights) and len(some) > 1]
+        if groups and queue.transport.rank == 0:
+            more = [f"{len(groups) - _GROUPS} more such groups"] * (len(groups) > _GROUPS)
+            log.warning(
+                "%s: of %s the gradients were the same, bit for bit, in each of %d passes, before they were averaged. "
+                "So they train on the same batches, and together do the work of one rank.\n"
+                "Give each rank its own: DataLoader(..., sampler=DistributedSampler(dataset)), with the global rank; "
+                "datasets.distributed.split_dataset_by_node for a stream; a seed with the rank in it where data is "
+                "drawn at random. If it is meant so, all is well. Told once; check_every=0 never looks.",
+                queue.where,
+                " and of ".join([*groups[:_GROUPS], *more]),
+                len(self._weights),
+            )
+
+
+def weight_of(checks: list[SpotCheck]) -> int:
+    """One number for all of a pass, the same in every process; 0 if there were zeros alone."""
+    weights = [weight for check in checks for weight in check.weights()]
+    return hash(tuple(weights)) if any(weights) else 0

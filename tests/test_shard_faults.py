@@ -33,6 +33,7 @@ from stretto.sharding.layout import Layout
 from stretto.sharding.meetings import Meetings
 from stretto.sharding.shares import Shares
 from stretto.sharding.spread import Spread
+from stretto.sharding.state import shaped
 from stretto.sharding.stretches import Stretches
 from stretto.testing_network import SeparateHosts
 from stretto.transport import ProcessGroupTransport, choose
@@ -432,6 +433,54 @@ def test_a_step_that_fails_on_one_rank_is_told_to_all(tmp_path: Path, way: Way, 
                 f"  rank 1, pass 12, step: {own.removesuffix(': ')} (test_shard_faults.py:LINE in step)\n"
                 "Remove the cause and start again, on all ranks."
             )
+
+
+def fail_about_the_state(rank: int, tell: Tell, way: Way, call: str) -> Any:
+    model, _, optimizer = build(way)
+    for _ in range(3):
+        step(model, optimizer, rank)
+    state = [optimizer.state_dict()]
+    dist.broadcast_object_list(state)
+    calls = 0
+
+    def no_room(flat: torch.Tensor, spec: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("no room for the state")
+        return shaped(flat, spec)
+
+    def no_room_at_all(*_: Any) -> Any:
+        raise MemoryError("no room for the state")
+
+    if rank == 1 and call == "load_state_dict":
+        Division._by_piece = no_room_at_all  # type: ignore[method-assign]
+    elif rank == 1:
+        stretto.sharding.shares.shaped = no_room  # type: ignore[attr-defined]
+    try:
+        told = tried(lambda: getattr(optimizer, call)(*state[: call == "load_state_dict"]))
+    except MemoryError as error:
+        told = f"{error}"
+    return told, tried(lambda: step(model, optimizer, rank))
+
+
+def ranks_of_which_one_has_no_room_for_the_state(folder: str, way: Way, call: str) -> list[Any]:
+    ranks = fork_ranks(fail_about_the_state, 3, folder, way, call)
+    return [(*rank.hear(), rank.end()) for rank in ranks]
+
+
+@pytest.mark.parametrize("way", WAYS[::2], ids=lambda way: way.transport)
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict", "unshard"])
+def test_a_rank_that_fails_amid_the_state_tells_the_others(tmp_path: Path, way: Way, call: str) -> None:
+    """They met another message of it (over Gloo that ended their process), or stepped with what it had not loaded."""
+    found = in_warm_process(ranks_of_which_one_has_no_room_for_the_state, str(tmp_path), way, call)
+    assert [code for *_, code in found] == [0, 0, 0]
+    for rank, (told, again, _) in enumerate(found):
+        if rank == 1:
+            assert told == "no room for the state"
+        said = again if rank == 1 or call == "load_state_dict" else told
+        assert "rank 1 failed and left" in said or rank == 1, (rank, said)
+        assert "MemoryError: no room for the state" in said, (rank, said)
 
 
 def step_on_some(rank: int, tell: Tell, way: Way) -> Any:

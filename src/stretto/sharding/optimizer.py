@@ -231,9 +231,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         shares = self._usable()
         keep = shares.rank == 0
         try:
-            for parameter, state in shares.states():
-                if keep:
-                    self.original.state[parameter] = state
+            with shares.tells():
+                for parameter, state in shares.states():
+                    if keep:
+                        self.original.state[parameter] = state
             shares.inner.hand_back(self.original)  # what it counts on itself it may save
             with self._own_use():
                 return self.original.state_dict()
@@ -314,8 +315,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """
         if not self._has_it_whole():
             shares = self._usable()
-            for parameter, state in shares.states():
-                self.original.state[parameter] = state
+            with shares.tells():
+                for parameter, state in shares.states():
+                    self.original.state[parameter] = state
             shares.inner.hand_back(self.original)
         self._handed_back, self._elsewhere = True, None
         self.end()

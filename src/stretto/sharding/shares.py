@@ -238,8 +238,17 @@ class Shares:
 
     # State
 
+    @contextlib.contextmanager
+    def tells(self) -> Iterator[None]:
+        """A failure of this rank alone, between two messages or behind the last, is told: others wait, or go on."""
+        try:
+            yield
+        except BaseException as error:
+            self._peers.lose_place(error)
+            raise
+
     def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
-        """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it on every rank."""
+        """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it, in ``tells()``."""
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
         common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
         for index, flats, rest in whole_states(keeping.held(self._division), specs, *common):
@@ -268,10 +277,11 @@ class Shares:
         refuse_unlike(places, problem, self._peers.gather, self._peers.where)
         self._catch_up(ask=True)
         refuse_unlike(places, misfit(self._division, states), self._peers.gather, self._peers.where)
-        self._spread.finish()
-        self._division.load(states)
-        self._groups.departed.clear()
-        self.inner.take_over(self._optimizer)
+        with self.tells():
+            self._spread.finish()
+            self._division.load(states)
+            self._groups.departed.clear()
+            self.inner.take_over(self._optimizer)
 
     def describe(self) -> str:
         """What is done with them, in plain words."""

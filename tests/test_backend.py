@@ -717,9 +717,44 @@ def test_a_tensor_is_not_written_after_the_call_has_failed(numel):
     over = "a message was not done within 1 s, and rank 1 had not come"
     called = "all_reduce in the group of ranks [0, 1] failed:"
     again = ".\nLook at the first error in the other ranks' logs, and start again, on all ranks."
-    assert first == [f"rank 0: {called} not done within 1 s{again}", f"rank 0: {called} {over}{again}"]
+    late = "not done within 1 s, and rank 1 had not come"
+    assert first == [f"rank 0: {called} {late}{again}", f"rank 0: {called} {over}{again}"]
     peer = f"rank 1: {called} rank 0 cannot go on: {over}.\nRemove the cause and start again, on all ranks."
     assert second == ["done" if numel == 3 else peer, peer]
+
+
+def leaves_its_group(rank, numel):
+    import stretto.backend  # noqa: F401
+
+    group = dist.new_group(backend="stretto")
+    dist.all_reduce(torch.ones(numel), group=group)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        dist.all_reduce(torch.ones(numel), group=group)
+        dist.destroy_process_group(group)
+        del group
+        store.wait(["heard"])
+        return ""
+    total = torch.ones(numel)
+    dist.all_reduce(total, group=group)  # for which that rank has done its part
+    assert total.unique().tolist() == [2.0]
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(numel), group=group)
+    store.set("heard", "")
+    assert time.monotonic() - began < 10
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("numel", [3, 2_000_000])
+def test_a_rank_that_destroys_a_group_lets_nobody_wait(numel):
+    """For half an hour, where Gloo raises at once."""
+    told, _ = spawn_ranks(leaves_its_group, 2, numel)
+    assert told == (
+        "rank 0: all_reduce in the group of ranks [0, 1] failed: rank 1 cannot go on: it has let go of its process "
+        "group.\nRemove the cause and start again, on all ranks."
+    )
 
 
 ROOT_ENDS = """

@@ -239,9 +239,8 @@ class Host:
                 now = time.monotonic()
                 until = until or now + seconds
                 if now >= until:
-                    if not again:
-                        self.lose_patience(f"a message was not done within {seconds:.0f} s")
-                    raise RuntimeError(f"not done within {seconds:.0f} s")
+                    late = "" if again else self.lose_patience(f"a message was not done within {seconds:.0f} s")
+                    raise RuntimeError(f"not done within {seconds:.0f} s{late}")
                 if not self._sleep(posted, min(_LOOK_SECONDS, until - now)):
                     self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
         except BaseException as error:  # Ctrl-C: the caller may use the memory again, and others would sum that
@@ -292,8 +291,11 @@ class Host:
             self._futex.wake(self._me.base + PUBLISHED)
             self._futex.wake(self._me.base + FINISHED)
 
-    def lose_patience(self, reason: str) -> None:
-        """Nobody waits any more: the memory may be filled again, and whoever comes late would sum that."""
+    def lose_patience(self, reason: str) -> str:
+        """Nobody waits any more: the memory may be filled again, and whoever comes late would sum that.
+
+        Returns who has not come, to be said behind the reason.
+        """
         first = next(iter(self._waiting), None)
         missing = None if first is None else self._unpublished(first)
         told, _, advice = reason.partition("\n")
@@ -303,6 +305,7 @@ class Host:
             if posted.outside is not None:
                 with contextlib.suppress(RuntimeError):
                     posted.outside.wait()
+        return late
 
     def _stopped_by(self, error: BaseException) -> None:
         if isinstance(error, OSError):  # in opening somebody's memory

@@ -609,6 +609,12 @@ NO_GROUP = (
 )
 
 
+GROUP_OF_ONE = (
+    "WORLD_SIZE=2 ranks were launched, but the process group has one: each trains alone.\n"
+    "If they are to train together, call torch.distributed.init_process_group() without rank= and world_size=."
+)
+
+
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 @pytest.mark.parametrize("attach", [stretto.attach, stretto.DistributedDataParallel])
 def test_processes_of_srun_or_mpirun_without_a_group_are_told_that_each_trains_alone(
@@ -619,6 +625,23 @@ def test_processes_of_srun_or_mpirun_without_a_group_are_told_that_each_trains_a
         monkeypatch.setenv(name, count)
         attach(linear())
         assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("WARNING", text) for text in told]
+
+
+@pytest.mark.parametrize("attach", [stretto.attach, stretto.DistributedDataParallel])
+def test_ranks_of_a_launcher_that_make_a_group_each_are_told_that_each_trains_alone(
+    monkeypatch, caplog, attach: Any
+) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for count, told in (("1", []), ("2", [GROUP_OF_ONE])):
+            monkeypatch.setenv("WORLD_SIZE", count)
+            attach(linear())
+            assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("WARNING", one) for one in told]
+        caplog.clear()
+        stretto.attach(linear(), process_group=torch.distributed.new_group([0]))
+        assert not caplog.records
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def attached_without_a_group(rank: int, attach: Any, told: Any) -> None:

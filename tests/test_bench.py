@@ -81,6 +81,7 @@ def images(): return nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten())
 def tokens(): return nn.Sequential(nn.Embedding(7, 2), nn.Flatten())
 def guessed_wrong(): return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(4, 4))
 def no_layer(): return nn.PReLU()
+def odd_loss(): return torch.nn.Linear(4, 4), torch.ones(2, 4), lambda model, batch: model(batch)
 def fails(): raise KeyError("lost")
 def fails_in_a_library(): return __import__("json").loads("")
 def with_targets(): return nn.Linear(4, 4), (torch.ones(3, 4), torch.ones(3, 4))
@@ -350,7 +351,7 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
             "the model returns Answer, whose loss is None, of which no loss can be made.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
         ),
-        (lambda: compare(ranks=0), "ranks=0 and threads=1 must be 1 or more"),
+        (lambda: compare(ranks=0), "ranks=0 must be 1 or more"),
         (lambda: compare(ranks=1, network="1gbit"), "a network needs two hosts, so ranks must be 2 or more"),
         (
             lambda: chosen([Contestant(name, "alone") for name in names.split("; ")], ["elephant"]),
@@ -390,6 +391,11 @@ def test_text_of_models_that_raise(mine: str) -> None:
             f"{mine}:guessed_wrong cannot make one step: RuntimeError: unflatten: Provided sizes [2, 3] don't multiply "
             "up to the size of dim 1 (4) in the input tensor; 32 x 4 random numbers went into it, made up after its "
             "first layer: return (model, batch)",
+        ),
+        (
+            lambda: try_out(f"{mine}:odd_loss"),
+            f"{mine}:odd_loss cannot make one step: RuntimeError: grad can be implicitly created only for scalar "
+            "outputs; loss(model, batch) is called, and what it returns is to be a tensor of one element",
         ),
         (
             lambda: load("broken_for_bench:f"),
@@ -451,7 +457,7 @@ def test_command_compares_a_model_of_ones_own(tmp_path: Path) -> None:
     [
         (["nix"], "stretto: 'nix' is neither a built-in model"),
         (["none.py:f"], "stretto: none.py: no such file\n"),
-        (["--ranks", "0"], "stretto: ranks=0 and threads=1 must be 1 or more"),
+        (["--ranks", "0"], "stretto: ranks=0 must be 1 or more"),
         (["--ranks", "two"], "stretto: Invalid value for '--ranks'"),
         (["--rounds", "0"], "stretto: --rounds 0: at least one is run"),
         (["--only", "elephant"], "stretto: no contestant has 'elephant' in its name."),
@@ -500,6 +506,26 @@ def test_a_model_that_stretto_cannot_train_ends_with_1(monkeypatch: pytest.Monke
     others = replace(run, skipped={"torch DDP, tuned": "TypeError: odd"})
     monkeypatch.setattr(importlib.import_module("stretto.cli.bench"), "compare", lambda *_, **__: others)
     assert execute(["bench"]) == 0
+
+
+def test_what_was_measured_is_told_where_it_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    run = made_up({ALONE: [1.0, 1.0], "stretto": [1.1, 1.2]})
+    commands = importlib.import_module("stretto.cli.bench")
+    monkeypatch.setattr(commands, "compare", lambda *_, **__: run)
+    for error, told in (
+        (OSError(28, "No space left on device"), f"{tmp_path}/a.svg cannot be written: No space left on device"),
+        (ImportError("broken"), "broken"),
+    ):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(commands, "plot", fail)
+        assert execute(["bench", "--plot", str(tmp_path / "a.svg")]) == 1
+        said = capsys.readouterr()
+        assert (said.out, said.err) == (f"{run}\n", f"stretto: {told}\n")
 
 
 SLOW = """

@@ -1130,6 +1130,21 @@ def lazy(): return torch.nn.LazyLinear(1)
 REFUSED = [
     ("run --ranks 0 script.py", 2, "--ranks 0: at least one rank runs"),
     ("run nowhere.py", 2, "nowhere.py: no such script"),
+    (
+        "run script.py:fine",
+        2,
+        "script.py:fine: no such script; a function as fine is for stretto plan and stretto bench",
+    ),
+    ("run trace", 2, "trace: a folder, without a __main__.py that could be run"),
+    *(
+        (
+            f"run {option} 2 script.py",
+            2,
+            "stretto run starts ranks on this host alone. On each of several: torchrun --nnodes 2 --nproc-per-node 2 "
+            "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py",
+        )
+        for option in ("--nnodes", "--node_rank", "--rdzv-endpoint", "--master_addr")
+    ),
     ("run -m no.such.module", 2, "there is no module 'no.such.module'"),
     ("run -m side.py", 2, "side.py is a script, and -m takes a module: leave out -m"),
     ("run", 2, None),
@@ -1201,6 +1216,8 @@ REFUSED = [
     ),
     ("plan script.py:fine --bandwidth 0bit", 2, "--bandwidth 0bit: give a bandwidth such as 1gbit, 100mbit or 125MB/s"),
     ("bench script.py:fine --rounds 0", 2, "--rounds 0: at least one is run"),
+    ("bench script.py:fine --threads 0", 2, "threads=0 must be 1 or more"),
+    ("bench script.py:frozen", 2, "script.py:frozen gives a module without a parameter that requires a gradient"),
     ("bench script.py:fine --seconds -1", 2, "--seconds -1: must be positive"),
     ("bench script.py:fine --network 3", 2, "--network 3: give a bandwidth such as 1gbit, 100mbit or 125MB/s"),
     ("plan script.py:fine --latency ..s", 2, "--latency ..s: give a time such as 100us or 0.2ms"),
@@ -1218,7 +1235,8 @@ REFUSED = [
     ("trace trace --passes 3", 2, "--passes 3: give the first and the last, as 100:120, 100: or :120"),
     ("trace trace --passes :", 2, "--passes :: give the first and the last, as 100:120, 100: or :120"),
     ("trace trace --passes a:b", 2, "--passes a:b: give the first and the last, as 100:120, 100: or :120"),
-    ("trace trace --passes 8:9", 2, "trace: none of the passes that were asked for is in it"),
+    ("trace trace --passes 3:1", 2, "--passes 3:1: the first lies behind the last"),
+    ("trace trace --passes 8:9", 2, "trace: none of the passes that were asked for is in it; its last is 4"),
     ("trace trace --picture a.gif", 2, "a.gif: a picture ends in .png or .svg"),
     ("trace trace --chrome trace/rank1.jsonl", 2, "trace/rank1.jsonl is part of the trace: write to another file"),
     ("trace trace --html empty", 2, "empty cannot be written: it is a folder"),

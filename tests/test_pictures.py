@@ -466,7 +466,17 @@ def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PictureError) as caught:
         save_picture(timeline_of(TWO), tmp_path / "x.png")
-    assert str(caught.value) == "pictures need matplotlib: pip install matplotlib"
+    assert str(caught.value) == "pictures need matplotlib, which is not installed: pip install matplotlib"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure")
+    monkeypatch.setattr("importlib.import_module", _broken)
+    with pytest.raises(PictureError) as caught:
+        save_picture(timeline_of(TWO), tmp_path / "x.png")
+    assert str(caught.value) == "pictures need matplotlib, which cannot be imported: numpy.core failed to import"
+
+
+def _broken(name: str) -> Any:
+    raise ImportError("numpy.core\nfailed to import")
 
 
 # The page

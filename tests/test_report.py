@@ -175,7 +175,7 @@ def test_a_rank_that_is_late_is_named_with_where_it_lost_time() -> None:
         assert report.straggler.last == 1
         assert report.clock_uncertainty == 0
         assert report.advice[0].startswith("Rank 1 ends backward last in 100 % of the passes, ")
-        assert report.advice[0].endswith("most of the difference lies in what lies between passes (data?).")
+        assert report.advice[0].endswith("most of the difference lies in the time between passes (data?).")
         others = [one for one in report.ranks if one.rank != 1]
         assert all(one.behind is not None and one.behind <= report.straggler.behind - LATE for one in others)
         assert report.ranks[report.rank].breakdown.optimizer > 0

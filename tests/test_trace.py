@@ -251,7 +251,7 @@ def test_an_earlier_trace_that_cannot_be_moved(tmp_path: Path) -> None:
         patch.setattr("stretto.tracing.next_aside", lambda _: 1)
         found = run_ranks(worker, 2)
     for told in found:
-        assert told.startswith("rank 0: the earlier trace cannot be moved aside: [Errno 17] File exists: ")
+        assert told.startswith("ranks 0, 1: the earlier trace cannot be moved aside: [Errno 17] File exists: ")
     assert len(read_trace(tmp_path)) == 2
 
 
@@ -297,7 +297,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
         with pytest.raises(TraceError) as caught, sync.trace(folder):
             raise AssertionError("it does not begin")
         assert str(caught.value) == (
-            f"rank 1: the trace cannot be written: [Errno 17] File exists: '{tmp_path / 'file'}'"
+            f"rank 1: the trace cannot be written: {str(tmp_path / 'file')!r} is a file; give a folder"
         )
         model(torch.ones(1, 2)).sum().backward()
 

@@ -60,7 +60,7 @@ def _straggler(report: Report) -> Said:
         "forward": slow.forward - fast.forward,
         "backward": slow.backward - fast.backward,
         "the optimizer": slow.optimizer - fast.optimizer,
-        "what lies between passes (data?)": slow.other - fast.other,
+        "the time between passes (data?)": slow.other - fast.other,
     }
     where = max(parts, key=lambda part: parts[part])
     return (

@@ -22,7 +22,7 @@ from .reducer import Reducer, reducer_of
 from .scaling import Reduce
 from .sizing import plan_for, suit_link
 from .transport import Transport, TransportName, choose
-from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_tasks
+from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_group_of_one, warn_of_tasks
 from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
 
 log = logging.getLogger("stretto")
@@ -191,8 +191,7 @@ def _attach_alone(
     chosen: bool,
 ) -> Synchronizer:
     """One rank, or none of a group: only what would fail with several fails here."""
-    if base is None:
-        warn_of_tasks()
+    warn_of_tasks() if base is None else warn_of_group_of_one(base)
     _refuse(module, options, sends=init_sync)
     dense, rows = _split(module, options)
     inside = _inside(module, options)

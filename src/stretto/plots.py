@@ -57,8 +57,8 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], passes: Colle
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
         matplotlib: Any = importlib.import_module("matplotlib")
-    except ImportError as missing:
-        raise PictureError("pictures need matplotlib: pip install matplotlib") from missing
+    except ImportError as error:
+        raise PictureError(told_of_matplotlib("pictures", error)) from error
     settings = {"svg.fonttype": "none", "svg.hashsalt": "stretto", "font.size": 9.0, "font.family": "sans-serif"}
     with matplotlib.rc_context(settings):
         figure = _draw(figures, timeline.only(passes))
@@ -67,6 +67,13 @@ def save_picture(timeline: Timeline, path: str | os.PathLike[str], passes: Colle
             figure.savefig(path, format=kind[1:], dpi=100, metadata=written)
         except OSError as error:
             raise PictureError(f"the picture cannot be written: {error}") from error
+
+
+def told_of_matplotlib(what: str, error: ImportError) -> str:
+    """Why there are none of these: it is not installed, or broken."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "matplotlib":
+        return f"{what} need matplotlib, which is not installed: pip install matplotlib"
+    return f"{what} need matplotlib, which cannot be imported: {' '.join(str(error).split())}"
 
 
 def _draw(figures: Any, shown: Timeline) -> Any:

@@ -16,6 +16,7 @@ from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
 from .reducer import Reducer
+from .specs import describe_ranks
 from .trace import TraceError
 from .writing import TraceWriter, header_of, next_aside, set_aside
 
@@ -82,9 +83,12 @@ def _begin(
             opened.callback(writer.close, "another rank cannot write")
         except TraceError as error:
             problem = str(error)
-        problems = {rank: one for rank, one in enumerate(peers.gather(problem)) if one}
+        problems: dict[str, list[int]] = {}
+        for other, told in enumerate(peers.gather(problem)):
+            problems.setdefault(told, []).append(other)
+        problems.pop("", None)
         if problems:
-            raise TraceError("; ".join(f"rank {rank}: {one}" for rank, one in problems.items()))
+            raise TraceError("; ".join(f"{describe_ranks(ranks)}: {told}" for told, ranks in problems.items()))
         opened.pop_all()
         return talk, writer
 

@@ -51,7 +51,8 @@ class TraceWriter:
                     self._file.close()
                 raise
         except OSError as error:
-            raise TraceError(f"the trace cannot be written: {error}") from error
+            told = f"{os.fspath(folder)!r} is a file; give a folder" if Path(folder).is_file() else str(error)
+            raise TraceError(f"the trace cannot be written: {told}") from error
 
     def keep(self, record: PassRecord, plan: BucketPlan) -> None:
         """One more pass. Where it cannot be written that is told once, and nothing more is kept; training goes on."""

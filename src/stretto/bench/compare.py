@@ -93,8 +93,9 @@ def compare(
         OSError: hosts cannot be emulated here; with the reason.
         RuntimeError: a rank failed; with its traceback.
     """
-    if ranks < 1 or threads < 1:
-        raise SetupError(f"ranks={ranks} and threads={threads} must be 1 or more")
+    for name, number in {"ranks": ranks, "threads": threads}.items():
+        if number < 1:
+            raise SetupError(f"{name}={number} must be 1 or more")
     if network is not None and ranks < 2:
         raise SetupError("a network needs two hosts, so ranks must be 2 or more")
     who = chosen(contestants or everybody(network is not None), only)

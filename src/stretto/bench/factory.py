@@ -72,6 +72,8 @@ def try_out(source: str) -> str:
         SetupError: with what it raised.
     """
     model, loss = workload_of(source)()
+    if not any(one.requires_grad for one in model.parameters()):
+        raise SetupError(f"{source} gives a module without a parameter that requires a gradient")
     batch = getattr(loss, "made_up", None)
     try:
         loss(model).backward()  # type: ignore[no-untyped-call]
@@ -81,6 +83,8 @@ def try_out(source: str) -> str:
         text = f"{source} cannot make one step: {type(error).__name__}: {' '.join(str(error).split())}"
         if batch is not None:
             text += f"; {_described(batch)} went into it, made up after its first layer: return (model, batch)"
+        elif getattr(loss, "is_given", False):
+            text += "; loss(model, batch) is called, and what it returns is to be a tensor of one element"
         elif source not in BUILT_IN:
             text += (
                 "; of (model, batch) a step is model(batch), or model(*batch) where that is a tuple: with targets in "
@@ -126,7 +130,13 @@ def _workload(source: str, made: Any) -> Workload:
         return model, _loss_of_made_up(source, model)
     batch, loss = rest[0], rest[1] if len(rest) == 2 else _default_loss
     give = batch if callable(batch) and not isinstance(batch, torch.Tensor) else lambda: batch
-    return model, lambda called: loss(called, give())
+    step = functools.partial(_step, loss=loss, give=give)
+    step.is_given = loss is not _default_loss  # type: ignore[attr-defined]
+    return model, step
+
+
+def _step(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], give: Callable[[], Any]) -> torch.Tensor:
+    return loss(model, give())
 
 
 def _shape_of(made: Any) -> str:

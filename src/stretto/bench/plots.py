@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import SetupError
+from ..plots import told_of_matplotlib
 from .contestants import ALONE
 from .result import Comparison
 from .timing import Quartiles
@@ -61,12 +62,14 @@ def check(file: Path) -> None:
     """Whether a plot can be written as such a file.
 
     Raises:
-        SetupError: matplotlib is not installed, or the file ends in something else.
+        SetupError: matplotlib is not installed or cannot be imported, or the file ends in something else.
     """
     if file.suffix.lower() not in FORMATS:
         raise SetupError(f"{file}: a plot ends in .svg, .png or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SetupError("plots need matplotlib, which is not installed: pip install matplotlib")
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise SetupError(told_of_matplotlib("plots", error)) from error
 
 
 def plot(comparison: Comparison, file: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..specs import columns
+from ..specs import columns, counted
 from .contestants import ALONE
 from .machine import Machine
 from .models import title_of
@@ -88,7 +88,8 @@ class Comparison:
     def __str__(self) -> str:
         head = ["SGD step", "ms", f"over {ALONE}"]
         text = columns([head, *self.rows()])
-        end = f"medians [quartiles] of {self.rounds} rounds of {self.steps} steps, contestants in turn"
+        often = f"{counted(self.rounds, 'rounds')} of {counted(self.steps, 'steps')}"
+        end = f"medians [quartiles] of {often}, contestants in turn"
         return "\n".join([self.title, "", text, "", end, *self.remarks, str(self.machine)])
 
 

@@ -50,16 +50,25 @@ def bench(
         check(plot_file)
         check_writable(plot_file)
     found = _compared(model, ranks, threads, effort, only or [], network)
-    if plot_file is not None:
-        write(plot_file, lambda file: plot(found, file))
     if as_json:
         say_json(found.to_dict())
     else:
         say(str(found))
+    drawn = plot_file is None or _drawn(found, plot_file)
     missing = {name: reason for name, reason in found.skipped.items() if name.startswith("stretto")}
     for name, reason in missing.items():
         note(f"{name} did not take part: {reason}")
-    return WRONG if missing else FINE
+    return FINE if drawn and not missing else WRONG
+
+
+def _drawn(found: Comparison, file: Path) -> bool:
+    """Behind what was measured, which took long and is not to be lost."""
+    try:
+        write(file, lambda unfinished: plot(found, unfinished))
+    except (CommandError, ImportError) as error:
+        note(str(error))
+        return False
+    return True
 
 
 def _cable(network: str | None) -> str | None:

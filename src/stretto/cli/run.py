@@ -18,15 +18,32 @@ from .ranks import check_descriptors, check_room
 
 _USAGE = 2
 """What a program exits with that does not know an option."""
-_OPTIONS = ("--ranks", "-n", "--nproc-per-node", "--json")
+_OPTIONS = ("--ranks", "-n", "--nproc-per-node", "--nproc_per_node", "--json")
+_OF_HOSTS = tuple(
+    spelling
+    for words in ("nnodes", "node rank", "rdzv backend", "rdzv endpoint", "rdzv id", "master addr", "master port")
+    for spelling in dict.fromkeys(f"--{words.replace(' ', mark)}" for mark in "-_")
+)
+"""What torchrun knows of several hosts."""
+
+
+def _refuse_hosts(value: object) -> None:
+    if value:
+        raise CommandError(
+            "stretto run starts ranks on this host alone. On each of several: torchrun --nnodes 2 --nproc-per-node 2 "
+            "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py"
+        )
 
 
 def run(
     program: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="For the script, as they are.")] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", "--nproc-per-node", help="How many, all on this host.")] = 2,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-n", "--nproc-per-node", "--nproc_per_node", help="How many, all on this host.")
+    ] = 2,
     module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,
     as_json: AsJson = False,
+    _hosts: Annotated[str | None, typer.Option(*_OF_HOSTS, hidden=True, callback=_refuse_hosts)] = None,
 ) -> int:
     """Run a script on several ranks of this host. Options stand before the script.
 
@@ -73,7 +90,7 @@ def _check(program: str, module: bool) -> None:
     if not module:
         path = Path(program)
         if not path.is_file() and not (path / "__main__.py").is_file():  # python runs folders too
-            raise CommandError(f"{program}: no such script")
+            raise CommandError(f"{program}: {_why_not(path)}")
         return
     if program.endswith(".py"):  # find_spec would run side.py in search of a module py in it
         raise CommandError(f"{program} is a script, and -m takes a module: leave out -m")
@@ -86,3 +103,12 @@ def _check(program: str, module: bool) -> None:
         sys.path.pop(0)
     if found is None:
         raise CommandError(f"there is no module {program!r}")
+
+
+def _why_not(path: Path) -> str:
+    if path.is_dir():
+        return "a folder, without a __main__.py that could be run"
+    script, colon, name = str(path).partition(".py:")
+    if colon and Path(f"{script}.py").is_file():
+        return f"no such script; a function as {name} is for stretto plan and stretto bench"
+    return "no such script"

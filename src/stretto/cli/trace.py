@@ -34,7 +34,9 @@ def trace(
     passes: Annotated[
         str | None, typer.Option(metavar="A:B", help="Read passes A to B alone; either may be left out. Default, all.")
     ] = None,
-    last: Annotated[int | None, typer.Option(help="Read the last N passes alone: enough of a trace of hours.")] = None,
+    last: Annotated[
+        int | None, typer.Option(help="Read the last N passes (of --passes) alone: enough of a trace of hours.")
+    ] = None,
     chrome: Annotated[
         Path | None, typer.Option(help="Chrome Trace JSON, for https://ui.perfetto.dev. Default FOLDER/trace.json.")
     ] = None,
@@ -86,6 +88,8 @@ def _chosen(passes: str | None, last: int | None) -> WhichPasses:
     first, colon, end = passes.partition(":")
     if not all(one == "" or one.isdecimal() for one in (first, end)) or not (colon and first + end):
         raise CommandError(f"--passes {passes}: give the first and the last, as 100:120, 100: or :120")
+    if first and end and int(first) > int(end):
+        raise CommandError(f"--passes {passes}: the first lies behind the last")
     return WhichPasses(int(first or 0), int(end) if end else None, last)
 
 
@@ -106,7 +110,9 @@ def _read(folder: Path, choice: WhichPasses, rank: int | None) -> tuple[list[Ran
 def _check_passes(timeline: Timeline, folder: Path, number: int | None, choice: WhichPasses) -> None:
     """Is there anything to show?"""
     if not timeline.passes and choice != WhichPasses():
-        raise CommandError(f"{folder}: none of the passes that were asked for is in it")
+        newest = [one.number for rank in read_trace(folder, WhichPasses(newest=1)) for one in rank.passes]
+        told = f"; its last is {max(newest)}" if newest else ""
+        raise CommandError(f"{folder}: none of the passes that were asked for is in it{told}")
     if not timeline.passes:
         raise CommandError(f"{folder}: no pass has settled in it, so there is nothing to show", WRONG)
     if number is not None and number not in timeline.numbers:

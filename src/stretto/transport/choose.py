@@ -84,12 +84,27 @@ def carrier_of(
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return ProcessGroupTransport(process_group)
-    if (launched := os.environ.get("WORLD_SIZE", "").strip()) not in ("", "0", "1"):
+    if launched := _launched():
         raise SetupError(
             f"WORLD_SIZE={launched} ranks were launched, but no process group is initialised: each "
             "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
         )
     return None
+
+
+def _launched() -> str:
+    """How many ranks a launcher has started, if that is more than one."""
+    return "" if (launched := os.environ.get("WORLD_SIZE", "").strip()) in ("", "0", "1") else launched
+
+
+def warn_of_group_of_one(base: Transport) -> None:
+    """Log where a launcher has started several ranks, and each has made a group of its own."""
+    if (launched := _launched()) and dist.is_initialized() and base.process_group is dist.group.WORLD:
+        log.warning(
+            "WORLD_SIZE=%s ranks were launched, but the process group has one: each trains alone.\n"
+            "If they are to train together, call torch.distributed.init_process_group() without rank= and world_size=.",
+            launched,
+        )
 
 
 def warn_of_tasks() -> None:

@@ -57,6 +57,8 @@ def in_a_folder(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():  # told now, not after the training
         raise argparse.ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: it is a folder")
     return path
 
 
@@ -118,7 +120,7 @@ class Record:
         self._seconds: list[float] = []
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), disable=rank != 0)
-        self._task = self._progress.add_task(title, total=steps, loss=float("nan"))
+        self._task = self._progress.add_task(title, total=max(steps, 0), loss=float("nan"))
 
     def __enter__(self) -> Record:
         self._progress.start()

@@ -108,7 +108,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
 
 def main() -> int:
     flags = common.parser(__doc__.splitlines()[0], epochs=2)
-    flags.add_argument("--bytes", type=int, default=600_000, help="how much text to read (default: %(default)s)")
+    flags.add_argument("--bytes", type=common.at_least_one, default=600_000, help="of text (default: %(default)s)")
     flags.add_argument("--target-loss", type=float, default=float("inf"), help="exit with 1 above this validation loss")
     args = flags.parse_args()
     with common.ranks() as here:

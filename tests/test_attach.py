@@ -324,6 +324,29 @@ def test_a_bad_value_on_one_rank_is_told_to_the_others() -> None:
     assert first == f"attach, rank 0: other ranks cannot take part, so this one cannot:\n  {second}"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"static_graph": True},
+            "attach: there is no argument static_graph=. Leave it out: any graph is right without it.",
+        ),
+        ({"init_sync": "no"}, "attach: init_sync='no' must be True or False"),
+    ],
+)
+def test_what_no_rank_could_ask_for_is_told_to_the_others_where_one_alone_does(
+    options: dict[str, Any], message: str
+) -> None:
+    def worker(transport):
+        with pytest.raises(stretto.StrettoError) as caught:
+            stretto.attach(linear(), transport=transport, **(options if transport.rank else {}))
+        return str(caught.value)
+
+    first, second = run_ranks(worker, 2, timeout=20)
+    assert second == message
+    assert "rank 1 failed and left" in first and message in first
+
+
 def test_another_memory_format_is_a_difference() -> None:
     def build(rank: int) -> torch.nn.Module:
         module = torch.nn.Conv2d(2, 2, 2)

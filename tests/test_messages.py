@@ -456,6 +456,7 @@ def on_two_kinds_of_device() -> None:
 
 
 PLAN = plan_buckets([spec("a"), spec("b", dtype=torch.float64)], cap_bytes=100)
+CUT = PLAN.to_json().replace('"cut_after": []', '"cut_after": ["a"]')
 
 
 def one_group_for_several() -> None:
@@ -623,6 +624,9 @@ ALONE = [
         "this is a plan of version 7; this stretto reads version 1",
     ),
     (lambda: BucketPlan.from_json("{}"), "not a bucket plan in JSON: KeyError: 'version'"),
+    (lambda: plan_buckets([spec()], cut_after=[7]), "cut_after must be indices of parameters, got [7]"),
+    (lambda: BucketPlan.from_json(CUT), "cut_after must be indices of parameters, got ['a']"),
+    (lambda: spec(device=3), "parameter w: device 3 must be a string, as 'cpu' or 'cuda:0'"),
     (lambda: dtype_of("nn"), "'nn' is not a torch dtype"),
     (lambda: spec(shape=(-2,)), "parameter 'w' cannot have shape (-2,) and strides (1,)"),
     (lambda: spec(strides=(1, 1)), "parameter w: shape (2,) and strides (1, 1) differ in length"),

@@ -275,7 +275,8 @@ def test_table_names_things(request):
     assert plan.hash in title and f": {counted(len(plan.parameters), 'parameters')}, " in title
     larger = any(plan.bucket_bytes(number) > plan.cap_bytes for number in range(len(plan.buckets)))
     most = f"{format_bytes(plan.cap_bytes)}{' or one larger parameter' if larger else ''}"
-    caps = f" of at most {most} (the last {format_bytes(plan.last_cap_bytes)})"
+    whole = ", but for what is not cut" if plan.bucket_bytes(-1) > plan.last_cap_bytes else ""
+    caps = f" of at most {most} (the last {format_bytes(plan.last_cap_bytes)}{whole})"
     assert title.endswith(caps if len(plan.buckets) > 1 else ", in 1 bucket")
     assert header.split() == ["bucket", "dtype", "device", "params", "size", "filled", "by"]
     for number, (row, bucket, inside) in enumerate(zip(rows, plan.buckets, members(plan), strict=True)):

@@ -156,7 +156,8 @@ def test_a_message_that_lacks_a_peer_does_not_sleep_on_a_later_one_between_hosts
     published = threading.Event()
 
     def worker(base: LocalTransport) -> None:
-        host: Host = shared(base).host
+        transport = shared(base)
+        host: Host = transport.host
         if base.rank == 0:
             assert published.wait(20)
         first = host.post(ByAll())

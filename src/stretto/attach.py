@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
@@ -151,18 +151,20 @@ def attach(
             launch_after=names_of(module, launch_after),
         )
 
-    refuse_arguments(attach, unknown)
     transport = "auto" if transport is None else transport
-    _refuse_kinds(module, transport, init_sync)
+    if not isinstance(transport, str):  # names are compared first
+        refuse_other_kinds(transport, "attach")
     others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = carrier_of(transport, process_group, process_groups)
     if base is None or base.world_size == 1:
+        _refuse_kinds(module, init_sync, unknown)
         if isinstance(transport, str):
             refuse_unknown_name(transport, "attach")
         return _attach_alone(module, base, options(), others, init_sync=init_sync, chosen=isinstance(transport, str))
     peers = Peers(base)
     try:
         peers.open()
+        _refuse_kinds(module, init_sync, unknown)
         settled = (process_groups and transport == "auto") or (transport == "process_group" and not init_sync)
         if isinstance(transport, str) and not settled:
             base = _choose(module, base, transport, peers)
@@ -242,13 +244,12 @@ def _attach(
     return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
 
 
-def _refuse_kinds(module: object, transport: object, init_sync: object) -> None:
-    """Raise where nothing can be asked of what was given; a program does that on all ranks alike."""
+def _refuse_kinds(module: object, init_sync: object, unknown: Collection[str]) -> None:
+    """Raise where nothing can be asked of what was given."""
+    refuse_arguments(attach, unknown)
     if not isinstance(module, torch.nn.Module):
         given = f"a torch.nn.Module, not {type(module).__name__}"
         raise SetupError(f"attach: the first argument must be {given}.\nGive it the model: stretto.attach(model)")
-    if not isinstance(transport, str):  # names are compared first
-        refuse_other_kinds(transport, "attach")
     if isinstance(init_sync, str):  # "no" would be taken for true
         raise SetupError(f"attach: init_sync={init_sync!r} must be True or False")
 

@@ -72,6 +72,8 @@ class BucketPlan:
             raise PlanError(f"bucket caps must be positive, got cap_bytes={caps[0]}, last_cap_bytes={caps[1]}")
         if sorted(self.order) != list(range(len(self.parameters))):
             raise PlanError("a bucket plan must hold every parameter exactly once")
+        if not set(self.cut_after) <= {*range(len(self.parameters))}:
+            raise PlanError(f"cut_after must be indices of parameters, got {[*self.cut_after]}")
         for number, bucket in enumerate(self.buckets):
             members = [self.parameters[index] for index in bucket.indices]
             kind = (bucket.dtype, bucket.device, bucket.reduce_dtype)
@@ -185,7 +187,8 @@ class BucketPlan:
         if len(self.buckets) > 1:
             larger = any(self.bucket_bytes(number) > self.cap_bytes for number in range(len(self.buckets)))
             most = f"{format_bytes(self.cap_bytes)}{' or one larger parameter' if larger else ''}"
-            title += f" of at most {most} (the last {format_bytes(self.last_cap_bytes)})"
+            whole = ", but for what is not cut" * (self.bucket_bytes(-1) > self.last_cap_bytes)
+            title += f" of at most {most} (the last {format_bytes(self.last_cap_bytes)}{whole})"
         return f"{title}\n{columns(rows, left=(1, 2, 5))}"
 
 

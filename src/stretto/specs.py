@@ -34,6 +34,8 @@ class ParameterSpec:
         sizes = (*self.shape, *self.strides)
         if not isinstance(self.name, str) or not all(isinstance(size, int) and size >= 0 for size in sizes):
             raise PlanError(f"parameter {self.name!r} cannot have shape {self.shape} and strides {self.strides}")
+        if not isinstance(self.device, str):
+            raise PlanError(f"parameter {self.name}: device {self.device!r} must be a string, as 'cpu' or 'cuda:0'")
         if len(self.shape) != len(self.strides):
             raise PlanError(f"parameter {self.name}: shape {self.shape} and strides {self.strides} differ in length")
 

@@ -279,9 +279,17 @@ class Shares:
         refuse_unlike(places, misfit(self._division, states), self._peers.gather, self._peers.where)
         with self.tells():
             self._spread.finish()
-            self._division.load(states)
-            self._groups.departed.clear()
-            self.inner.take_over(self._optimizer)
+            try:
+                self._division.load(states)
+                self._groups.departed.clear()
+                self.inner.take_over(self._optimizer)
+            except Exception as error:
+                problem = error
+            failed = self._peers.gather(problem is not None)
+            if problem is not None and not all(failed):
+                raise problem
+        if problem is not None:  # all is as it was, on all ranks
+            raise problem
 
     def describe(self) -> str:
         """What is done with them, in plain words."""

@@ -88,7 +88,7 @@ def bytes_a_step(drop: float, seed: int, steps: int) -> dict[str, float]:
         del model, run
         gc.collect()
     model = LayerDrop()
-    sync = stretto.attach(model)
+    sync = stretto.attach(model, check_every=0)
     run = step(model, drop, seed)
     for _ in range(steps):  # learns what comes and goes
         run()
@@ -105,7 +105,7 @@ def measure(rank: int, drop: float, alike: bool, rounds: int) -> tuple[dict[str,
     seed = 1 if alike else 1 + rank
     contestants = {"no communication": step(LayerDrop(), drop, seed)}
     attached = LayerDrop()
-    stretto.attach(attached)
+    stretto.attach(attached, check_every=0)  # all on one batch, where they drop alike
     contestants["stretto"] = step(attached, drop, seed)
     for name, options in TORCH.items():
         contestants[name] = step(TorchDDP(LayerDrop(), **options), drop, seed)

@@ -126,6 +126,7 @@ def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Trainin
         groups = [dist.new_group() for _ in range(options.pop("groups", 0))]
         # of its own: models of one group ask in every pass whether a backward reaches the other
         own = None if groups else dist.new_group()
+        options["check_every"] = 0  # on the same batch on all ranks, as the factory makes it: not to be told of
         handle = attach(model, process_group=own, process_groups=groups, **options)
         training = Training(model, model, loss, no_sync=handle.no_sync, handle=handle)
     elif contestant.kind == "replicate":

@@ -21,7 +21,7 @@ from test_shared_memory import shared
 
 import stretto
 from stretto.listeners import before_forks
-from stretto.sharding.awaited import Arrival, Arrivals
+from stretto.sharding.awaited import Arrival, Awaited
 from stretto.sharding.compiled import CompilerWatch
 from stretto.testing import run_ranks, spawn_ranks
 
@@ -580,7 +580,7 @@ def test_what_does_not_come_is_waited_for_once() -> None:
         waited.append("once")
         raise stretto.CommunicationError("it does not come")
 
-    arrivals = Arrivals(CompilerWatch())
+    arrivals = Awaited(CompilerWatch())
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     Arrival([first], arrive, arrivals)
     Arrival([second], lambda: waited.append("came"), arrivals)

@@ -524,7 +524,7 @@ def test_a_module_is_as_it_was_if_what_is_in_shares_cannot_be_put_together(monke
         monkeypatch.setattr("stretto.launch.complete", fail)
         with pytest.raises(stretto.CommunicationError, match="a rank has gone"):
             backward(model, transport.rank, 3)
-        old = {id(one()) for one in sync._reducer.queue.parameters}
+        old = {id(one()) for one in sync._reducer.queue.references}
         assert sync.plan is before and id(model.back.weight) not in old
         assert stretto.reducer.reducer_of(model.back.weight) is None
 

@@ -133,7 +133,12 @@ def attach(
             optimizer.step()
     """
 
-    def options() -> Options:
+    transport = "auto" if transport is None else transport
+    if not isinstance(transport, str):  # names are compared first
+        refuse_other_kinds(transport, "attach")
+    others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
+
+    def ask() -> Options:  # where what is wrong on one rank is told to the others
         if strange := [type(one).__name__ for one in others if not isinstance(one, Synchronizer)]:
             raise SetupError(f"attach: beside= takes handles, as returned by attach(), not {strange[0]}")
         return Options(
@@ -151,24 +156,20 @@ def attach(
             launch_after=names_of(module, launch_after),
         )
 
-    transport = "auto" if transport is None else transport
-    if not isinstance(transport, str):  # names are compared first
-        refuse_other_kinds(transport, "attach")
-    others = list[Any](beside) if isinstance(beside, Iterable) else [beside]
     base = carrier_of(transport, process_group, process_groups)
     if base is None or base.world_size == 1:
         _refuse_kinds(module, init_sync, unknown)
         if isinstance(transport, str):
             refuse_unknown_name(transport, "attach")
-        return _attach_alone(module, base, options(), others, init_sync=init_sync, chosen=isinstance(transport, str))
+        return _attach_alone(module, base, ask(), others, init_sync=init_sync, closes=isinstance(transport, str))
     peers = Peers(base)
     try:
         peers.open()
         _refuse_kinds(module, init_sync, unknown)
-        settled = (process_groups and transport == "auto") or (transport == "process_group" and not init_sync)
-        if isinstance(transport, str) and not settled:
+        is_given = bool(process_groups) and transport == "auto"
+        if isinstance(transport, str) and not (is_given or (transport == "process_group" and not init_sync)):
             base = _choose(module, base, transport, peers)
-        return _attach(module, base, peers, options, others, init_sync=init_sync, chosen=isinstance(transport, str))
+        return _attach(module, base, peers, ask, others, init_sync=init_sync, closes=isinstance(transport, str))
     except BaseException as error:
         peers.tell_failed("attach", error, error.__traceback__, leaves=True)
         peers.close(failed=True)
@@ -190,7 +191,7 @@ def _attach_alone(
     beside: Sequence[Synchronizer],
     *,
     init_sync: bool,
-    chosen: bool,
+    closes: bool,
 ) -> Synchronizer:
     """One rank, or none of a group: only what would fail with several fails here."""
     warn_of_tasks() if base is None else warn_of_group_of_one(base)
@@ -199,7 +200,7 @@ def _attach_alone(
     inside = _inside(module, options)
     _warn_of_dtypes_for_none(module, options)
     plan = plan_for(dense, options, base)
-    return Synchronizer(module, dense, plan, base, options, rows, None, inside, beside, chosen=chosen)
+    return Synchronizer(module, dense, plan, base, options, rows, None, inside, beside, closes=closes)
 
 
 def _attach(
@@ -210,7 +211,7 @@ def _attach(
     beside: Sequence[Synchronizer],
     *,
     init_sync: bool,
-    chosen: bool,
+    closes: bool,
 ) -> Synchronizer:
     """Collective. A rank that cannot attach takes part all the same, so that the others learn of it."""
     try:
@@ -241,7 +242,7 @@ def _attach(
     if carrier.rank == 0:
         _warn_of_dtypes_for_none(module, options)
     peers.seat.attached = True
-    return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, chosen=chosen)
+    return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, closes=closes)
 
 
 def _refuse_kinds(module: object, init_sync: object, unknown: Collection[str]) -> None:

@@ -46,10 +46,10 @@ class Beside:
         """What this rank has to give. What can fail on one rank alone fails here."""
         return self.sparse.prepare(self._queue.weight_now) if self.sparse.any else None
 
-    def send(self, shares: list[GivenRows] | None) -> CoalescedMessages:
+    def send(self, rows: list[GivenRows] | None) -> CoalescedMessages:
         """Put all of it under way; returns the buffers' messages. Collective; ``None`` if there is nothing to give."""
         if self.sparse.any:
-            self.sparse.exchange(shares, self._queue.wait_for)
+            self.sparse.exchange(rows, self._queue.wait_for)
         return self._send_buffers()
 
     def send_given_up(self) -> CoalescedMessages:

@@ -44,39 +44,6 @@ class Bucket:
     ``pending`` counts parameters that have not been taken in this pass; the bucket is full at 0.
     """
 
-    __slots__ = (
-        "_before",
-        "_mean",
-        "_numel",
-        "_scaling",
-        "_share",
-        "_standing",
-        "arrived",
-        "aside",
-        "filled",
-        "flat",
-        "footer",
-        "in_place",
-        "index",
-        "indices",
-        "is_last",
-        "layout",
-        "loose",
-        "memory",
-        "missing",
-        "offsets",
-        "payload",
-        "payload_bytes",
-        "pending",
-        "references",
-        "skipped",
-        "slots",
-        "taken",
-        "views",
-        "withheld",
-        "work",
-    )
-
     def __init__(
         self,
         plan: BucketPlan,

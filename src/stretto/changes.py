@@ -34,7 +34,7 @@ class Changes:
     def outside(self) -> dict[str, torch.nn.Parameter]:
         """Parameters of the module that neither the buckets nor ``rows`` carry, though they should, by name."""
         wanted, rows = self._members.wanted(), self._members.rows()
-        carried = {name: one() for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
+        carried = {name: one() for name, one in zip(self._queue.names, self._queue.references, strict=True)}
         new = {name: one for name, one in wanted.items() if carried.get(name) is not one and name != STAND_IN}
         return new | {name: rows[name] for name in self._rows.outside(rows)}
 

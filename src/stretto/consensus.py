@@ -98,7 +98,7 @@ class Consensus:
         Raises ``CommunicationError`` if their values differ, on all ranks; equal ones are warned of. Collective.
         """
         queue, where = self._queue, self._queue.where
-        alive = zip(queue.names, (one() for one in queue.parameters), strict=True)
+        alive = zip(queue.names, (one() for one in queue.references), strict=True)
         values = queue.peers.gather({name: fingerprint(one) for name, one in alive if one is not None})
         told = ", ".join(f"rank {rank}'s number {place + 1}" for rank, place in enumerate(places))
         text = f"{where}: of the handles that have no name yet ranks train different ones first ({told})"

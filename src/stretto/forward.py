@@ -153,7 +153,7 @@ class ForwardWatch:
     def _look_around(self, wrapper: Any) -> None:
         """torch's wrapper may be older than the handle, and cannot be seen in the module."""
         if self._around is None or self._around() is not wrapper:
-            refuse_around(wrapper, [one() for one in self._queue.parameters])
+            refuse_around(wrapper, [one() for one in self._queue.references])
             self._around = weakref.ref(wrapper)
 
     @left_uncompiled

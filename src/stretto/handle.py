@@ -46,7 +46,7 @@ class Synchronizer(NoModel):
     def __init__(
         self,
         module: torch.nn.Module,
-        trained: dict[str, torch.nn.Parameter],
+        planned: dict[str, torch.nn.Parameter],
         plan: BucketPlan,
         transport: Transport | None,
         options: Options,
@@ -54,12 +54,12 @@ class Synchronizer(NoModel):
         peers: Peers | None,
         inside: Sequence[Reducer],
         beside: Sequence[Synchronizer],
-        chosen: bool,
+        closes: bool,
     ) -> None:
         self.module, self._options, self._peers = module, options, peers
         self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)
         self._idle_plan, self._last_statistics = plan, Statistics()
-        self._transport, self._closes = transport, chosen  # one that the user made may carry other handles too
+        self._transport, self._closes = transport, closes  # one that the user made may carry other handles too
         self._events, self._buffer_places = Events(self.rank), BufferPlaces(module, options)
         self._held: Reducer | None = None
         self.sharded: list[ShardedOptimizer] = []
@@ -70,7 +70,7 @@ class Synchronizer(NoModel):
             members = Membership(module, options, functools.partial(parameters_of, [one.members for one in inside]))
             inspection = Inspection(members, self._buffer_places, peers.gather)
             rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
-            common = trained, plan, transport, self._events, self._buffer_places, members, scaling, peers
+            common = planned, plan, transport, self._events, self._buffer_places, members, scaling, peers
             self._held = reducer = Reducer(*common, delay=options.delay, inspection=inspection, sparse=rows)
             self.sampler = Sampler(reducer)
             reducer.start_watching(self.sampler)

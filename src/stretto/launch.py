@@ -1,9 +1,9 @@
 """The buckets of a plan on their way: filled in any order, launched and waited for in plan order.
 
 [Note: launch order]  Collectives match between ranks by their order alone. A rank may *fill* buckets in any order, but
-launches bucket k only after 0..k-1, and every pass launches every bucket: so no rank ever issues a collective that
-another does not, whatever its graph did. Anything that changes the sequence (a new plan) is decided from words that
-were summed with the buckets, hence known to all ranks in the same pass.
+launches bucket k only after 0..k-1, and leaves one out only where all know that no rank has anything for it, by a map
+that was summed (presence.py): so no rank ever issues a collective that another does not, whatever its graph did. What
+changes the sequence (a new plan) is decided from words that were summed too, hence by all ranks in the same pass.
 
 [Note: last bucket]  The last bucket leaves when the outermost backward has ended, although it may be full a moment
 earlier: it carries the word that this rank's backward did not fail, and that can only be said then.
@@ -85,7 +85,7 @@ class LaunchQueue:
 
     def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], plan: BucketPlan) -> None:
         """Hold these parameters, in buckets of a plan for them."""
-        self.names, self.parameters = [*parameters], [weakref.ref(parameter) for parameter in parameters.values()]
+        self.names, self.references = [*parameters], [weakref.ref(parameter) for parameter in parameters.values()]
         self.devices = [parameter.device for parameter in parameters.values()]
         self.loose: set[int] = set()  # parameters that have left their slot: see rejoin.py
         self.presence.forget()
@@ -102,7 +102,7 @@ class LaunchQueue:
         }
         self.plan = plan
         self.buckets = [
-            Bucket(plan, number, self.parameters, self.devices[spec.indices[0]], self.transport, self.scaling)
+            Bucket(plan, number, self.references, self.devices[spec.indices[0]], self.transport, self.scaling)
             for number, spec in enumerate(plan.buckets)
         ]
         home = {}
@@ -286,7 +286,7 @@ class LaunchQueue:
         try:
             copy(*arguments)
         except RuntimeError as error:
-            refuse_sparse(dict(zip(self.names, self.parameters, strict=True)), self.where, error)
+            refuse_sparse(dict(zip(self.names, self.references, strict=True)), self.where, error)
             raise
 
     def _launch(self, bucket: Bucket) -> None:

@@ -116,7 +116,7 @@ class Reducer:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that are reduced and still alive."""
-        alive = [parameter for reference in self.queue.parameters if (parameter := reference()) is not None]
+        alive = [parameter for reference in self.queue.references if (parameter := reference()) is not None]
         return [*alive, *self.sparse.named_parameters().values()]
 
     @property
@@ -246,8 +246,8 @@ class Reducer:
         queue, tracker, beside = self.queue, self.tracker, self._beside
         carries = beside.sparse.any or beside.places.any or queue.preset is not None  # else no call: each runs cold
         try:
-            shares, scheduled = beside.prepare() if carries else None, tracker.as_scheduled()
-            contributed = tracker.contributed(scheduled=scheduled)
+            rows, scheduled = beside.prepare() if carries else None, tracker.as_scheduled()
+            contributed = tracker.contributed(scheduled=scheduled)  # first: what is loose, noticed() looks at
             changed = self._rejoin.noticed()
             says = self._consensus.says(scheduled=scheduled) + [Control.CHANGED] * changed
             queue.launch_rest(contributed - queue.loose, says)
@@ -255,7 +255,7 @@ class Reducer:
             self.failing.at_the_end(error, self.give_up)
             raise
         try:
-            sent = beside.send(shares) if carries else None
+            sent = beside.send(rows) if carries else None
             words = self._wait(sent, scheduled and tracker.hands_out, release=True)
             if self._never_used.looking and not changed:
                 self._never_used.look(tracker.gone)

@@ -115,7 +115,7 @@ class ArrivalTracker:
 
     def alive(self, indices: Iterable[int]) -> list[tuple[int, torch.nn.Parameter]]:
         """Those parameters that were not freed, with their index."""
-        return [(index, one) for index in indices if (one := self._queue.parameters[index]()) is not None]
+        return [(index, one) for index in indices if (one := self._queue.references[index]()) is not None]
 
     # During a pass
 
@@ -129,7 +129,7 @@ class ArrivalTracker:
 
     def foresee(self) -> set[int]:
         """Which come, or came without synchronisation before; see presence.py, [Note: nested tasks and absence]."""
-        everything = set(range(len(self._queue.parameters)))
+        everything = set(range(len(self._queue.references)))
         if self.nested:
             return everything
         alive = self.alive(everything)
@@ -305,7 +305,7 @@ class ArrivalTracker:
         return self._in_order and self._looked_at == len(self.arrivals.order)
 
     def contributed(self, *, scheduled: bool) -> set[int]:
-        """Parameters with a gradient that was not taken, from this pass or without synchronisation before it."""
+        """What has a ``.grad``, of this pass or kept before it, unless all was taken. What fits no slot is loose."""
         if scheduled and not any(map(_pending, self._queue.buckets)):
             return set()
         arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
@@ -326,7 +326,7 @@ class ArrivalTracker:
         launched = {index for bucket in left for index in bucket.indices}
         hot = {i for chunk in (self._schedule or ())[: self._next_chunk] if chunk.views for i in chunk.arrivals}
         again = [index for index, n in count.items() if n > self._expected.get(index, 1) and index in launched]
-        return [self._queue.names[index] for index in again if id(self._queue.parameters[index]()) in hot]
+        return [self._queue.names[index] for index in again if id(self._queue.references[index]()) in hot]
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""

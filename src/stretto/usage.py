@@ -197,7 +197,7 @@ class SteppedAlone:
             self._look_whether_others_train(optimizer)
             return
         self._all_steps += 1
-        mine = {id(reference()) for reference in queue.parameters}
+        mine = {id(reference()) for reference in queue.references}
         if not mine.isdisjoint(map(id, stepped_by(optimizer))):
             self._steps += 1
             if alone := self._alone_in(optimizer):

@@ -38,7 +38,7 @@ def _harmless() -> frozenset[Any]:
     return frozenset([*found, *(getattr(tensor, name) for name in _METHODS.split())])
 
 
-class Arrivals:
+class Awaited:
     """What is waited for before the process forks, in whose child nothing comes, and before anything is compiled.
 
     It holds arrivals weakly, and each of them holds this: it lives as long as a parameter waits, though the optimizer
@@ -88,7 +88,7 @@ class Arrival:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None], among: Arrivals | None = None
+        self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None], among: Awaited | None = None
     ) -> None:
         self._arrive: Callable[[], None] | None = arrive
         self._among = among  # which lives as long as this

@@ -73,7 +73,7 @@ class Groups:
         self._members = [[*group["params"]] for group in self.all]
         self._dtypes: dict[int, torch.dtype] = {id(one): one.dtype for group in self._members for one in group}
         self._plan = self._queue.plan
-        places = {id(one()): place for place, one in enumerate(self._queue.parameters)}
+        places = {id(one()): place for place, one in enumerate(self._queue.references)}
         members = [[places.get(id(one), -1 - one.numel()) for one in group] for group in self._members]
         self._mark = hash((self._queue.peers.seat.key, *map(tuple, members)))
 
@@ -103,7 +103,7 @@ class Groups:
         if self._queue.plan is self._plan:
             return
         known = {id(one) for one in self.parameters}
-        for reference, spec in zip(self._queue.parameters, self._queue.plan.parameters, strict=True):
+        for reference, spec in zip(self._queue.references, self._queue.plan.parameters, strict=True):
             one = reference()
             if one is not None and id(one) in known and one.dtype is not spec.dtype:
                 raise SetupError(
@@ -158,7 +158,7 @@ class Groups:
 
     def facts(self) -> list[Any]:
         """See the function of this name."""
-        names = {id(one()): name for name, one in zip(self._queue.names, self._queue.parameters, strict=True)}
+        names = {id(one()): name for name, one in zip(self._queue.names, self._queue.references, strict=True)}
         return facts(self._optimizer, names)
 
     def refuse_patchwork(self, stepped: Sequence[Sequence[int]], rank: int, where: str) -> None:

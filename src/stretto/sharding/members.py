@@ -90,7 +90,7 @@ def refuse_converted(optimizer: torch.optim.Optimizer, reducer: Reducer, where: 
     """Raise if a parameter that it steps is not what the plan says: in the plan's memory it would be that again."""
     stepped = {*map(id, stepped_by(optimizer))}
     queue = reducer.queue
-    for spec, reference, device in zip(queue.plan.parameters, queue.parameters, queue.devices, strict=True):
+    for spec, reference, device in zip(queue.plan.parameters, queue.references, queue.devices, strict=True):
         one = reference()
         if one is None or id(one) not in stepped:
             continue

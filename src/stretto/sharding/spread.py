@@ -28,7 +28,7 @@ import torch
 
 from ..blame import STEPPED_BY_OTHERS, STEPPED_ELSEWHERE
 from ..transport import Transport, Work
-from .awaited import Arrival, Arrivals
+from .awaited import Arrival, Awaited
 from .compiled import CompilerWatch
 from .layout import Layout
 from .ownership import Piece
@@ -80,7 +80,7 @@ class Spread:
         self._wait_for = wait_for
         self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
-        self._arrivals = Arrivals(compiler)
+        self._awaited = Awaited(compiler)
         self._host, self._is_shown = layout.host, layout.is_shown
         self._compiler = compiler
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
@@ -121,7 +121,7 @@ class Spread:
             if self._numbers and shares is self._buckets[0]:
                 receive = functools.partial(_receive_first, receive, self._compare, self._numbers)
             receive = functools.partial(_arrive, receive, self._failed)
-            self._under_way.append(Arrival(shares.parameters, receive, self._arrivals))
+            self._under_way.append(Arrival(shares.parameters, receive, self._awaited))
         if step is not None:
             step(None)
         if not self.is_late or self._compiler.is_at_work or self._is_shown():
@@ -142,7 +142,7 @@ class Spread:
     def drop(self) -> None:
         """Wait for nothing more."""
         self._under_way.clear()
-        self._arrivals.drop()
+        self._awaited.drop()
         if self._spreading is not None:
             self._spreading.doubt()
 

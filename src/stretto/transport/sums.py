@@ -111,8 +111,9 @@ class SumOfShare(SumOfSlices):
     """Each rank sums its share in its own memory, and for itself what lies behind the shares of all."""
 
     def __init__(self, host: Host, tensor: torch.Tensor, shared: int) -> None:
-        super().__init__(host, tensor, shared)
+        super().__init__(host, tensor, averaged=shared)
         self.action = action("share", tensor.dtype)
+        self._shared = shared
         self._behind: torch.Tensor | None = None
 
     def begin(self, entries: Sequence[bytes]) -> None:
@@ -125,14 +126,14 @@ class SumOfShare(SumOfSlices):
 
     def _route(self, entries: Sequence[bytes]) -> list[Block]:
         places = len(self._host.peers)
-        low, high = slice_of(self._averaged, self._host.local_rank, places)
-        behind = Block(views(self._host, entries, self.dtype, self._averaged, self.numel), 1)
+        low, high = slice_of(self._shared, self._host.local_rank, places)
+        behind = Block(views(self._host, entries, self.dtype, self._shared, self.numel), 1)
         return [*blocks(self._host, entries, self.dtype, low, high, high, places), behind]
 
     def release(self) -> None:
         """Nobody reads any more what this rank brought."""
         assert self._behind is not None, "it has begun"
-        self.tensor[self._averaged :].copy_(self._behind)
+        self.tensor[self._shared :].copy_(self._behind)
 
 
 class StagedSum(SumOfSlices):

@@ -631,6 +631,14 @@ class CountingByName(Slow):
         return parameter.grad
 
 
+class CountingInATensorByName(Slow):
+    """As pytorch_optimizer's MADGRAD, of which was said that its step had failed."""
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        self.state["all"] = torch.zeros(1)
+        return parameter.grad
+
+
 class CountingInTheFirst(Slow):
     def step(self, closure: Any = None) -> None:
         state = self.state[self.param_groups[0]["params"][0]]
@@ -674,6 +682,44 @@ class Estimating(Signed):
             group["seen" if not self.on_itself else "unused"] = sum(float(one.grad.norm()) for one in group["params"])
             self.seen = group.pop("unused") if self.on_itself else 0.0
         super().step()
+
+
+class EstimatingInATensor(Estimating):
+    """As pytorch_optimizer's classes of D-adaptation do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["seen"] = torch.tensor([group["seen"]])
+
+
+def test_what_a_step_makes_in_a_tensor_is_refused_by_name() -> None:
+    """In the second step it was told that ranks have other groups, which nobody could mend."""
+    with pytest.raises(stretto.UnsupportedError, match="its step makes seen of all parameters that it has, and each"):
+        kind_of(EstimatingInATensor([torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))]))
+
+
+class DecayingByAll(Signed):
+    """As pytorch_optimizer's AdamS: by a number of all parameters, too little to be seen in one step of 0.01."""
+
+    def __init__(self, params: Any, weight_decay: float) -> None:
+        super().__init__(params, {"weight_decay": weight_decay})
+
+    def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+        of_all = sum(float(one.grad.square().sum()) for one in group["params"]) ** 0.5
+        return parameter.grad + group["weight_decay"] * parameter / of_all
+
+
+@pytest.mark.parametrize(("decay", "kind"), [(0.0, Kind.ELEMENTWISE), (1e-4, None), (1e-2, None)])
+def test_a_small_decay_by_all_parameters_is_seen(decay: float, kind: Kind | None) -> None:
+    """Each rank decayed by another number, in silence."""
+    made = DecayingByAll([torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))], decay)
+    if kind is not None:
+        assert kind_of(made) is kind
+        return
+    with pytest.raises(stretto.UnsupportedError, match="depends on the others"):
+        kind_of(made)
 
 
 @pytest.mark.parametrize("on_itself", [False, True])
@@ -736,6 +782,8 @@ def test_state_that_is_of_no_parameter_or_of_one_for_all_is_refused() -> None:
     told = {
         CountingByName: "rank 0, shard: CountingByName cannot be divided over ranks: what it keeps in state under "
         "'all' belongs to no parameter.\nUse it as it is, without stretto.shard().",
+        CountingInATensorByName: "rank 0, shard: CountingInATensorByName cannot be divided over ranks: what it keeps "
+        "in state under 'all' belongs to no parameter.\nUse it as it is, without stretto.shard().",
         CountingInTheFirst: "rank 0, shard: CountingInTheFirst cannot be divided over ranks: how it steps a parameter "
         "depends on the others.\nUse it as it is, without stretto.shard().",
     }

@@ -64,6 +64,7 @@ def numbers_on(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Those that are no counts, of what it keeps on itself or in its first group."""
     found = {f"self.{key}": value for key, value in given(optimizer).items()}
     found |= {key: comparable(value) for key, value in optimizer.param_groups[0].items()}
+    found = {key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in found.items()}
     return {key: value for key, value in found.items() if isinstance(value, float)}
 
 

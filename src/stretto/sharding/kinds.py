@@ -245,8 +245,8 @@ def _keywords(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) ->
 
 def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:
     options = options_of(group)
-    tried = {"lr": 0.01, "capturable": False}  # it may be 0 until it is warm; for accelerators
-    options |= {key: value for key, value in tried.items() if key in options}
+    tried = {"lr": 0.01, "weight_decay": 0.1, "capturable": False}  # large enough to be seen; for accelerators
+    options |= {key: value for key, value in tried.items() if key in options and (key == "lr" or options[key])}
     whole = numbers(group["params"])
     again = functools.partial(_stepped, optimizer, options, whole, [whole], name)
     try:
@@ -339,7 +339,7 @@ def _stepped(
         torch.is_tensor(one)
         and (by_element(value, one.numel()) or (is_plain(value) and comparable(value) == comparable(first.get(key))))
         for one, state in states.items()
-        for key, value in state.items()
+        for key, value in (state.items() if torch.is_tensor(one) else ())
     )
     takes_gradients = any(one.grad is None for one in parameters.values())
     for how in ("train", "eval", "train"):  # it is in the first: nothing moves, but in steps

@@ -708,7 +708,7 @@ class DecayingByAll(Signed):
 
     def delta(self, group: dict[str, Any], parameter: torch.Tensor) -> Any:
         of_all = sum(float(one.grad.square().sum()) for one in group["params"]) ** 0.5
-        return parameter.grad + group["weight_decay"] * parameter / of_all
+        return parameter.grad + 0.01 * group["weight_decay"] * parameter / of_all
 
 
 @pytest.mark.parametrize(("decay", "kind"), [(0.0, Kind.ELEMENTWISE), (1e-4, None), (1e-2, None)])

@@ -1143,8 +1143,17 @@ REFUSED = [
             "stretto run starts ranks on this host alone. On each of several: torchrun --nnodes 2 --nproc-per-node 2 "
             "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py",
         )
-        for option in ("--nnodes", "--node_rank", "--rdzv-endpoint", "--master_addr")
+        for option in ("--nnodes", "--node_rank")
     ),
+    *(
+        (
+            f"run {option} 2 script.py",
+            2,
+            "ranks of one host find each other: leave out --rdzv-... and --master-...",
+        )
+        for option in ("--rdzv-endpoint", "--rdzv_id", "--master_addr", "--master-port")
+    ),
+    ("run --standalone --nnodes=1 --node-rank 0 nowhere.py", 2, "nowhere.py: no such script"),
     ("run -m no.such.module", 2, "there is no module 'no.such.module'"),
     ("run -m side.py", 2, "side.py is a script, and -m takes a module: leave out -m"),
     ("run", 2, None),

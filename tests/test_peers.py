@@ -39,7 +39,7 @@ from stretto.whereabouts import standing
 pytestmark = pytest.mark.timeout(60)
 
 PRELUDE = """
-import datetime, os, signal, sys, time
+import datetime, gc, os, signal, sys, time
 import torch, torch.distributed as dist
 import stretto
 
@@ -300,7 +300,12 @@ def test_the_rank_that_has_the_store_is_killed(tmp_path: Path, transport: str, a
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "early", "meeting"),
-    [("its process has ended", 0, "tcp"), ("its process has ended", 1, "file"), ("it was detached", 1, "tcp")],
+    [
+        ("its process has ended", 0, "tcp"),
+        ("its process has ended", 1, "file"),
+        ("it was detached", 1, "tcp"),
+        ("its model was dropped", 1, "tcp"),
+    ],
 )
 def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting: str) -> None:
     body = f"""
@@ -310,6 +315,10 @@ def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting
                 break
         if {how == "it was detached"}:
             sync.detach()
+            hang()
+        if {how == "its model was dropped"}:
+            del model, sync
+            gc.collect()
             hang()
     """
     found = ranks(tmp_path, body, 2, meeting)

@@ -148,6 +148,23 @@ def test_gradients_that_are_zero_say_nothing(caplog: pytest.LogCaptureFixture) -
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.parametrize("what", ["NaN", "an offset"])
+def test_gradients_that_are_the_same_whatever_the_batch_is_say_nothing(
+    caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    def on_rank(transport: LocalTransport) -> None:
+        run = Run(transport, transport.rank)
+        if what == "an offset":
+            run.model.requires_grad_(False)[2].bias.requires_grad_(True)
+        for _ in range(40):
+            run.optimizer.zero_grad()
+            batch = torch.randn(8, 5, generator=run.generator)
+            (run.model(batch) * (torch.nan if what == "NaN" else 1.0)).sum().backward()
+
+    run_ranks(on_rank, 2)
+    assert [text for text in warnings_of(caplog) if "the same" in text] == []
+
+
 def test_passes_that_were_given_up_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """All ranks' are then the same NaN."""
 

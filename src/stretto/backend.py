@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -46,6 +47,8 @@ from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
 from .transport.base import as_reals, in_one_row
 from .transport.collectives import Collectives, WorldOfOne, can_reduce
+from .transport.host import Host
+from .transport.shared_memory import CLOSE_SECONDS
 
 _OPERATIONS = {
     ReduceOp.SUM: "sum",
@@ -87,6 +90,13 @@ class Done(Work):
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
+
+
+def _let_go(host: weakref.ref[Host]) -> None:
+    """The group was destroyed here: who waits for this rank is told, once it has what it was to have."""
+    if (alive := host()) is not None:
+        alive.flush(CLOSE_SECONDS)
+        alive.break_off("it has let go of its process group")
 
 
 class StrettoProcessGroup(dist.ProcessGroup):
@@ -248,6 +258,8 @@ class StrettoProcessGroup(dist.ProcessGroup):
                 chosen = choose(ProcessGroupTransport(self), "auto")
                 if isinstance(chosen, SharedMemoryTransport):
                     self._transport = chosen
+                    # When the program ends others see that, and may be told why.
+                    weakref.finalize(chosen, _let_go, weakref.ref(chosen.host)).atexit = False
                     self._collectives = Collectives(chosen.host)
         return self._collectives
 

@@ -225,7 +225,7 @@ class Consensus:
         some = self._on_some(said, Control.COMPARES)
         self.spot_checks.hear(said, self._queue.pass_number, some=some, idle=idle)
         self.unattached.hear(said, self._queue.pass_number, idle=idle)
-        self._same_batches.hear(said, self._queue.pass_number)
+        self._same_batches.hear(said)
         presence.hear(bool(said[Control.ABSENT]), possible=words.on_host and self._queue.comm_hook is None)
         if said[Control.WANTS_REPLAN] or is_first:
             self._replan()

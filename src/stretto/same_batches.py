@@ -5,7 +5,7 @@ summed. Behind the last bucket of the next pass travels one bit of that, so that
 how many say 1. In right programs that is soon a number which no equal groups of ranks would give, and nobody weighs any
 more. Where for ``PASSES`` passes it might be all ranks, or pairs, say, that have the same gradients, they compare what
 they have weighed, once: the only message. Where nothing but zeros were seen, and of a pass to which some rank gave
-nothing, nothing is said.
+nothing, nothing is said; and gradients that are the same in every pass, NaN among them, tell nothing of batches.
 """
 
 from __future__ import annotations
@@ -71,13 +71,8 @@ class SameBatches:
         self._said = weight_of(checks) if self._wanted and weighed == number - 1 else 0
         return [Control.WEIGHED, *[Control.WEIGHT] * (self._said & 1)] if self._said else []
 
-    def hear(self, said: Sequence[float], number: int) -> None:
-        """Compare gradients if they may be the same. Collective.
-
-        Args:
-            said: what all ranks told in the pass.
-            number: of the pass.
-        """
+    def hear(self, said: Sequence[float]) -> None:
+        """Compare gradients if they may be the same, by what all ranks told in the pass. Collective."""
         queue = self._queue()
         if not self._wanted or queue is None:
             return
@@ -89,13 +84,14 @@ class SameBatches:
                 self.stop()
             elif len(self._weights) == PASSES:
                 self.stop()
-                self._compare(queue, number)
+                self._compare(queue)
 
-    def _compare(self, queue: LaunchQueue, number: int) -> None:
+    def _compare(self, queue: LaunchQueue) -> None:
         with_same: dict[tuple[int, ...], list[int]] = {}
         for rank, weights in enumerate(queue.peers.gather(tuple(self._weights))):
             with_same.setdefault(weights, []).append(rank)
-        groups = [describe_ranks(some) for weights, some in with_same.items() if all(weights) and len(some) > 1]
+        changing = [some for weights, some in with_same.items() if all(weights) and len({*weights}) > 1]
+        groups = [describe_ranks(some) for some in changing if len(some) > 1]
         if groups and queue.transport.rank == 0:
             more = [f"{len(groups) - _GROUPS} more such groups"] * (len(groups) > _GROUPS)
             log.warning(

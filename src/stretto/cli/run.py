@@ -19,20 +19,27 @@ from .ranks import check_descriptors, check_room
 _USAGE = 2
 """What a program exits with that does not know an option."""
 _OPTIONS = ("--ranks", "-n", "--nproc-per-node", "--nproc_per_node", "--json")
-_OF_HOSTS = tuple(
-    spelling
-    for words in ("nnodes", "node rank", "rdzv backend", "rdzv endpoint", "rdzv id", "master addr", "master port")
-    for spelling in dict.fromkeys(f"--{words.replace(' ', mark)}" for mark in "-_")
+_HOSTS = ("--nnodes", "--node-rank", "--node_rank")
+_MEETING = tuple(
+    f"--{part}{mark}{rest}"
+    for part, rests in (("rdzv", ("backend", "endpoint", "id", "conf")), ("master", ("addr", "port")))
+    for rest in rests
+    for mark in "-_"
 )
-"""What torchrun knows of several hosts."""
+"""What torchrun wants to know of several hosts, and where ranks of one may be told to meet."""
 
 
-def _refuse_hosts(value: object) -> None:
-    if value:
+def _refuse_hosts(value: str | None) -> None:
+    if value not in (None, "0", "1", "1:1"):
         raise CommandError(
             "stretto run starts ranks on this host alone. On each of several: torchrun --nnodes 2 --nproc-per-node 2 "
             "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py"
         )
+
+
+def _refuse_meeting(value: str | None) -> None:
+    if value is not None:
+        raise CommandError("ranks of one host find each other: leave out --rdzv-... and --master-...")
 
 
 def run(
@@ -43,7 +50,9 @@ def run(
     ] = 2,
     module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,
     as_json: AsJson = False,
-    _hosts: Annotated[str | None, typer.Option(*_OF_HOSTS, hidden=True, callback=_refuse_hosts)] = None,
+    _hosts: Annotated[str | None, typer.Option(*_HOSTS, hidden=True, callback=_refuse_hosts)] = None,
+    _meeting: Annotated[str | None, typer.Option(*_MEETING, hidden=True, callback=_refuse_meeting)] = None,
+    _standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
 ) -> int:
     """Run a script on several ranks of this host. Options stand before the script.
 

@@ -248,7 +248,10 @@ class Shares:
             raise
 
     def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
-        """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it, in ``tells()``."""
+        """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it.
+
+        Whoever fails meanwhile has to tell, see ``tells``.
+        """
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
         common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
         for index, flats, rest in whole_states(keeping.held(self._division), specs, *common):
@@ -288,7 +291,7 @@ class Shares:
             failed = self._peers.gather(problem is not None)
             if problem is not None and not all(failed):
                 raise problem
-        if problem is not None:  # all is as it was, on all ranks
+        if problem is not None:  # on all ranks, and what they step with is as it was
             raise problem
 
     def describe(self) -> str:

@@ -99,7 +99,12 @@ def _launched() -> str:
 
 def warn_of_group_of_one(base: Transport) -> None:
     """Log where a launcher has started several ranks, and each has made a group of its own."""
-    if (launched := _launched()) and dist.is_initialized() and base.process_group is dist.group.WORLD:
+    if (
+        (launched := _launched())
+        and dist.is_available()
+        and dist.is_initialized()
+        and base.process_group is dist.group.WORLD
+    ):
         log.warning(
             "WORLD_SIZE=%s ranks were launched, but the process group has one: each trains alone.\n"
             "If they are to train together, call torch.distributed.init_process_group() without rank= and world_size=.",

@@ -40,8 +40,7 @@ class SharedMemoryTransport(HostMemoryTransport):
         self.bucket_cap_bytes = 17 * MIB // 8  # matrices whose sizes are powers of two, and their biases: see sizing.py
         self.last_bucket_cap_bytes = MIB // 4
         self._staging = Staging(host)
-        weakref.finalize(self, _flush, weakref.ref(host))
-        weakref.finalize(self, _leave, weakref.ref(host)).atexit = False  # there others see it die, and why may be told
+        weakref.finalize(self, _flush_at_exit, weakref.ref(host))
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]  # nobody gives it others
@@ -99,12 +98,6 @@ class SharedMemoryTransport(HostMemoryTransport):
         self.base.close()
 
 
-def _flush(host: weakref.ref[Host]) -> None:
+def _flush_at_exit(host: weakref.ref[Host]) -> None:
     if (alive := host()) is not None:
         alive.flush(CLOSE_SECONDS)
-
-
-def _leave(host: weakref.ref[Host]) -> None:
-    _flush(host)
-    if (alive := host()) is not None:
-        alive.break_off("it has let go of its process group")

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     ProcessGroupGloo,
@@ -47,8 +48,7 @@ from .errors import CommunicationError, PeerError
 from .transport import ProcessGroupTransport, SharedMemoryTransport, choose
 from .transport.base import as_reals, in_one_row
 from .transport.collectives import Collectives, WorldOfOne, can_reduce
-from .transport.host import Host
-from .transport.shared_memory import CLOSE_SECONDS
+from .transport.shared_memory import let_go
 
 _OPERATIONS = {
     ReduceOp.SUM: "sum",
@@ -90,13 +90,6 @@ class Done(Work):
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
-
-
-def _let_go(host: weakref.ref[Host]) -> None:
-    """The group was destroyed here: who waits for this rank is told, once it has what it was to have."""
-    if (alive := host()) is not None:
-        alive.flush(CLOSE_SECONDS)
-        alive.break_off("it has let go of its process group")
 
 
 class StrettoProcessGroup(dist.ProcessGroup):
@@ -225,8 +218,28 @@ class StrettoProcessGroup(dist.ProcessGroup):
             self.reduce_scatter_single(output, input, opts).wait()
         return Done([*outputs])
 
+    # torch's C++ would hold the interpreter's lock while it calls Gloo for these, whose threads, with a lock of Gloo's,
+    # wait for it where they let go of the tensors of an earlier one: ranks hung in one of some fifteen programs.
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None, **more: Any
+    ) -> Work:
+        """``dist.all_to_all_single``, by Gloo."""
+        options = AllToAllOptions() if opts is None else opts
+        options.timeout = more.get("timeout", options.timeout)
+        return self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, options)
+
+    def send(self, tensors: Any, dstRank: int, tag: int) -> Work:
+        """``dist.send``, by Gloo."""
+        return self._gloo.send(tensors, dstRank, tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int) -> Work:
+        """``dist.recv``, by Gloo."""
+        return self._gloo.recv(tensors, srcRank, tag)
+
     # The names that they had before
 
+    alltoall_base = all_to_all_single
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -259,7 +272,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
                 if isinstance(chosen, SharedMemoryTransport):
                     self._transport = chosen
                     # When the program ends others see that, and may be told why.
-                    weakref.finalize(chosen, _let_go, weakref.ref(chosen.host)).atexit = False
+                    weakref.finalize(chosen, let_go, weakref.ref(chosen.host)).atexit = False
                     self._collectives = Collectives(chosen.host)
         return self._collectives
 

@@ -101,3 +101,10 @@ class SharedMemoryTransport(HostMemoryTransport):
 def _flush_at_exit(host: weakref.ref[Host]) -> None:
     if (alive := host()) is not None:
         alive.flush(CLOSE_SECONDS)
+
+
+def let_go(host: weakref.ref[Host]) -> None:
+    """The group was destroyed on this rank: who waits for it is told, once it has what it was to have."""
+    if (alive := host()) is not None:
+        alive.flush(CLOSE_SECONDS)
+        alive.break_off("it has let go of its process group")

@@ -530,7 +530,7 @@ def test_names_are_text_on_the_page() -> None:
     page = to_html(hostile())
     assert page.count("<script") == page.count("</script") == 2
     assert "<img" not in page and "<b>" not in page and "<i>" not in page and "<u>" not in page
-    tips = [piece["tip"] for piece in data_of(page)["ranks"][0]["passes"][0]["pieces"]]
+    tips = [activity["tip"] for activity in data_of(page)["ranks"][0]["passes"][0]["activities"]]
     assert all(any(name in tip for tip in tips) for name in HOSTILE)
     assert html.escape("<u>: &amp;") in page
 
@@ -555,7 +555,7 @@ def in_chromium(page: str, folder: Path, then: str, width: int = 1400) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    """It draws a bar a piece and a part, tells of what one points at, and looks closer when the wheel is turned."""
+    """It draws a bar an activity and a part, tells of what one points at, and looks closer when the wheel is turned."""
     page = to_html(timeline_of(TWO))
     point = """
         document.body.dataset.bars = document.querySelectorAll("rect[data-tip]").length;

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from traces import MS, Ladder, Watch, a_record, a_trace, assert_true_to_5_percent, plan_of, recorded, records
 
 import stretto
+from stretto.activities import transfers_of
 from stretto.clocks import Clock
-from stretto.pieces import transfers_of
 from stretto.record import NANO, Launch, PassRecord
 from stretto.report import UNTOLD
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
@@ -25,11 +25,13 @@ NAMES = ("first", "middle", "last")
 
 
 def check_spans(one: RankPass) -> None:
-    """Pieces follow each other from the step's beginning to its end, transfers lie in it."""
-    assert one.pieces[0].begin == one.record.began >= 0
-    assert one.pieces[-1].end == one.record.settled
-    assert all(piece.begin <= piece.end for piece in one.pieces)
-    assert all(piece.end == following.begin for piece, following in zip(one.pieces, one.pieces[1:], strict=False))
+    """Activities follow each other from the step's beginning to its end, transfers lie in it."""
+    assert one.activities[0].begin == one.record.began >= 0
+    assert one.activities[-1].end == one.record.settled
+    assert all(activity.begin <= activity.end for activity in one.activities)
+    assert all(
+        activity.end == following.begin for activity, following in zip(one.activities, one.activities[1:], strict=False)
+    )
     for transfer in one.transfers:
         launch = transfer.launch
         assert 0 <= launch.begin <= launch.handed_over <= launch.end <= launch.seen <= one.record.settled
@@ -38,11 +40,11 @@ def check_spans(one: RankPass) -> None:
 
 
 def seconds(one: RankPass, *kinds: str) -> float:
-    return sum(piece.end - piece.begin for piece in one.pieces if piece.kind in kinds) * NANO
+    return sum(activity.end - activity.begin for activity in one.activities if activity.kind in kinds) * NANO
 
 
 def check_sums(one: RankPass) -> None:
-    """The pieces are those of the record's breakdown."""
+    """The activities are those of the record's breakdown."""
     record = one.record
     assert seconds(one, "launching", "waiting") == pytest.approx(record.exposed)
     assert seconds(one, "backward") == pytest.approx(record.backward)
@@ -68,7 +70,7 @@ def test_a_run_of_three_ranks(tmp_path: Path) -> None:
             assert [transfer.parameters for transfer in one.transfers] == [
                 (f"rungs.{name}.weight",) for name in reversed(NAMES)
             ]
-            named = [piece.name for piece in one.pieces if piece.kind == "backward" and piece.name]
+            named = [activity.name for activity in one.activities if activity.kind == "backward" and activity.name]
             assert named == [f"rungs.{name}.weight" for name in reversed(NAMES)]
 
 
@@ -124,16 +126,18 @@ def test_arrows_go_from_the_gradient_to_the_launch_to_the_settle(tmp_path: Path)
         assert len(one.arrows) == 3
         for arrow in one.arrows:
             launch = arrow.transfer.launch
-            assert arrow.source is not None and arrow.source in one.pieces and arrow.settle in one.pieces
+            assert arrow.source is not None and arrow.source in one.activities and arrow.settle in one.activities
             assert (arrow.source.kind, arrow.source.name) == ("backward", launch.closed_by)
             assert arrow.source.end <= launch.begin
             assert arrow.settle.kind == "waiting" and arrow.settle.begin < launch.seen <= arrow.settle.end
             assert arrow.settle.name == f"bucket {launch.bucket}"
 
 
-def test_the_pieces_of_a_known_pass() -> None:
+def test_the_activities_of_a_known_pass() -> None:
     (one,) = timeline_of([a_trace()]).passes
-    assert [(piece.kind, piece.begin // MS, piece.end // MS, piece.name) for piece in one.pieces] == [
+    assert [
+        (activity.kind, activity.begin // MS, activity.end // MS, activity.name) for activity in one.activities
+    ] == [
         ("other", 0, 2, ""),
         ("optimizer", 2, 4, ""),
         ("other", 4, 10, ""),
@@ -168,7 +172,7 @@ def test_whatever_was_recorded_by_whatever_clock_spans_follow_each_other(
         for rank, (one, offset) in enumerate(zip(several, offsets, strict=False))
     ]
     timeline = timeline_of(traces)
-    assert min(one.pieces[0].begin for one in timeline.passes) == 0
+    assert min(one.activities[0].begin for one in timeline.passes) == 0
     for one in timeline.passes:
         check_spans(one)
         assert len(one.arrows) == len(one.transfers)
@@ -179,6 +183,7 @@ def calmest(timeline: Timeline) -> Timeline:
     return min((timeline.only([number]) for number in timeline.numbers), key=lambda shown: shown.end)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("link", [0.05, 0.1])
 def test_on_a_link_with_known_delays_hidden_and_exposed_are_right_to_5_percent(tmp_path: Path, link: float) -> None:
     """Gradients come every 60 ms, on a link that keeps up and on one that does not."""
@@ -234,7 +239,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s() -> None:
 
 def test_a_rank_that_clocks_place_before_rank_0_begins_the_time() -> None:
     timeline = timeline_of([a_trace(0, 2), a_trace(1, 2, clock=Clock(-3 * MS, 4 * MS))])
-    assert [rank.passes[0].pieces[0].begin for rank in timeline.ranks] == [3 * MS, 0]
+    assert [rank.passes[0].activities[0].begin for rank in timeline.ranks] == [3 * MS, 0]
 
 
 def test_without_clocks_passes_settle_together() -> None:

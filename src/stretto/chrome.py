@@ -1,9 +1,9 @@
 """A timeline as Chrome Trace Event JSON, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
-A process a rank; a thread for what it computed, where pieces lie inside of "backward" and these inside of "pass n"; and
-a thread for its transport. [Note: lanes] Events of one thread must lie one inside the other or apart: Perfetto drops
-what only overlaps. Asynchronous events may overlap but take no flow arrows. So a bucket that is launched while another
-is on its way goes to a further thread of the same transport.
+A process a rank; a thread for what it computed, where activities lie inside of "backward" and these inside of "pass n";
+and a thread for its transport. [Note: lanes] Events of one thread must lie one inside the other or apart: Perfetto
+drops what only overlaps. Asynchronous events may overlap but take no flow arrows. So a bucket that is launched while
+another is on its way goes to a further thread of the same transport.
 
 Events come in the order of their times, enclosing ones first, and are made pass by pass: a trace of hours is written
 without ever being held as a whole.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, groupby
 from typing import Any, TextIO
 
-from .pieces import Kind, Piece, Transfer
+from .activities import Activity, Kind, Transfer
 from .report import host_times
 from .timeline import Arrow, RankPass, RankTimeline, Timeline
 
@@ -147,27 +147,27 @@ def _lanes(transfers: Sequence[Transfer], free: list[int]) -> list[int]:
 
 
 def _computed(rank: int, compute: int, one: RankPass) -> Iterator[Event]:
-    record, pieces = one.record, one.pieces
+    record, activities = one.record, one.activities
     numbers = {"hidden_ms": record.hidden * 1e3, "exposed_ms": record.exposed * 1e3, "plan": record.plan}
-    yield _span(f"pass {record.number}", "pass", pieces[0].begin, pieces[-1].end, rank, compute, numbers)
-    for part, group in groupby(pieces, key=_part):
+    yield _span(f"pass {record.number}", "pass", activities[0].begin, activities[-1].end, rank, compute, numbers)
+    for part, group in groupby(activities, key=_part):
         inside = [*group]
         if part:
             yield _span(part, part, inside[0].begin, inside[-1].end, rank, compute, {})
-        for piece in inside:
-            span = _span(_label(piece), piece.kind, piece.begin, piece.end, rank, compute, {})
-            yield span | {"cname": COLOURS[piece.kind]}
+        for activity in inside:
+            span = _span(_label(activity), activity.kind, activity.begin, activity.end, rank, compute, {})
+            yield span | {"cname": COLOURS[activity.kind]}
 
 
-def _part(piece: Piece) -> str:
-    """What the piece is a part of."""
-    return {"backward": "backward", "launching": "backward", "waiting": "settle"}.get(piece.kind, "")
+def _part(activity: Activity) -> str:
+    """What the activity is a part of."""
+    return {"backward": "backward", "launching": "backward", "waiting": "settle"}.get(activity.kind, "")
 
 
-def _label(piece: Piece) -> str:
-    named = {"backward": piece.name, "launching": f"launch {piece.name}", "waiting": f"wait for {piece.name}"}
+def _label(activity: Activity) -> str:
+    named = {"backward": activity.name, "launching": f"launch {activity.name}", "waiting": f"wait for {activity.name}"}
     nameless = {"backward": "(take gradients)", "waiting": "(hand out gradients)"}
-    return named.get(piece.kind, piece.kind) if piece.name else nameless.get(piece.kind, piece.kind)
+    return named.get(activity.kind, activity.kind) if activity.name else nameless.get(activity.kind, activity.kind)
 
 
 def _transfer(rank: int, thread: int, number: int, one: Transfer) -> Event:

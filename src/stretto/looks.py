@@ -6,7 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from .pieces import Kind, Transfer
+from .activities import Kind, Transfer
 from .record import NANO, launching_of
 from .report import ms
 from .specs import counted, format_bytes
@@ -100,12 +100,12 @@ def parts_of(transfer: Transfer, one: RankPass) -> list[tuple[int, int, bool, bo
     return [(begin, end, computes(begin, end), end <= met) for begin, end in itertools.pairwise(edges)]
 
 
-def label_of(piece_kind: Kind, name: str) -> str:
-    """What a piece is, in plain words."""
+def label_of(kind: Kind, name: str) -> str:
+    """What an activity is, in plain words."""
     texts: dict[Kind, tuple[str, str]] = {
         "backward": (f"backward: the gradient of {name}", "backward: gradients are taken over"),
         "launching": (f"launch of {name}", "launch"),
         "waiting": (f"nothing to compute: waits for {name}", "gradients are handed out"),
     }
-    named, nameless = texts.get(piece_kind, (piece_kind, piece_kind))
+    named, nameless = texts.get(kind, (kind, kind))
     return named if name else nameless

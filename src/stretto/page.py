@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .activities import Activity, Transfer
 from .looks import COLOURS, LEGEND, WAITS_FOR_ITS_TURN, about, captions, colour_of, label_of, parts_of, rows_of
-from .pieces import Piece, Transfer
 from .record import NANO
 from .report import ms
 from .specs import counted, format_bytes
@@ -72,16 +72,16 @@ def _pass(one: RankPass, places: Mapping[int, int]) -> dict[str, Any]:
     ]
     return {
         "backward_ended": _us(one.record.backward_ended),
-        "pieces": [_piece(piece) for piece in one.pieces],
+        "activities": [_activity(activity) for activity in one.activities],
         "captions": written,
         "buckets": [_bucket(transfer, one, places[transfer.launch.bucket]) for transfer in one.transfers],
     }
 
 
-def _piece(piece: Piece) -> dict[str, Any]:
-    times = f"{ms((piece.end - piece.begin) * NANO)}, from {_at(piece.begin)} to {_at(piece.end)}"
-    tip = f"{label_of(piece.kind, piece.name)}\n{times}"
-    return {"kind": piece.kind, "begin": _us(piece.begin), "end": _us(piece.end), "tip": tip}
+def _activity(activity: Activity) -> dict[str, Any]:
+    times = f"{ms((activity.end - activity.begin) * NANO)}, from {_at(activity.begin)} to {_at(activity.end)}"
+    tip = f"{label_of(activity.kind, activity.name)}\n{times}"
+    return {"kind": activity.kind, "begin": _us(activity.begin), "end": _us(activity.end), "tip": tip}
 
 
 def _bucket(transfer: Transfer, one: RankPass, row: int) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from .activities import Transfer
 from .errors import StrettoError
 from .looks import COLOURS, LEGEND, WAITS_FOR_ITS_TURN, about, captions, colour_of, parts_of, rows_of
-from .pieces import Transfer
 from .record import NANO, Launch
 from .timeline import RankPass, RankTimeline, Timeline
 
@@ -149,9 +149,9 @@ def _fill(axes: Any, colour: str, boxes: Sequence[tuple[float, float, float, flo
 
 
 def _computed(axes: Any, one: RankPass, boxes: Boxes) -> None:
-    for kind, group in groupby(one.pieces, key=lambda piece: piece.kind):
-        pieces = [*group]
-        boxes[COLOURS[kind]].append((_ms(pieces[0].begin), _ms(pieces[-1].end - pieces[0].begin), 0, 1))
+    for kind, group in groupby(one.activities, key=lambda activity: activity.kind):
+        activities = [*group]
+        boxes[COLOURS[kind]].append((_ms(activities[0].begin), _ms(activities[-1].end - activities[0].begin), 0, 1))
     for begin, end, text, kind in captions(one):
         if _ms(end - begin) > 0.011 * len(text) * axes.get_xlim()[1]:
             colour = "black" if kind in ("forward", "optimizer") else "white"

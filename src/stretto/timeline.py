@@ -3,7 +3,7 @@
     read_trace(folder) ──> timeline_of ──> Timeline ──> chrome.py (Perfetto), plots.py (PNG, SVG), page.py, sketch.py
 
 All times are nanoseconds of rank 0's clock since the first thing that is shown. Each rank has two tracks: what it
-computed (pieces), and its buckets on their way (transfers).
+computed (activities), and its buckets on their way (transfers).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .pieces import Piece, Transfer, pieces_of, transfers_of
+from .activities import Activity, Transfer, activities_of, transfers_of
 from .plan import BucketPlan
 from .record import NANO, PassRecord, percent_hidden
 from .report import UNTOLD, host_times, ms, share
@@ -25,10 +25,10 @@ class Arrow:
     """From the gradient that filled a bucket to its launch and to its settle."""
 
     transfer: Transfer
-    source: Piece | None
-    """The piece of backward that ended with the gradient; None if some parameter of the bucket had none."""
-    settle: Piece
-    """The piece in which this rank had waited for the bucket."""
+    source: Activity | None
+    """The activity of backward that ended with the gradient; None if some parameter of the bucket had none."""
+    settle: Activity
+    """The activity in which this rank had waited for the bucket."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class RankPass:
     """By bucket, when the last rank had launched it; None if that is not known."""
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def activities(self) -> tuple[Activity, ...]:
         """What the rank computed, without a gap."""
-        return pieces_of(self.record)
+        return activities_of(self.record)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -62,9 +62,9 @@ class RankPass:
     @property
     def arrows(self) -> tuple[Arrow, ...]:
         """One a bucket."""
-        pieces = self.pieces
-        named: dict[str, list[Piece]] = {}
-        for one in pieces:
+        activities = self.activities
+        named: dict[str, list[Activity]] = {}
+        for one in activities:
             if one.kind == "backward":
                 named.setdefault(one.name, []).append(one)
         arrows = []
@@ -73,8 +73,8 @@ class RankPass:
             source = None
             if launch.full is not None:  # a gradient may come again when the bucket has left
                 before = [one for one in named.get(launch.closed_by, ()) if one.end <= launch.full]
-                source = before[-1] if before else _at(pieces, launch.full)
-            arrows.append(Arrow(transfer, source, _at(pieces, launch.seen)))
+                source = before[-1] if before else _at(activities, launch.full)
+            arrows.append(Arrow(transfer, source, _at(activities, launch.seen)))
         return tuple(arrows)
 
     def moved(self, by: int) -> RankPass:
@@ -83,10 +83,10 @@ class RankPass:
         return RankPass(self.record.moved(by), self.plan, joined)
 
 
-def _at(pieces: Sequence[Piece], time: int) -> Piece:
-    """The piece that ends there or goes on."""
-    place = bisect_left(pieces, time, key=lambda one: one.end)
-    return pieces[min(place, len(pieces) - 1)]
+def _at(activities: Sequence[Activity], time: int) -> Activity:
+    """The activity that ends there or goes on."""
+    place = bisect_left(activities, time, key=lambda one: one.end)
+    return activities[min(place, len(activities) - 1)]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ See meetings.py for [Note: two meetings] and [Note: half a step].
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -105,15 +106,31 @@ class Shares:
             states: what the optimizer keeps, as it would of whole parameters.
             before: what is replaced.
         """
-        told = self._peers.wait_for, self._lost, self._compare, self._compiler
-
-        def spread(layout: Layout, owned: Sequence[Sequence[Piece]]) -> Spread:
-            return Spread(layout, owned, self.transport, *told, overlap=self._overlap)
-
-        common = self._optimizer, self._kind, self._groups, self._reducer.queue, self.meetings
-        made = Division(*common, spread, self._reducer.members.all_parameters, states, before)
+        made = Division(
+            self._optimizer,
+            self._kind,
+            self._groups,
+            self._reducer.queue,
+            self.meetings,
+            self._new_spread,
+            self._reducer.members.all_parameters,
+            states,
+            before,
+        )
         self._groups.remember()
         return made
+
+    def _new_spread(self, layout: Layout, owned: Sequence[Sequence[Piece]]) -> Spread:
+        return Spread(
+            layout,
+            owned,
+            self.transport,
+            self._peers.wait_for,
+            self._lost,
+            self._compare,
+            self._compiler,
+            overlap=self._overlap,
+        )
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
@@ -164,8 +181,10 @@ class Shares:
             copies = {} if moves else self.layout.copies(strayed, self._division.pieces, others)
             number = self._groups.number(has_moved=has_moved, turn=turn)
         met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
-        told = self.transport, self._peers, self._fail
-        with lent(self._groups, *told, idle=idle) if met.idle else contextlib.nullcontext():
+        lends: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if met.idle:
+            lends = lent(self._groups, self.transport, self._peers, self._fail, idle=idle)
+        with lends:
             if moves:
                 self._follow()
             said = self._groups.number(has_moved=False) if idle else number
@@ -253,8 +272,8 @@ class Shares:
         Whoever fails meanwhile has to tell, see ``tells``.
         """
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
-        common = self._reducer.transport, self._peers.gather, lambda *what: wait_in_call(self._peers, *what)
-        for index, flats, rest in whole_states(keeping.held(self._division), specs, *common):
+        held, wait = keeping.held(self._division), functools.partial(wait_in_call, self._peers)
+        for index, flats, rest in whole_states(held, specs, self.transport, self._peers.gather, wait):
             if id(parameter := self.layout.parameters[index]) in known or departed:
                 yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
         for parameter in self._division.apart:

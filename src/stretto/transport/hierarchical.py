@@ -160,7 +160,7 @@ class Team:
         found = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
         return found, self.hosts[found].index(rank)
 
-    def slice_of(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+    def own_slice(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
         """First and last (excluded) element of what this rank owns; small messages are not cut, the first owns all."""
         slices = 1 if numel * dtype.itemsize <= SMALL_BYTES else self.slices
         return slice_of(numel, self.host.local_rank, slices)
@@ -217,7 +217,7 @@ class AcrossHosts(Message, abc.ABC):
 
     def _cut(self, entries: Sequence[bytes]) -> OwnSlice | None:
         dtype = self._flat.dtype
-        low, high = self._team.slice_of(self.numel, dtype)
+        low, high = self._team.own_slice(self.numel, dtype)
         if low == high:
             return None
         host, divisor = self._team.host, self._team.world_size

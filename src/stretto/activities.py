@@ -1,8 +1,8 @@
-"""One pass of one rank cut into pieces: what a picture of it is made of.
+"""One pass of one rank cut into activities: what a picture of it is made of.
 
 What a rank computed, without a gap from the beginning of its step to the end, in nanoseconds of its record's clock:
 
-    |-- optimizer --|-- other --|-- forward --|-- backward: a piece a gradient, and launching --|-- waiting --|
+    |-- optimizer --|-- other --|-- forward --|-- backward: an activity a gradient, and launching --|-- waiting --|
 
 and the buckets, each from its launch until its result was there. Launching and waiting are the exposed time; the part
 of a bucket's way that lies over backward is hidden.
@@ -22,7 +22,7 @@ Kind = Literal["optimizer", "other", "forward", "backward", "launching", "waitin
 
 
 @dataclass(frozen=True)
-class Piece:
+class Activity:
     """Something that a rank did. The next begins where it ends."""
 
     kind: Kind
@@ -59,40 +59,40 @@ def transfers_of(record: PassRecord, plan: BucketPlan | None) -> tuple[Transfer,
     return tuple(transfers)
 
 
-def pieces_of(record: PassRecord) -> tuple[Piece, ...]:
+def activities_of(record: PassRecord) -> tuple[Activity, ...]:
     """Without a gap and without an overlap, whatever the record says."""
-    known = [Piece("forward", one.begin, one.end) for one in record.forwards]
-    known += [Piece("optimizer", one.begin, one.end) for one in record.optimizer]
-    known += [Piece("backward", one.begin, one.end) for one in record.unsynchronized]
-    known += [Piece("launching", one.begin, one.handed_over, f"bucket {one.bucket}") for one in record.launches]
-    pieces: list[Piece] = []
+    known = [Activity("forward", one.begin, one.end) for one in record.forwards]
+    known += [Activity("optimizer", one.begin, one.end) for one in record.optimizer]
+    known += [Activity("backward", one.begin, one.end) for one in record.unsynchronized]
+    known += [Activity("launching", one.begin, one.handed_over, f"bucket {one.bucket}") for one in record.launches]
+    activities: list[Activity] = []
     at = record.began
-    for one in sorted(known, key=lambda piece: piece.begin):
+    for one in sorted(known, key=lambda activity: activity.begin):
         begin, end = max(at, one.begin), min(one.end, record.backward_ended)
         if end > begin:
-            pieces += _between(record, at, begin)
-            pieces.append(replace(one, begin=begin, end=end))
+            activities += _between(record, at, begin)
+            activities.append(replace(one, begin=begin, end=end))
             at = end
-    pieces += _between(record, at, record.backward_ended)
+    activities += _between(record, at, record.backward_ended)
     at = max(at, record.backward_ended)
     for launch in sorted(record.launches, key=lambda launch: launch.seen):
         if launch.seen > at:
-            pieces.append(Piece("waiting", at, min(launch.seen, record.settled), f"bucket {launch.bucket}"))
-            at = pieces[-1].end
-    return (*pieces, Piece("waiting", at, max(at, record.settled)))
+            activities.append(Activity("waiting", at, min(launch.seen, record.settled), f"bucket {launch.bucket}"))
+            at = activities[-1].end
+    return (*activities, Activity("waiting", at, max(at, record.settled)))
 
 
-def _between(record: PassRecord, begin: int, end: int) -> list[Piece]:
+def _between(record: PassRecord, begin: int, end: int) -> list[Activity]:
     """What lies between forwards, optimizers and launches: backward, from the end of the last forward on."""
     first = record.backward_began
-    pieces: list[Piece] = []
+    activities: list[Activity] = []
     if begin < min(first, end):
-        pieces.append(Piece("other", begin, min(first, end)))
-        begin = pieces[-1].end
+        activities.append(Activity("other", begin, min(first, end)))
+        begin = activities[-1].end
     after = bisect_right(record.gradients, begin, key=lambda one: one[1])
     for name, came in islice(record.gradients, after, None):
         if not begin < came <= end:
             break
-        pieces.append(Piece("backward", begin, came, name))
+        activities.append(Activity("backward", begin, came, name))
         begin = came
-    return [*pieces, Piece("backward", begin, end)] if begin < end else pieces
+    return [*activities, Activity("backward", begin, end)] if begin < end else activities

@@ -70,7 +70,7 @@ told(lambda: sync.check())
 os._exit(0)
 """
     (code, printed, complaint), _ = ranks(tmp_path, PRELUDE + body)
-    assert code == 0 and plain(complaint) == said + STANDS
+    assert code == 0 and plain(complaint) == f"stretto: {said}{STANDS}"
     told = [f"PeerError after{one}" for one in printed.split("PeerError after")[1:]]
     assert [within(one, "PeerError", 0.5) for one in told[:1]] == [said] and len(told) == 2
 

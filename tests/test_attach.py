@@ -673,6 +673,26 @@ def attached_without_a_group(rank: int, attach: Any, told: Any) -> None:
     told.put([(one.levelname, one.getMessage()) for one in handler.buffer])
 
 
+@pytest.mark.parametrize(
+    "setup, told",
+    [
+        ("", "stretto: {}\n"),
+        ("logging.basicConfig(format='%(name)s says: %(message)s')", "stretto says: {}\n"),
+        ("logging.getLogger('stretto').addHandler(logging.NullHandler())", ""),
+        ("logging.lastResort = None", ""),
+    ],
+)
+def test_a_warning_says_who_speaks_unless_the_program_has_set_up_logging(setup: str, told: str) -> None:
+    program = (
+        f"import logging\n{setup}\nimport torch, stretto\n"
+        "for _ in range(2):\n    stretto.attach(torch.nn.Linear(1, 1), reduce_dtype={'head*': torch.float64})\n"
+        "logging.getLogger('stretto').info('not shown')"
+    )
+    warning = "attach: reduce_dtype= names head*, which no parameter has so far: see module.named_parameters()"
+    ran = warm_programs.run(["-c", program])
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("", told.format(warning) * 2, 0)
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(120)
 def test_ranks_of_torch_multiprocessing_without_a_group_are_told_that_each_trains_alone() -> None:

@@ -931,7 +931,7 @@ SOURCE = Path(stretto.__file__).parent
 MANY = r"(?:.|\n)*"
 SAYS = re.compile(r"log\.(info|warning|error|exception)|warnings\.warn|\w+Error")
 """What is called with a text that a program is told, now or when the error is raised."""
-BEGINNING = r"(?:rank (?:\d+|\?)(?:, pass (?:\d+|\?))?: )?"
+BEGINNING = r"(?:stretto: )?(?:rank (?:\d+|\?)(?:, pass (?:\d+|\?))?: )?"
 
 
 def texts_in(node: ast.expr) -> str | None:

@@ -367,7 +367,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
     (code, printed, complaint), other = ranks(tmp_path, body, patience=5.0, transport=transport)
     assert code == 0 and other == (0, "", "")
     assert re.fullmatch(
-        r"rank 0, pass 2: rank 0 waits since \d s at train.py:LINE in step; "
+        r"stretto: rank 0, pass 2: rank 0 waits since \d s at train.py:LINE in step; "
         r"rank 1 has begun 1 pass and is at train.py:LINE in evaluate.\n",
         plain(complaint),
     ), complaint

@@ -847,7 +847,7 @@ def test_who_waits_for_a_rank_that_failed_before_the_pass_is_told_of_it_meanwhil
     (_, printed, complaint), (_, other, _) = ranks(tmp_path, body, transport=transport)
     note = f"rank 1, pass 2, {phase}: {error} (train.py:LINE in {phase})"
     waits = f"rank 0, pass 2: this rank waits, since {phase} has failed on another.\n  {note}"
-    assert re.sub(r"py:\d+", "py:LINE", complaint) == f"{waits}\n"
+    assert re.sub(r"py:\d+", "py:LINE", complaint) == f"stretto: {waits}\n"
     assert f"  {note}\n" in within(printed, "PeerError", 8)
     assert error.partition(":")[0] in other and "PeerError" in other
 
@@ -1110,7 +1110,7 @@ def test_a_rank_that_cannot_give_up_says_that_it_is_lost(tmp_path: Path) -> None
     (_, printed, _), (_, other, complaint) = ranks(tmp_path, body)
     assert within(printed, "PeerError", 6) == LEFT.format(0, 2, "backward: OSError: hook broke (train.py:LINE in hook)")
     said = "rank 1, pass 2: backward failed, and the pass could not be given up."
-    assert complaint.startswith(f"{said}\nTraceback")
+    assert complaint.startswith(f"stretto: {said}\nTraceback")
     first, second = other.split("CommunicationError", 1)
     assert within(first, "OSError", 3) == "hook broke"
     assert within("CommunicationError" + second, "CommunicationError", 3) == (

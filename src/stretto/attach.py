@@ -21,6 +21,7 @@ from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce
 from .sizing import plan_for, suit_link
+from .speaker import name_the_speaker
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_group_of_one, warn_of_tasks
 from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
@@ -69,10 +70,9 @@ def attach(
         process_groups: several groups of the same ranks; buckets take turns among them (VLDB 2020, section 5.4), so
             that more than one is under way on backends that work through one after the other.
         transport: ``"auto"`` or None, memory that the ranks share if all of them run on this host, both that and the
-            network with several ranks on each of several hosts, else the process group;
-            ``"shared_memory"`` or ``"process_group"`` to insist; or an object that carries the buckets instead, and
-            is closed by whoever made it.
-            Tensors on accelerators, and several ``process_groups``, are left to the groups.
+            network with several ranks on each of several hosts, else the process group; ``"shared_memory"`` or
+            ``"process_group"`` to insist; or an object that carries the buckets instead, and is closed by whoever made
+            it. Tensors on accelerators, and several ``process_groups``, are left to the groups.
         bucket_cap_mb: a bucket holds at most so many MiB; a parameter that is as large or larger lies alone. Default,
             what suits the transport: 2.1 in shared memory, 25 for NCCL; over Gloo and between hosts from 0.27 to 34, by
             what some messages take when ranks attach (4 if the model is no larger than 1 MiB, or without
@@ -132,7 +132,7 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-
+    name_the_speaker()
     transport = "auto" if transport is None else transport
     if not isinstance(transport, str):  # names are compared first
         refuse_other_kinds(transport, "attach")

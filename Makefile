@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 CODE := $(wildcard src tests examples benchmarks)
-WORKERS ?= 3# tests at a time; ranks in most of them wait half of the time
+WORKERS ?= 5# tests at a time; ranks in most of them wait most of the time
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick check format bench figures clean
@@ -15,7 +15,7 @@ help: ## say what there is
 demo: $(STAMP) ## train a model on two processes, compare it with torch DDP (about a minute)
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) $(FRAMEWORKS) ## run all tests (15 to 30 minutes on two quiet cores)
+test: $(STAMP) $(FRAMEWORKS) ## run all tests (12 to 20 minutes on two quiet cores)
 	@$(BIN)/python -m pytest -n $(WORKERS)
 
 quick: $(STAMP) ## run three in four of them: those without ranks in processes (some four minutes)

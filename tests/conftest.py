@@ -24,7 +24,7 @@ from stretto.testing_network import EmulatedHosts
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-ONE_RUN = {"found", "outcomes", "scenes", "stepped"}
+ONE_RUN = {"found", "hosts", "outcomes", "scenes", "stepped"}
 """Fixtures by which many tests look at one run of processes: one worker has all of them, or each would run them."""
 
 GLOO_DID_NOT_CONNECT = "Gloo connectFullMesh failed"
@@ -36,16 +36,25 @@ settings.load_profile("stretto")
 
 @pytest.hookimpl(tryfirst=True)  # xdist looks at marks in its own
 def pytest_collection_modifyitems(items):
-    def cost(item):
-        return 2 if item.get_closest_marker("slow") else 1 if item.get_closest_marker("ranks") else 0
-
-    items.sort(key=cost)  # stable: files keep their order otherwise
-    for item in items:
-        if cost(item) and not item.get_closest_marker("flaky"):
+    heavy = [item for item in items if item.get_closest_marker("ranks") or item.get_closest_marker("slow")]
+    quick = [item for item in items if item not in set(heavy)]
+    items[:] = [*quick, *spread(heavy)]
+    for item in heavy:
+        if not item.get_closest_marker("flaky"):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=GLOO_DID_NOT_CONNECT))
+    for item in items:
         for name in ONE_RUN.intersection(item.fixturenames):
             if hasattr(item.module, name):
                 item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__} {name}"))
+
+
+def spread(items):
+    """Each file's tests evenly over the whole: some files mostly wait, and others use all cores."""
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    shares = [(place / len(tests), test) for tests in files.values() for place, test in enumerate(tests)]
+    return [test for _, test in sorted(shares, key=lambda one: one[0])]
 
 
 @contextlib.contextmanager

@@ -521,6 +521,7 @@ def test_micro_batches_are_forward_and_backward_in_turn() -> None:
 
 
 @pytest.mark.flaky(reruns=2)
+@pytest.mark.alone
 def test_gradient_accumulation_is_seen_as_it_is() -> None:
     def worker(transport: Any) -> Report:
         model = Layers(2, 0.02)
@@ -546,6 +547,7 @@ def assert_adds_up(mine: Breakdown) -> None:
     assert parts == pytest.approx(mine.step, rel=1e-6)
 
 
+@pytest.mark.alone
 def test_waiting_for_a_rank_is_no_matter_of_the_link() -> None:
     """Of the passes that are recorded the shortest and the longest are left out, so these times leave some of both."""
     late = {4: (1, 0.03), 5: (0, 0.06), 6: (1, 0.034), 7: (0, 0.015), 8: (1, 0.09)}

@@ -67,6 +67,7 @@ def attached(seconds: Callable[[int], float], **options: Any) -> list[tuple[Caps
 
 
 @pytest.mark.flaky(reruns=2)
+@pytest.mark.alone
 def test_all_ranks_follow_the_slowest(caplog: pytest.LogCaptureFixture) -> None:
     fast, slow = attached(lambda nbytes: 0.0), attached(lambda nbytes: nbytes / 110e6)
     for one, other in (fast, slow):
@@ -96,6 +97,7 @@ def test_nothing_is_timed_where_it_does_not_matter(options: dict[str, Any]) -> N
 
 
 @pytest.mark.flaky(reruns=2)
+@pytest.mark.alone
 def test_defaults_of_torch_change_nothing() -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -106,12 +108,14 @@ def test_defaults_of_torch_change_nothing() -> None:
 
 
 @pytest.mark.flaky(reruns=2)
+@pytest.mark.alone
 def test_a_last_bucket_that_was_named_stays() -> None:
     for caps, _, times in attached(lambda nbytes: nbytes / 110e6, last_bucket_cap_mb=0.125):
         assert (caps, times) == ((SLOW[0], MIB // 8), sizing.PROBES)
 
 
 @pytest.mark.flaky(reruns=2)
+@pytest.mark.alone
 def test_a_changed_module_keeps_the_size() -> None:
     def worker(inner: LocalTransport) -> list[tuple[Caps, int]]:
         inner.caps_follow_link = True  # type: ignore[attr-defined]

@@ -61,8 +61,12 @@ LEFT_ALONE = ("Connection closed by peer", "Connection reset by peer")
 """What Gloo says when the other rank has gone."""
 
 
+RUN = [name for name in NAMES if name not in CANNOT_RUN]
+PARTS = [pytest.mark.xdist_group(f"torch's suite, part {part}") for part in range(4)]  # each needs the server anew
+
+
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in CANNOT_RUN])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=PARTS[n % len(PARTS)]) for n, name in enumerate(RUN)])
 def test_of_torch(name, fork_server, tmp_path):
     outcomes = run(fork_server, name, tmp_path)
     if name not in TORCH_COMPLAINS:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
 from .attributes import are_same, become_ours, comparable, hand_on, is_plain, numbers_on
-from .probe import equal, gradient, joined, numbers
+from .probe import equal, gradients, joined, numbers
 from .state import by_element
 from .turns import refuse_to_step, turn
 
@@ -326,8 +326,8 @@ def _stepped(
     for number, scale in enumerate(_SCALES):
         if number == _STEPS:
             elements.append(joined(parameters.values()))
-        for value in values:
-            parameters[id(value)].grad = gradient(value, number) * scale
+        for value, made in zip(values, gradients(values, number, scale), strict=True):
+            parameters[id(value)].grad = made
         for step in steps:
             step()
     for one, part in zip(optimizers, divided, strict=True):  # as happens when shares are laid out anew

@@ -18,7 +18,7 @@ _SHAPES = {
 _MOST = 1 << 14
 """Elements of the large one."""
 _LEVELS = 8191
-"""A prime, so that there is no pattern; and small enough for exact numbers: see ``gradient``."""
+"""A prime, so that there is no pattern; and small enough for exact numbers: see ``gradients``."""
 
 
 def numbers(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -52,12 +52,14 @@ def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
     yield sizes
 
 
-def gradient(value: torch.Tensor, number: int) -> torch.Tensor:
-    """Made of its value, so that an element has the same in whatever part, by steps that are exact in float32.
+def gradients(values: Sequence[torch.Tensor], step: int, scale: float) -> list[torch.Tensor]:
+    """Made of the values, so that an element has the same in whatever part, by operations that are exact in float32.
 
     The first cosine that two threads ask of torch (of MKL) at once may be off by 1e-4.
     """
-    return (((value * 4096 + _LEVELS // 2) * 1201 + 2503 * number) % _LEVELS - _LEVELS // 2) / 4096
+    flat = (((joined(values) * 4096 + _LEVELS // 2) * 1201 + 2503 * step) % _LEVELS - _LEVELS // 2) / 4096 * scale
+    parts = torch.split(flat, [*map(torch.numel, values)])
+    return [part.view(one.shape).clone() for one, part in zip(values, parts, strict=True)]
 
 
 def joined(parameters: Iterable[torch.Tensor]) -> torch.Tensor:

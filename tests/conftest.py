@@ -36,10 +36,13 @@ settings.load_profile("stretto")
 
 @pytest.hookimpl(tryfirst=True)  # xdist looks at marks in its own
 def pytest_collection_modifyitems(items):
-    heavy = [item for item in items if item.get_closest_marker("ranks") or item.get_closest_marker("slow")]
-    quick = [item for item in items if item not in set(heavy)]
-    items[:] = [*quick, *spread(heavy)]
-    for item in heavy:
+    def weight(item):
+        marks = {mark.name for mark in item.iter_markers()}
+        return 2 if "alone" in marks else 1 if {"ranks", "slow"} & marks else 0
+
+    quick, heavy, alone = ([item for item in items if weight(item) == each] for each in range(3))
+    items[:] = [*quick, *spread(heavy), *alone]  # for each of the last all others must have ended
+    for item in (*heavy, *alone):
         if not item.get_closest_marker("flaky"):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=GLOO_DID_NOT_CONNECT))
     for item in items:

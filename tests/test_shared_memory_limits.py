@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import logging
 import os
 import re
@@ -372,6 +373,7 @@ def test_one_rank_has_no_memory(tmp_path: Path, when: str, limit: str, reason: s
 def test_a_limit_of_descriptors_is_told_and_nothing_is_left() -> None:
     def worker(base: Any) -> str:
         transport = choose(base, "shared_memory")
+        gc.collect()  # what other tests have left
         before = os.listdir("/proc/self/fd")
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(0)
@@ -383,7 +385,7 @@ def test_a_limit_of_descriptors_is_told_and_nothing_is_left() -> None:
             return str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-            assert len(os.listdir("/proc/self/fd")) == len(before)
+            assert len(os.listdir("/proc/self/fd")) <= len(before)
 
     assert run_ranks(worker, 1) == [NO_MEMORY.format(0, "Too many open files")]
 

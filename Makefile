@@ -15,7 +15,7 @@ help: ## say what there is
 demo: $(STAMP) ## train a model on two processes, compare it with torch DDP (about a minute)
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) $(FRAMEWORKS) ## run all tests (12 to 20 minutes on two quiet cores)
+test: $(STAMP) $(FRAMEWORKS) ## run all tests (some 15 minutes on two quiet cores)
 	@$(BIN)/python -m pytest -n $(WORKERS)
 
 quick: $(STAMP) ## run three in four of them: those without ranks in processes (some four minutes)

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,30 @@ ONE_RUN = {"found", "hosts", "outcomes", "scenes", "stepped"}
 GLOO_DID_NOT_CONNECT = "Gloo connectFullMesh failed"
 """Now and then, before a test has begun: one in some thousand process groups, on a machine that does much else."""
 
+QUICK_TURNS = ("warm.py", "warm_hosts.py", "warm_spawn.py")
+"""So many quick tests run at once: see ``pytest_runtest_protocol``."""
+
 settings.register_profile("stretto", deadline=None, derandomize=True, database=None)
 settings.load_profile("stretto")
 
 
+class Weight(Enum):
+    """What a test needs of the machine."""
+
+    QUICK = 0
+    HEAVY = 1
+    """It has ranks in processes, or takes long; mostly it waits."""
+    ALONE = 2
+
+
+def weight(item):
+    marks = {mark.name for mark in item.iter_markers()}
+    return Weight.ALONE if "alone" in marks else Weight.HEAVY if {"ranks", "slow"} & marks else Weight.QUICK
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist looks at marks in its own
 def pytest_collection_modifyitems(items):
-    def weight(item):
-        marks = {mark.name for mark in item.iter_markers()}
-        return 2 if "alone" in marks else 1 if {"ranks", "slow"} & marks else 0
-
-    quick, heavy, alone = ([item for item in items if weight(item) == each] for each in range(3))
+    quick, heavy, alone = ([item for item in items if weight(item) == each] for each in Weight)
     items[:] = [*quick, *spread(heavy), *alone]  # for each of the last all others must have ended
     for item in (*heavy, *alone):
         if not item.get_closest_marker("flaky"):
@@ -72,11 +86,18 @@ def locked(path, how):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the time limit's hook: to wait for others takes none of it
 def pytest_runtest_protocol(item):
-    """Beside one test of each other worker, unless it is marked ``alone``. It waits then, and none begins meanwhile."""
-    with contextlib.ExitStack() as inside:
-        with locked(Path(__file__).parent / "models.py", fcntl.LOCK_EX):  # any file will do, even read-only
-            alone = item.get_closest_marker("alone")
-            inside.enter_context(locked(__file__, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+    """Beside one test of each other worker, unless it is marked ``alone``. It waits then, and none begins meanwhile.
+
+    Of the quick ones, which compute all the time, some workers share a turn: more at once would only be slower.
+    """
+    files = Path(__file__).parent  # any will do to be locked, even read-only
+    with contextlib.ExitStack() as turns:
+        if weight(item) == Weight.QUICK:
+            worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+            turns.enter_context(locked(files / QUICK_TURNS[worker % len(QUICK_TURNS)], fcntl.LOCK_EX))
+        with locked(files / "models.py", fcntl.LOCK_EX):
+            alone = weight(item) == Weight.ALONE
+            turns.enter_context(locked(__file__, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
         return (yield)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -1330,3 +1331,21 @@ def profiled(rank: int) -> None:
 def test_torchs_profiler_finds_no_state_to_look_into() -> None:
     """It follows Python, and looks at optimizers where they say that they have stepped."""
     spawn_ranks(profiled, 2)
+
+
+def test_one_thread_at_a_time_asks_torch_for_its_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes its answer with a lock held; where garbage is collected then, others run, and wait for that lock."""
+    inside, most = [0], list[int]()
+
+    @contextlib.contextmanager
+    def fork_rng(devices: list[int]) -> Iterator[None]:
+        inside[0] += 1
+        most.append(inside[0])
+        time.sleep(0.01)
+        yield
+        inside[0] -= 1
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
+    run_ranks(lambda transport: kind_of(optimizer), 3)
+    assert len(most) >= 3 and {*most} == {1}

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
 from .attributes import are_same, become_ours, comparable, hand_on, is_plain, numbers_on
-from .probe import equal, gradients, joined, numbers
+from .probe import equal, gradients, joined, numbers, random_state_kept
 from .state import by_element
 from .turns import refuse_to_step, turn
 
@@ -54,7 +54,7 @@ def kind_of(optimizer: torch.optim.Optimizer, name: str = "shard") -> Kind:
     Raises:
         UnsupportedError: it cannot be divided, or not be built again from its groups.
     """
-    with torch.random.fork_rng(devices=[]):
+    with random_state_kept():
         kinds = {_kind_of_group(optimizer, group, name) for group in optimizer.param_groups}
     return Kind.WHOLE if Kind.WHOLE in kinds else Kind.ELEMENTWISE
 
@@ -203,7 +203,7 @@ def states_after_steps(
     like.state.update({one: state for one, state in zip(parameters, states, strict=bool(states)) if state})
     if parameters:
         turn("train", like)
-        with torch.random.fork_rng(devices=[]):
+        with random_state_kept():
             for _ in range(steps):
                 bare_step(like)()
     return [like.state.get(one, {}) for one in parameters]

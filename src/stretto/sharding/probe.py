@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -17,6 +19,7 @@ _SHAPES = {
 """By the number of dimensions: some optimizers take matrices alone."""
 _MOST = 1 << 14
 """Elements of the large one."""
+_RANDOM = threading.RLock()
 _LEVELS = 8191
 """A prime, so that there is no pattern; and small enough for exact numbers: see ``gradients``."""
 
@@ -50,6 +53,17 @@ def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
         place = sizes.index(max(sizes))
         sizes[place] = 1 << (sizes[place] - 1).bit_length() - 1  # some ask whether there are multiples of 256
     yield sizes
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn inside changes nothing outside. One thread at a time: see ``torch.random.get_rng_state``.
+
+    torch makes its result while it holds the generator's lock. Where garbage is collected there, another thread may
+    have its turn, and if it asks for the same it waits for that lock and lets nobody else run.
+    """
+    with _RANDOM, torch.random.fork_rng(devices=[]):
+        yield
 
 
 def gradients(values: Sequence[torch.Tensor], step: int, scale: float) -> list[torch.Tensor]:

@@ -1013,6 +1013,45 @@ def test_what_torch_refuses_to_load_on_one_rank_is_told_on_all(on: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_another_rank_than_0_got_of_a_state_is_refused(world: int) -> None:
+    """All ranks had written one file, say, and the last one counts: AdamW began anew without a word."""
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    def saved(transport: Any) -> Any:
+        model, sharded, *_ = pair(transport, adamw)
+        nothing = sharded.state_dict()
+        train(model, sharded, transport.rank, range(2))
+        return nothing, sharded.state_dict()
+
+    (_, of_rank_0), (nothing, of_rank_1) = run_ranks(saved, 2)
+    assert {*of_rank_0} == {"state", "param_groups"} and of_rank_1["state"] == {}
+
+    def worker(transport: Any) -> str:
+        _, sharded, *_ = pair(transport, adamw)
+        for state in (nothing, of_rank_0):
+            sharded.load_state_dict(copy.deepcopy(state))
+        with pytest.raises(stretto.SetupError) as caught:
+            sharded.load_state_dict(copy.deepcopy(of_rank_1))
+        assert world == 1 or len(sharded.state_dict()["state"]) == (0 if transport.rank else len(of_rank_0["state"]))
+        return str(caught.value)
+
+    why = (
+        "this is what rank 1 got from state_dict(), the groups alone. "
+        "Save what rank 0 gets; all ranks call state_dict()"
+    )
+    for rank, text in enumerate(run_ranks(worker, world)):
+        assert text == (why if world == 1 else BEFORE_A_STEP.format(rank, why))
+
+
+BEFORE_A_STEP = (
+    "rank {}, before pass 1: rank 0 cannot load the state that it was given, so no rank does.\n"
+    "  SetupError: {}\nLoad what state_dict() of an optimizer with the same parameter groups has returned."
+)
+
+
 class Counted(Signed):
     """Has a count for all elements."""
 

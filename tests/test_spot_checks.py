@@ -29,6 +29,7 @@ APART = (
     "  0.bias: rank 0 differs from rank 1 by up to 1, in 4 of 4 elements\n"
     "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
     "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
+    "a backward more or fewer on one rank, as in an evaluation or behind a break, which shifts its passes; "
     "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that looks "
     "at one rank's loss; a closure that LBFGS runs more often on one, for its own loss; a random number. "
     "Or they never held the same: attach(init_sync=False), where each rank had drawn its own.\n"

@@ -87,6 +87,7 @@ def check_replicas(
 
 _PARAMETERS = (
     "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
+    "a backward more or fewer on one rank, as in an evaluation or behind a break, which shifts its passes; "
     "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that looks "
     "at one rank's loss; a closure that LBFGS runs more often on one, for its own loss; a random number. "
     "Or they never held the same: attach(init_sync=False), where each rank had drawn its own.\n"

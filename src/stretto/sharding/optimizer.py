@@ -37,6 +37,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """Where torch keeps them."""
+_GROUPS_ALONE = "stretto: the groups alone, as on rank"
+"""A key of what ``state_dict()`` gives on ranks other than 0 where there is a state."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joins):
@@ -229,15 +231,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if self._has_it_whole():
             return self.original.state_dict()
         shares = self._usable()
-        keep = shares.rank == 0
+        keep, marks = shares.rank == 0, dict[str, int]()
         try:
             with shares.tells():
                 for parameter, state in shares.states():
-                    if keep:
+                    if not keep:
+                        marks[_GROUPS_ALONE] = shares.rank
+                    else:
                         self.original.state[parameter] = state
             shares.inner.hand_back(self.original)  # what it counts on itself it may save
             with self._own_use():
-                return self.original.state_dict()
+                made = self.original.state_dict()
+            return {**made, **marks} if marks else made
         finally:
             self.original.state.clear()
 
@@ -255,6 +260,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             shares.inner.hand_back(self.original)  # of which it may load a part
         try:
             try:
+                if _GROUPS_ALONE in state_dict:
+                    raise SetupError(
+                        f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), the groups alone. "
+                        "Save what rank 0 gets; all ranks call state_dict()"
+                    )
                 with self._own_use():
                     self.original.load_state_dict(state_dict)
             except Exception as error:

@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 CODE := $(wildcard src tests examples benchmarks)
-WORKERS ?= 5# tests at a time; ranks in most of them wait most of the time
+WORKERS ?= 4# tests at a time; ranks in most of them wait most of the time
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick check format bench figures clean

@@ -31,6 +31,9 @@ ONE_RUN = {"found", "hosts", "outcomes", "scenes", "stepped"}
 GLOO_DID_NOT_CONNECT = "Gloo connectFullMesh failed"
 """Now and then, before a test has begun: one in some thousand process groups, on a machine that does much else."""
 
+TOLD_LATE = "raised - killed < SOON"
+"""By the clock, where other programs have the cores: that a rank was killed is to be told within two seconds."""
+
 QUICK_TURNS = ("warm.py", "warm_hosts.py", "warm_spawn.py")
 """So many quick tests run at once: see ``pytest_runtest_protocol``."""
 
@@ -58,7 +61,7 @@ def pytest_collection_modifyitems(items):
     items[:] = [*quick, *spread(heavy), *alone]  # for each of the last all others must have ended
     for item in (*heavy, *alone):
         if not item.get_closest_marker("flaky"):
-            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=GLOO_DID_NOT_CONNECT))
+            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=[GLOO_DID_NOT_CONNECT, TOLD_LATE]))
     for item in items:
         for name in ONE_RUN.intersection(item.fixturenames):
             if hasattr(item.module, name):

@@ -260,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             shares.inner.hand_back(self.original)  # of which it may load a part
         try:
             try:
-                if _GROUPS_ALONE in state_dict:
+                if state_dict.get(_GROUPS_ALONE, 0) not in (0, shares and shares.rank):  # its own is told of below
                     raise SetupError(
                         f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), the groups alone. "
                         "Save what rank 0 gets; all ranks call state_dict()"

@@ -402,7 +402,8 @@ def test_the_four_pictures_show_what_the_page_says_of_them(tmp_path: Path) -> No
     assert set(words) == set(hidden) == {"naive", "unbucketed", "not-overlapped", "overlapped"}
     shown = ROOT / "docs" / "pictures"
     assert sorted(path.name for path in drawn.iterdir()) == sorted(path.name for path in shown.iterdir())
-    assert all(path.stat().st_size < 100_000 for path in (*shown.iterdir(), *drawn.iterdir()))
+    assert all(path.stat().st_size < 100_000 for path in shown.iterdir())
+    assert all(path.stat().st_size < 200_000 for path in drawn.iterdir())  # the more the later gradients come
     buckets = {name: len(set(re.findall(r"\bbucket (\d+)", text))) for name, text in words.items()}
     assert buckets == {"naive": 1, "unbucketed": 24, "not-overlapped": 7, "overlapped": 7}
     assert hidden["naive"] == hidden["not-overlapped"] == 0, "nothing is hidden"

@@ -220,6 +220,58 @@ def test_memory_of_another_tensor_of_the_module_is_refused(other: str) -> None:
     ]
 
 
+class Embedded(torch.nn.Module):
+    def __init__(self, kind: Any = torch.nn.Embedding, **options: Any) -> None:
+        super().__init__()
+        self.rows, self.head = kind(6, 2, **options), torch.nn.Linear(2, 1)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rows(indices))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_what_forward_scales_in_place_does_not_lie_once_for_all_ranks(kind: Any) -> None:
+    def worker(transport: Any) -> list[str]:
+        torch.manual_seed(0)
+        model = Embedded(kind, max_norm=1.0)
+        sync, told = stretto.attach(model, transport=transport), []
+        sharded = stretto.shard(torch.optim.SGD(model.head.parameters(), lr=0.1), sync)
+        for add in (
+            lambda: sharded.add_param_group({"params": [model.rows.weight]}),
+            lambda: stretto.shard(torch.optim.SGD([model.rows.weight], lr=0.1), sync),
+        ):
+            with pytest.raises(stretto.SetupError) as caught:
+                add()
+            told.append(str(caught.value))
+        return told
+
+    assert shared(worker, 2) == [
+        [
+            f"rank {rank}{at}: forward of rows scales its weight in place (max_norm=1.0), which ranks 0, 1 would have "
+            "in one memory: two at once would scale a row twice.\n"
+            'Say max_norm=None; or leave the weight to a plain optimizer; or attach with transport="process_group".'
+            for at in (", shard", ", shard")
+        ]
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "options"), [(run_ranks, {"max_norm": 1.0}), (shared, {"max_norm": 1.0, "sparse": True}), (shared, {})]
+)
+def test_what_forward_scales_in_memory_of_each_rank_is_sharded(run: Any, options: dict[str, Any]) -> None:
+    def worker(transport: Any) -> None:
+        model = Embedded(**options)
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        before = model.rows.weight.detach().clone()
+        model(torch.tensor([0, 1])).sum().backward()
+        sharded.step()
+        assert not torch.equal(model.rows.weight, before)
+
+    run(worker, 2)
+
+
 def test_a_lazy_layer_is_added() -> None:
     def worker(transport: Any) -> None:
         model = torch.nn.ModuleList([torch.nn.Linear(2, 2)])

@@ -19,7 +19,7 @@ from ..steps import stepped_by
 from .groups import difference, facts
 from .kinds import Kind, kind_of
 from .layout import warn_of_other_processes
-from .members import all_reduced, refuse_converted, refuse_duplicates, refuse_others, refuse_taken, refuse_twins
+from .members import all_reduced, refuse_converted, refuse_duplicates, refuse_memory, refuse_others, refuse_taken
 from .optimizer import ShardedOptimizer
 from .shares import Shares
 
@@ -70,7 +70,7 @@ def begin(
     try:
         kind = kind_of(_refused(optimizer, module, others, where), where)
         refuse_others(optimizer, module, all_reduced(reducer), where)
-        refuse_twins(optimizer, module, where)
+        refuse_memory(optimizer, module, reducer.transport.hosts, where)
         refuse_converted(optimizer, reducer, where)
         stated = [asked, *_facts(optimizer, module)]
     except Exception as error:  # whatever it is: the other ranks are to hear of it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,9 +71,40 @@ def refuse_duplicates(
         )
 
 
-def refuse_twins(optimizer: torch.optim.Optimizer, module: torch.nn.Module, where: str) -> None:
-    """Raise if a parameter that it steps begins in the memory of another tensor of the module: it would get its own."""
+def refuse_memory(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, hosts: Sequence[Sequence[int]] | None, where: str
+) -> None:
+    """Raise if a parameter that it steps cannot lie behind the others, in one memory for all ranks of a host.
+
+    Args:
+        optimizer: with its groups.
+        module: the attached one.
+        hosts: the groups of ranks that share memory, if any do.
+        where: how the message begins.
+    """
     stepped = {*map(id, stepped_by(optimizer))}
+    _refuse_twins(stepped, module, where)
+    if shared := [ranks for ranks in hosts or () if len(ranks) > 1]:
+        _refuse_scaled(stepped, module, shared[0], where)
+
+
+def _refuse_scaled(stepped: Collection[int], module: torch.nn.Module, ranks: Sequence[int], where: str) -> None:
+    """torch scales rows in place there, from the norm that it has read: two ranks at once do so twice."""
+    for name, layer in module.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or id(weight) not in stepped or not (weight.requires_grad and weight.is_cpu):
+            continue
+        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.max_norm and not layer.sparse:
+            raise SetupError(
+                f"{where}: forward of {name or type(layer).__name__} scales its weight in place "
+                f"(max_norm={layer.max_norm}), which ranks {', '.join(map(str, ranks))} would have in one memory: two "
+                "at once would scale a row twice.\n"
+                'Say max_norm=None; or leave the weight to a plain optimizer; or attach with transport="process_group".'
+            )
+
+
+def _refuse_twins(stepped: Collection[int], module: torch.nn.Module, where: str) -> None:
+    """Such a tensor begins in the memory of another one of the module, and would get its own."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, one in (*module.named_parameters(), *module.named_buffers()):
         if not has_memory(one) or not one.data_ptr():

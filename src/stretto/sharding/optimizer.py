@@ -19,7 +19,7 @@ from ..withheld import Withheld
 from .elsewhere import Elsewhere, Guard
 from .joining import Joins
 from .kinds import bare_step
-from .members import refuse_others, refuse_taken, refuse_twins
+from .members import refuse_memory, refuse_others, refuse_taken
 from .other_steps import OtherSteps
 from .shares import Shares
 from .turns import turns
@@ -215,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             refuse_taken(self.original, self._module, self.beside - {self}, self._where)
             if self._shares is not None:
                 refuse_others(self.original, self._module, self._shares.reduced, self._where, before)
-                refuse_twins(self.original, self._module, self._where)
+                refuse_memory(self.original, self._module, self._shares.layout.hosts, self._where)
         except BaseException:
             del self.original.param_groups[before:]
             raise

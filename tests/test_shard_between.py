@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, backward, pair, train
+from test_shard import CARRIERS, OPTIMIZERS, Net, assert_same, assert_same_state, attached, backward, pair, train
 from test_shared_memory import shared
 
 import stretto
@@ -218,6 +218,46 @@ def test_memory_of_another_tensor_of_the_module_is_refused(other: str) -> None:
         "Tie them as one: module_b.weight = module_a.weight, before stretto.attach()."
         for rank in range(2)
     ]
+
+
+def test_what_is_made_amid_an_evaluation_is_trained_with_behind_it(carrier: Any) -> None:
+    """A tensor that is made in inference mode is written in no backward: the first one behind ``attach`` failed."""
+
+    def worker(transport: Any) -> None:
+        model, plain = Net(), Net()
+        optimizers = [OPTIMIZERS["AdamW"](one.parameters()) for one in (model, plain)]
+        plain_sync = stretto.attach(plain, transport=transport)
+
+        def both(steps: range) -> None:
+            for net, optimizer in zip((model, plain), optimizers, strict=True):
+                for step in steps:
+                    optimizer.zero_grad(set_to_none=False)
+                    backward(net, transport.rank, step)
+                    optimizer.step()
+            assert_same(model, plain)
+
+        with torch.inference_mode():
+            sync = stretto.attach(model, transport=transport, bucket_cap_mb=0.008)
+            optimizers[0] = sharded = stretto.shard(optimizers[0], sync)
+        both(range(3))
+        with torch.inference_mode():
+            state = sharded.state_dict()
+        state = copy.deepcopy(transport.all_gather_object(state)[0])
+        with torch.inference_mode():
+            sharded.load_state_dict(state)
+            sync.check()
+        both(range(3, 5))
+        with torch.inference_mode():
+            optimizers[0] = sharded.unshard()
+        both(range(5, 7))
+        with torch.inference_mode():
+            sync.detach()
+            sync = stretto.attach(model, transport=transport)
+        both(range(7, 9))
+        sync.detach()
+        plain_sync.detach()
+
+    carrier(worker, 2)
 
 
 class Embedded(torch.nn.Module):

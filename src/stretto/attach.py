@@ -29,6 +29,7 @@ from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
 log = logging.getLogger("stretto")
 
 
+@torch.inference_mode(False)  # what is made here is written in every backward
 def attach(
     module: torch.nn.Module,
     *,
@@ -233,8 +234,7 @@ def _attach(
             "plan": plan.hash,
         }
         agree(state_model(parameters, tensors, facts), carrier.rank, peers.gather)
-        values = [*parameters.values(), *tensors.values()]
-        broadcast_coalesced(values, carrier, peers.wait_for)
+        broadcast_coalesced([*parameters.values(), *tensors.values()], carrier, peers.wait_for)
         suited = suit_link(options, plan, carrier, peers.wait_for, peers.gather)
         if suited != options:
             options, plan = suited, plan_for(dense, suited, carrier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def refuse_memory(
         _refuse_scaled(stepped, module, shared[0], where)
 
 
-def _refuse_scaled(stepped: Collection[int], module: torch.nn.Module, ranks: Sequence[int], where: str) -> None:
+def _refuse_scaled(stepped: Set[int], module: torch.nn.Module, ranks: Sequence[int], where: str) -> None:
     """torch scales rows in place there, from the norm that it has read: two ranks at once do so twice."""
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
@@ -103,7 +103,7 @@ def _refuse_scaled(stepped: Collection[int], module: torch.nn.Module, ranks: Seq
             )
 
 
-def _refuse_twins(stepped: Collection[int], module: torch.nn.Module, where: str) -> None:
+def _refuse_twins(stepped: Set[int], module: torch.nn.Module, where: str) -> None:
     """Such a tensor begins in the memory of another one of the module, and would get its own."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, one in (*module.named_parameters(), *module.named_buffers()):

@@ -266,6 +266,7 @@ class Shares:
             self._peers.lose_place(error)
             raise
 
+    @torch.inference_mode(False)  # what is made here outlives an evaluation
     def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
         """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it.
 
@@ -287,12 +288,14 @@ class Shares:
         self._catch_up(ask=False)
         return keeping.kept(self._division)
 
+    @torch.inference_mode(False)
     def take(self, kept: Sequence[Kept]) -> None:
         """Keep this from here on, in place of what was kept."""
         self._spread.finish()
         self._division.take(kept)
         self._groups.departed.clear()  # what is kept is all there is
 
+    @torch.inference_mode(False)
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
         """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
@@ -328,6 +331,7 @@ class Shares:
         """What this rank holds; and without shares, but for the state that other ranks have."""
         return footprint_of(self.layout, self.inner.state, self._division.apart)
 
+    @torch.inference_mode(False)
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
         self.withholding.end()

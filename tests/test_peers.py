@@ -703,6 +703,36 @@ def test_what_a_handler_of_signals_raises_does_not_stand_for_a_wait_that_lasts_t
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("call", ["sync.check()", "optimizer.state_dict()", "sync.report()", "optimizer.step()"])
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_a_handler_of_signals_makes_no_call_of_all_ranks_while_its_rank_waits(
+    tmp_path: Path, transport: str, call: str
+) -> None:
+    """Over Gloo sizes did not match, which ended a rank by SIGABRT; or both stood in the call until the time-out."""
+    body = f"""
+        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        step()
+        optimizer.step()
+        if rank == 0:
+            signal.signal(signal.SIGALRM, lambda *_: told(lambda: {call}))
+            signal.setitimer(signal.ITIMER_REAL, 0.8)
+        else:
+            time.sleep(2)
+        {{"auto": sync.check, "process_group": step}}[transport]()  # in shared memory so small a pass does not wait
+        {call}
+        optimizer.step()
+        sync.check()
+    """
+    (status, mine, _), other = ranks(tmp_path, body, transport=transport)
+    assert (status, other) == (0, (0, "", ""))
+    assert within(mine, "SetupError", 1) == (
+        f"rank 0, pass {1 if transport == 'auto' else 2}: a call that all ranks make, amid another in which this rank "
+        "waits, as by a handler of signals.\n"
+        "Let the handler set a flag, agree on it behind the step, stretto.reduce([flag]), and make the call there."
+    )
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("meeting", "end", "late"), [("tcp", True, 2.5), ("tcp", True, 0), ("file", False, 2.5)])
 def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool, late: float) -> None:
     body = f"""

@@ -60,7 +60,9 @@ def compare_clocks(peers: Peers, transport: Transport) -> tuple[ClockTalk, list[
 
     Raises:
         CommunicationError: a rank does not come, or ends.
+        SetupError: this rank waits in another call.
     """
+    peers.refuse_misplaced()
     talk = ClockTalk(peers.line, transport.rank, peers.gather, peers.wait)
     try:
         return talk, talk.compare()

@@ -29,7 +29,6 @@ from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
 log = logging.getLogger("stretto")
 
 
-@torch.inference_mode(False)  # what is made here is written in every backward
 def attach(
     module: torch.nn.Module,
     *,
@@ -185,6 +184,7 @@ def _choose(module: torch.nn.Module, base: Transport, asked: TransportName, peer
     return chosen
 
 
+@torch.inference_mode(False)  # what is made here is written in every backward
 def _attach_alone(
     module: torch.nn.Module,
     base: Transport | None,
@@ -198,12 +198,12 @@ def _attach_alone(
     warn_of_tasks() if base is None else warn_of_group_of_one(base)
     _refuse(module, options, sends=init_sync)
     dense, rows = _split(module, options)
-    inside = _inside(module, options)
     _warn_of_dtypes_for_none(module, options)
-    plan = plan_for(dense, options, base)
+    plan, inside = plan_for(dense, options, base), _inside(module, options)
     return Synchronizer(module, dense, plan, base, options, rows, None, inside, beside, closes=closes)
 
 
+@torch.inference_mode(False)
 def _attach(
     module: torch.nn.Module,
     carrier: Transport,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from .errors import CommunicationError, PeerError
+from .errors import CommunicationError, PeerError, SetupError
 from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted, describe_ranks
 from .transport.base import Leftover
@@ -226,11 +227,27 @@ def refuse_other_calls(where: str, said: Sequence[str]) -> None:
         raise CommunicationError(f"{where}: ranks have called different things: {told}.\n{SAME_CALLS}")
 
 
-def refuse_fork(rank: int, parent: int) -> NoReturn:
-    """Raise in a child of the process that attached."""
-    raise CommunicationError(
-        f"rank {rank}: this process was forked from process {parent}, which alone can reduce.\n"
-        "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
+def too_late(rank: int, when: str, limit: float) -> str:
+    """For the others, of a wait that this rank has broken off after ``limit`` seconds. ``when``: in its life."""
+    return f"rank {rank}: {when} was not done within {limit:.0f} s\nStart again, on all ranks."
+
+
+def refuse_misplaced(where: str, rank: int, parent: int) -> NoReturn:
+    """Raise in a child of the process that attached; else in a handler of signals amid a wait of its thread.
+
+    Args:
+        where: how the message begins.
+        rank: this one.
+        parent: the process that attached.
+    """
+    if parent != os.getpid():
+        raise CommunicationError(
+            f"rank {rank}: this process was forked from process {parent}, which alone can reduce.\n"
+            "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
+        )
+    raise SetupError(
+        f"{where}: a call that all ranks make, amid another in which this rank waits, as by a handler of signals.\n"
+        "Let the handler set a flag, agree on it behind the step, stretto.reduce([flag]), and make the call there."
     )
 
 

@@ -304,7 +304,6 @@ class Synchronizer(NoModel):
         known = self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep
         return ToEnter(functools.partial(tracing, *known), folder, self.rank)
 
-    @torch.inference_mode(False)  # as in attach
     def shard(
         self, optimizer: torch.optim.Optimizer, *, keep_grads: bool = True, overlap: bool = True
     ) -> ShardedOptimizer:

@@ -13,6 +13,7 @@ import functools
 import os
 import secrets
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
@@ -67,8 +68,7 @@ class Peers:
 
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
-        self._transport = transport
-        self._patience, self.leftovers = transport.patience, transport.leftovers
+        self._transport, self._patience, self.leftovers = transport, transport.patience, transport.leftovers
         self.seat.alarm = self.alarm.look if self._patience is None else nothing
 
     @property
@@ -131,7 +131,7 @@ class Peers:
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, in order; ``CommunicationError`` if that will never be. Collective."""
-        self.refuse_fork()
+        self.refuse_misplaced()
         self.seat.calls += 1
         has_name = bool(self.seat.handle)
         try:
@@ -195,6 +195,7 @@ class Peers:
         """Whether all ranks bring the same fingerprint, hexadecimal. Collective; one small message."""
         if self._patience is None:
             return len(set(self.gather(fingerprint))) == 1
+        self.refuse_misplaced()
         try:
             self.refuse_leftovers("waiting")
             return equal_by_sums(fingerprint, self._transport, self.wait)
@@ -202,8 +203,7 @@ class Peers:
             self.fail("what ranks hold could not be gathered", error)
 
     def _name(self, told: Sequence[tuple[str, int, int, Person | None]]) -> None:
-        self.seat.meets = False  # it is counted among those that have a name now
-        self.seat.handle, self.seat.calls = told[0][0], 1  # some may have tried before
+        self.seat.meets, self.seat.handle, self.seat.calls = False, told[0][0], 1  # some may have tried before
         for place, one in enumerate(self.leftovers):
             one.come_together("" if place else self.seat.handle)
         notes, self.seat.unsent = self.seat.unsent, []
@@ -223,10 +223,10 @@ class Peers:
                 self.tell_failed(phase, error, before=phase == "backward", leaves=True)
             raise (self._blame()[0] or error) from None
 
-    def refuse_fork(self) -> None:
-        """Raise in a forked child, before anything of its parent is touched."""
-        if self._pid != os.getpid():
-            blame.refuse_fork(self._transport.rank, self._pid)
+    def refuse_misplaced(self) -> None:
+        """Raise in a forked child, and amid a wait of this thread, before anything is touched."""
+        if self._pid != os.getpid() or self.seat.waits == threading.get_ident():
+            blame.refuse_misplaced(self.where, self._transport.rank, self._pid)
 
     # Waiting
 
@@ -246,12 +246,11 @@ class Peers:
             work.wait()
             return
         try:
+            self.seat.waits = threading.get_ident()
             if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
                 return
             if patience is None:
-                rank, when = self._transport.rank, self.seat.when(self._occasion)
-                told = f"rank {rank}: {when} was not done within {limit:.0f} s"
-                self._transport.break_off(f"{told}\nStart again, on all ranks.")
+                self._transport.break_off(blame.too_late(self._transport.rank, self.seat.when(self._occasion), limit))
             raise RuntimeError(f"not done within {limit:.0f} s")
         except BaseException as error:  # Ctrl-C too: others may wait for something else, and live on
             if not isinstance(error, Exception) and getattr(work, "waits_again", False):
@@ -261,6 +260,8 @@ class Peers:
             if any(one.is_sent_by(self._transport.rank) for one in self.leftovers):
                 self.tell_failed("waiting", error)
             raise
+        finally:
+            self.seat.waits = 0
 
     def wait_for(self, work: Work, what: str) -> None:
         """The same for ``what``, a noun; raises ``CommunicationError``, which says who did not come."""
@@ -342,8 +343,7 @@ class Peers:
         dead = channel.dead() if (known := self._transport.dead()) is None else known
         channel.read()  # last words were written before the death
         channel.look_again()
-        told = channel.told(seat, others=True)
-        left = [note for note in told if note.leaves and not seat.has_refused(note)]
+        left = [note for note in channel.told(seat, others=True) if note.leaves and not seat.has_refused(note)]
         if own:
             left, dead = blame.without_excused(self._transport.rank, left, dead)
         kind = "pass" if far and seat.passes else seat.kind(self._occasion)

@@ -201,7 +201,7 @@ class Reducer:
         """Deal with what the last pass left, and count."""
         self.queue.peers.seat.in_pass = True
         refuse_compiled(self.queue)
-        self.queue.peers.refuse_fork()
+        self.queue.peers.refuse_misplaced()
         refuse_to_send(self.queue.peers, "backward")
         if self.uneven is not None:
             self.uneven.begin(self.queue, self._beside.places)

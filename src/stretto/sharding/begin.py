@@ -36,6 +36,7 @@ class Asked:
             object.__setattr__(self, name, truth(f"shard: {name}", getattr(self, name)))
 
 
+@torch.inference_mode(False)  # what is made here is written in every backward
 def begin(
     optimizer: torch.optim.Optimizer,
     module: torch.nn.Module,

@@ -69,9 +69,9 @@ class Meetings:
         self.is_spoiled = False
         """Whether parameters refuse to be looked at."""
 
-    def refuse_fork(self) -> None:
-        """Raise in a forked child."""
-        self._peers.refuse_fork()
+    def refuse_misplaced(self) -> None:
+        """See :meth:`Peers.refuse_misplaced`."""
+        self._peers.refuse_misplaced()
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective.

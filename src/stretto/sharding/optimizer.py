@@ -190,7 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
                 f"{self._where}: this sharded optimizer has ended with detach() or unshard().\n"
                 "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
             )
-        self._shares.meetings.refuse_fork()
+        self._shares.meetings.refuse_misplaced()
         if self._shares.meetings.broken is not None:
             spoiled = self._shares.meetings.is_spoiled
             left = "the model may be stepped in part" if spoiled else "no other can follow; the model is whole"

@@ -58,7 +58,9 @@ def weight(item):
 @pytest.hookimpl(tryfirst=True)  # xdist looks at marks in its own
 def pytest_collection_modifyitems(items):
     quick, heavy, alone = ([item for item in items if weight(item) == each] for each in Weight)
-    items[:] = [*quick, *spread(heavy), *alone]  # for each of the last all others must have ended
+    if "PYTEST_XDIST_WORKER" in os.environ:  # else a module's fixtures would be made anew for each test
+        heavy = spread(heavy)
+    items[:] = [*quick, *heavy, *alone]  # for each of the last all others must have ended
     for item in (*heavy, *alone):
         if not item.get_closest_marker("flaky"):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=[GLOO_DID_NOT_CONNECT, TOLD_LATE]))

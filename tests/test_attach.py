@@ -679,7 +679,8 @@ def attached_without_a_group(rank: int, attach: Any, told: Any) -> None:
         ("", "stretto: {}\n"),
         ("logging.basicConfig(format='%(name)s says: %(message)s')", "stretto says: {}\n"),
         ("logging.getLogger('stretto').addHandler(logging.NullHandler())", ""),
-        ("logging.lastResort = None", ""),
+        ("logging.lastResort = None; logging.raiseExceptions = False", ""),
+        ("logging.basicConfig(); logging.getLogger('stretto').propagate = False", "stretto: {}\n"),
     ],
 )
 def test_a_warning_says_who_speaks_unless_the_program_has_set_up_logging(setup: str, told: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
@@ -1374,17 +1373,25 @@ def test_torchs_profiler_finds_no_state_to_look_into() -> None:
 
 def test_one_thread_at_a_time_asks_torch_for_its_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes its answer with a lock held; where garbage is collected then, others run, and wait for that lock."""
-    inside, most = [0], list[int]()
+    inside, most, meeting = [0], list[int](), threading.Barrier(3)
+    real = torch.random.get_rng_state
 
-    @contextlib.contextmanager
-    def fork_rng(devices: list[int]) -> Iterator[None]:
+    def get_rng_state() -> torch.Tensor:
         inside[0] += 1
         most.append(inside[0])
-        time.sleep(0.01)
-        yield
+        time.sleep(0.05)
         inside[0] -= 1
+        return real()
 
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    optimizer = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
-    run_ranks(lambda transport: kind_of(optimizer), 3)
-    assert len(most) >= 3 and {*most} == {1}
+    class Meets(torch.optim.SGD):
+        """Its step waits for the other ranks: each has come in, and none keeps another out."""
+
+        def step(self, closure: Any = None) -> None:
+            meeting.wait(10)
+            super().step(closure)
+
+    monkeypatch.setattr(torch.random, "get_rng_state", get_rng_state)
+    optimizer = Meets(torch.nn.Linear(3, 3).parameters(), lr=0.1)
+    before = real()
+    assert run_ranks(lambda transport: kind_of(optimizer), 3) == [Kind.ELEMENTWISE] * 3
+    assert {*most} == {1} and torch.equal(real(), before)

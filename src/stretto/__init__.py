@@ -22,12 +22,14 @@ from .plan import BucketPlan, BucketSpec
 from .report import Report
 from .shard import shard
 from .sharding import ShardedOptimizer
+from .speaker import name_the_speaker as _name_the_speaker
 from .specs import ParameterSpec
 from .tensors import reduce
 from .trace import TraceError
 from .usage import Statistics
 
 __version__ = _version("stretto")
+_name_the_speaker()
 
 __all__ = [
     "AlreadyAttachedError",

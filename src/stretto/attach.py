@@ -21,7 +21,6 @@ from .peers import Peers
 from .reducer import Reducer, reducer_of
 from .scaling import Reduce
 from .sizing import plan_for, suit_link
-from .speaker import name_the_speaker
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_group_of_one, warn_of_tasks
 from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
@@ -132,7 +131,6 @@ def attach(
             loss_function(model(inputs), targets).backward()
             optimizer.step()
     """
-    name_the_speaker()
     transport = "auto" if transport is None else transport
     if not isinstance(transport, str):  # names are compared first
         refuse_other_kinds(transport, "attach")

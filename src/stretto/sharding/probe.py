@@ -19,7 +19,6 @@ _SHAPES = {
 """By the number of dimensions: some optimizers take matrices alone."""
 _MOST = 1 << 14
 """Elements of the large one."""
-_RANDOM = threading.RLock()
 _LEVELS = 8191
 """A prime, so that there is no pattern; and small enough for exact numbers: see ``gradients``."""
 
@@ -55,15 +54,42 @@ def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
     yield sizes
 
 
+class _RandomState:
+    """torch's, as it was before the first of the threads that are inside drew."""
+
+    def __init__(self) -> None:
+        self._inside, self._lock = 0, threading.RLock()  # a finalizer may come in amid the thread's own call
+        self._before = torch.empty(0)
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.random.get_rng_state()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.random.set_rng_state(self._before)
+
+
+_random_state = _RandomState()
+
+
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What is drawn inside changes nothing outside. One thread at a time: see ``torch.random.get_rng_state``.
+    """What is drawn inside changes nothing outside. Threads may be inside together, and wait for each other there.
 
-    torch makes its result while it holds the generator's lock. Where garbage is collected there, another thread may
-    have its turn, and if it asks for the same it waits for that lock and lets nobody else run.
+    Only one at a time asks torch for its state, which that makes while it holds the generator's lock: where garbage is
+    collected then, another thread may have its turn, and if it asks for the same it waits for that lock and lets nobody
+    else run.
     """
-    with _RANDOM, torch.random.fork_rng(devices=[]):
+    _random_state.enter()
+    try:
         yield
+    finally:
+        _random_state.leave()
 
 
 def gradients(values: Sequence[torch.Tensor], step: int, scale: float) -> list[torch.Tensor]:

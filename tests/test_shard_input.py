@@ -6,11 +6,12 @@ import copy
 import importlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
+from test_shard import CARRIERS
 from test_shared_memory import shared
 
 import stretto
@@ -494,6 +495,90 @@ def test_a_rank_that_leaves_before_it_has_stepped_says_so(run: Callable[..., Any
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("tell", KeyboardInterrupt()), ("part_from", MemoryError("no room")), ("bring_back", KeyboardInterrupt())],
+)
+def test_a_rank_that_leaves_behind_the_meeting_shows_no_half_stepped_model(name: str, error: BaseException) -> None:
+    """The other steps its share of the one memory: a model of no step was readable, and saved behind Ctrl-C, say."""
+
+    def worker(transport: Any) -> str:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        train(model, sharded, transport.rank, 1)
+        halve(model, (0, 1), transport.rank)
+        shares = sharded._shares
+        if name == "part_from":  # another group, along which all is laid out behind the meeting
+            sharded.param_groups[0]["params"] = sharded.param_groups[0]["params"][:3]
+        if transport.rank == 1:
+            owner = {"tell": shares._writings, "part_from": shares._groups, "bring_back": shares.layout}[name]
+            fail_once(owner, name, error)
+        with pytest.raises((type(error), stretto.PeerError)):
+            train(model, sharded, transport.rank, 1)
+            model.state_dict()
+        with pytest.raises(stretto.CommunicationError) as looks:
+            model.state_dict()
+        return str(looks.value)
+
+    assert shared(worker, 2) == [
+        f"rank {rank}, pass 2: a step of the optimizer has failed, so the model may be stepped in part.\n"
+        "Start again from the last checkpoint, on all ranks."
+        for rank in range(2)
+    ]
+
+
+class Logs(torch.optim.AdamW):
+    norms: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if threading.current_thread() is self.norms:
+            torch.linalg.matrix_norm(self.param_groups[0]["params"][0])  # raises for other shapes
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+def test_an_optimizer_that_steps_otherwise_on_one_rank_is_refused_on_all(run: Callable[..., Any]) -> None:
+    """Each divided what it had found to be divisible: some elements were stepped twice, and others by nobody."""
+
+    def worker(transport: Any) -> str:
+        model = Two()
+        sync = stretto.attach(model, transport=transport)
+        if transport.rank == 1:
+            Logs.norms = threading.current_thread()
+        transport.all_gather_object(None)
+        with pytest.raises(stretto.ModelMismatchError) as caught:
+            stretto.shard(Logs([model.first.weight, model.second.weight]), sync)
+        train(model, adam(model), transport.rank, 1)
+        return str(caught.value)
+
+    assert run(worker, 2) == [
+        f"rank {rank}, shard: Logs, tried on a few numbers, looked at whole parameters or failed on rank 1, and not on "
+        "rank 0. What one rank alone does in its step, such as to log a norm, belongs behind it.\n"
+        "Build the same on all ranks."
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+def test_behind_an_unshard_that_has_failed_nothing_is_stepped_in_shares(run: Callable[..., Any]) -> None:
+    """The others had gone on without; the rank that caught its error waited in the next step for ever."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        train(model, sharded, transport.rank, 1)
+        if transport.rank == 1:
+            fail_once(sharded._shares.layout, "release", MemoryError("no room"))
+            with pytest.raises(MemoryError):
+                sharded.unshard()
+            with pytest.raises(stretto.SetupError, match="this sharded optimizer has ended with detach"):
+                sharded._step_share(None)
+        train(model, sharded.unshard(), transport.rank, 1)
+        assert all(one.dim() for one in model.parameters())
+
+    run(worker, 2)
+
+
 class Wrapper(torch.optim.Optimizer):
     """As Lookahead and SAM are: it has the parameters, and its step calls that of another, each second time."""
 
@@ -564,6 +649,60 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
             "have in one memory, so each rank has stepped them once more.\nLoad what was before. "
             "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
         )
+
+
+def halve(model: torch.nn.Module, only: Collection[int], rank: int) -> None:
+    with torch.no_grad():
+        if rank in only:
+            model.first.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("world", "only", "tells"), [(2, (0, 1), [0]), (3, (1, 2), [1, 2]), (3, (0,), []), (2, (1,), []), (2, (), [])]
+)
+@pytest.mark.parametrize("behind", [1, 4])
+def test_what_several_ranks_write_in_one_memory_is_told_of(
+    caplog: pytest.LogCaptureFixture, world: int, only: tuple[int, ...], tells: list[int], behind: int
+) -> None:
+    """Each halved it once more, in silence."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for step in range(behind + 4):
+            train(model, sharded, transport.rank, 1)
+            if step + 1 == behind or step > behind:
+                halve(model, only, transport.rank)
+                model.second.weight.data = model.second.weight * 0.5
+            transport.all_gather_object(None)
+
+    shared(worker, world)
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"rank {rank}, pass {behind + 1}: since the last step {len(only)} ranks have written first.weight in place, "
+        f"which ranks {', '.join(map(str, range(world)))} have in one memory: each changes it once more, amid what "
+        "others read (nn.init, p.mul_(), a hook of the optimizer, a forward).\n"
+        "Let one rank do it, between two calls of torch.distributed.barrier(); or all of them, by parameter.data = "
+        "...; see docs/sharding.md. Where twice is as good as once (clamp_, values that are copied in between "
+        "barriers) all is well. Told once."
+        for rank in tells
+    ]
+
+
+@pytest.mark.parametrize(("carry", "only"), [(run_ranks, (0, 1)), (CARRIERS["hosts"], (0, 2))])
+def test_what_one_rank_of_each_memory_writes_is_as_it_should_be(
+    caplog: pytest.LogCaptureFixture, carry: Any, only: tuple[int, ...]
+) -> None:
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for _ in range(5):
+            train(model, sharded, transport.rank, 1)
+            transport.all_gather_object(None)
+            halve(model, only, transport.rank)
+            transport.all_gather_object(None)
+
+    carry(worker, 2)
+    assert caplog.records == []
 
 
 def test_another_optimizer_is_seen_by_what_it_changes() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Fails
+from test_shared_memory import shared
 
 import stretto
 from stretto.check import check_replicas
@@ -238,6 +239,64 @@ def test_two_models_of_one_backward_are_told_of_by_themselves(caplog: pytest.Log
             second.optimizer.step()
 
     assert run(caplog, worker) == [APART.format(2)]
+
+
+# Where an optimizer steps in shares
+
+
+def changed_in_memory_of_its_own(model: torch.nn.Module) -> None:
+    for one in model.parameters():
+        one.data = one.data + 1
+
+
+def changed_in_place(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for one in model.parameters():
+            one += 1
+
+
+@pytest.mark.parametrize(
+    ("run_all", "change"),
+    [(run_ranks, changed_in_place), (run_ranks, changed_in_memory_of_its_own), (shared, changed_in_memory_of_its_own)],
+)
+@pytest.mark.parametrize(("behind", "told_in"), [(0, 2), (3, 5)])
+def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_again(
+    caplog: pytest.LogCaptureFixture, run_all: Any, change: Any, behind: int, told_in: int
+) -> None:
+    """Behind such a step nothing is to be seen: rank 1's half of the model had been loaded, and rank 0's not."""
+
+    def worker(transport: Transport) -> None:
+        one = Run(transport)
+        one.optimizer = stretto.shard(one.optimizer, one.sync)
+        one.step(behind)
+        if transport.rank == 1:
+            change(one.model)
+        one.step(9)
+        check_replicas(dict(one.model.named_parameters()), transport.all_gather_object, "")
+
+    run_all(worker, 2)
+    assert warnings_of(caplog) == [
+        f"pass {told_in} of Sequential: before the last step the ranks held different values of 0.weight, 0.bias, "
+        "2.weight. Each has stepped its share from its own, so the model, equal again, is put together of several.\n"
+        "  0.weight: rank 0 differs from rank 1 by up to 1, in 20 of 20 elements\n"
+        "  0.bias: rank 0 differs from rank 1 by up to 1, in 4 of 4 elements\n"
+        "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
+        "Change weights on all ranks alike: load them on each, and draw what is random with one seed. Start again from "
+        "before that. A few elements were looked at. Told once; check_every=0 never looks."
+    ]
+
+
+@pytest.mark.parametrize("run_all", [run_ranks, shared])
+def test_equal_ranks_that_step_in_shares_are_told_nothing(caplog: pytest.LogCaptureFixture, run_all: Any) -> None:
+    def worker(transport: Transport) -> None:
+        one = Run(transport, lr=0.1)
+        one.optimizer = stretto.shard(one.optimizer, one.sync)
+        for _ in range(5):
+            one.step()
+            changed_in_memory_of_its_own(one.model)  # on all ranks alike
+
+    run_all(worker, 2)
+    assert caplog.records == []
 
 
 # Where ranks are apart for a while, or have nothing to read

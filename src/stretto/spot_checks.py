@@ -5,6 +5,8 @@
 does. Of the weight some bits travel behind the last bucket of the next pass, so that hardly any device is waited for.
 Where the ranks that compare do not all say the same, all know it at the same pass, look at all parameters together, and
 rank 0 tells of it once: of weights or an optimizer's state that one rank alone has loaded mostly in the second pass.
+Where an optimizer steps in shares, ranks are alike behind it, whatever they were before: each has sent what it made of
+its own values. So they are weighed where its step begins, and what was looked at is kept until the others have spoken.
 Ranks without batches, or that gave up the pass between, say nothing. Where others do not compare in the same passes,
 their steps do not end behind the same ones: of a closure that runs another number of backwards on each rank, say.
 """
@@ -13,16 +15,16 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.overrides import has_torch_function_unary
 
-from .check import check_replicas, is_readable, weigh, words_of
-from .errors import ReplicaError
+from .check import check_replicas, is_readable, unlike, weigh, words_of
+from .errors import ReplicaError, name_list
 from .membership import Membership
 from .peers import Peers
-from .steps import listen, stepped_by, stop_listening
+from .steps import IN_SHARES, listen, stepped_by, stop_listening
 from .words import COUNTS, FIRST_VALUE, LENGTH, VALUES, Control, to_host
 
 _FEW = 64
@@ -51,6 +53,11 @@ def _few_of(tensor: torch.Tensor, number: int) -> torch.Tensor:
     return row.reshape(-1)[:_FEW]
 
 
+def _can_be_looked_at(tensor: torch.Tensor) -> bool:
+    """What is under way between hosts comes to all from one, and whoever looks at it would wait."""
+    return not has_torch_function_unary(tensor) and is_readable(tensor) and tensor.numel() > 0
+
+
 class SpotCheck:
     """A few elements of each tensor, weighed, on their way to the host. See [Note: spot checks].
 
@@ -62,8 +69,7 @@ class SpotCheck:
     def __init__(self, tensors: Iterable[torch.Tensor], number: int = 0) -> None:
         found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
-            # What is under way between hosts comes to all from one, and whoever looks at it would wait.
-            if not has_torch_function_unary(tensor) and is_readable(tensor) and tensor.numel():
+            if _can_be_looked_at(tensor):
                 words = words_of(_few_of(tensor, number))
                 found.setdefault((words.dtype, words.device), []).append(words)
         self._weights = [to_host(weigh(torch.cat(some))) for some in found.values()]
@@ -105,6 +111,7 @@ class SpotChecks:
         self._mine: frozenset[int] = frozenset()  # of which a step is awaited, by id
         self._depth = 0  # of steps of these that have begun: ZeroRedundancyOptimizer steps another, and sends then
         self._taken: tuple[int, SpotCheck] | None = None  # and behind which pass
+        self._kept: dict[str, torch.Tensor] = {}  # what that has looked at, before a step in shares
 
     def ended(self, number: int) -> None:
         """A pass has. Behind some a step is awaited, at whose end the parameters are looked at."""
@@ -119,10 +126,18 @@ class SpotChecks:
         if not any(id(one) in mine for one in stepped_by(optimizer)):
             return
         self._depth += 1 if begins else -1
-        if not begins and self._depth <= 0:
+        in_shares = IN_SHARES in vars(optimizer)
+        if begins if in_shares else (not begins and self._depth <= 0):
             self.stop()
             with torch.no_grad():
-                self._taken = self._passed, SpotCheck(self._members.everything().values(), self._passed)
+                self._look(keep=in_shares)
+
+    def _look(self, *, keep: bool) -> None:
+        everything: Mapping[str, torch.Tensor] = self._members.everything()
+        if keep:
+            some = {name: one for name, one in everything.items() if _can_be_looked_at(one)}
+            everything = self._kept = {name: _few_of(one, self._passed).clone() for name, one in some.items()}
+        self._taken = self._passed, SpotCheck(everything.values(), self._passed)
 
     def stop(self) -> None:
         """Await no step. Harmless twice."""
@@ -144,8 +159,9 @@ class SpotChecks:
             idle: this rank does not step any more.
         """
         self._some += some
-        unlike = _are_unlike(said)
-        if not (self._wanted and (unlike or (some and self._some == _SOME))):
+        differ = _are_unlike(said)
+        kept, self._kept = self._kept, {}
+        if not (self._wanted and (differ or (some and self._some == _SOME))):
             return
         where = f"pass {number} of {type(self._members.module()).__name__}"
         try:
@@ -155,12 +171,30 @@ class SpotChecks:
             if self._speaks:
                 self._tell(error)
             return
-        self._fruitless += unlike
+        if differ and self._were_unlike(kept, where):
+            self._wanted = False
+            return
+        self._fruitless += differ
         self._wanted = self._fruitless < _FRUITLESS
-        if unlike:
+        if differ:
             log.info(
                 "%s: what ranks looked at behind the last step was not alike, and all parameters are equal now", where
             )
+
+    def _were_unlike(self, kept: Mapping[str, torch.Tensor], where: str) -> bool:
+        """Before a step in shares, of what is equal now. Collective; tells of it. ``kept``: what was looked at."""
+        names, lines = unlike(kept or None, self._peers.gather, in_common=True)
+        if names and self._speaks:
+            log.warning(
+                "%s: before the last step the ranks held different values of %s. Each has stepped its share from its "
+                "own, so the model, equal again, is put together of several.\n%s\n"
+                "Change weights on all ranks alike: load them on each, and draw what is random with one seed. Start "
+                "again from before that. A few elements were looked at. Told once; check_every=0 never looks.",
+                where,
+                name_list(names),
+                "\n".join(lines),
+            )
+        return bool(names)
 
     def _tell(self, error: ReplicaError) -> None:
         log.warning(

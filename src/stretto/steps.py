@@ -22,6 +22,9 @@ ENTRY: Any = "stretto"
 OURS = "_optimizer_is_ours"
 """An attribute of what ``shard`` builds to step a share, or to try one: these are no steps of the program's."""
 
+IN_SHARES = "_ranks_step_shares"
+"""An attribute of what ``shard`` returns: behind its step all ranks hold the same, whatever they held before."""
+
 Listener = Callable[[torch.optim.Optimizer, bool], None]
 """Is told which optimizer, and whether its step begins or has ended."""
 

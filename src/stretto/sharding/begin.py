@@ -15,7 +15,7 @@ from ..options import truth
 from ..peers import Peers
 from ..reducer import Reducer
 from ..slots import has_memory
-from ..steps import stepped_by
+from ..steps import IN_SHARES, stepped_by
 from .groups import difference, facts
 from .kinds import Kind, kind_of
 from .layout import warn_of_other_processes
@@ -66,14 +66,14 @@ def begin(
         reduced = [one for one in module.parameters() if one.requires_grad]
         refuse_others(optimizer, module, reduced, "shard")
         return ShardedOptimizer(optimizer, module, None, beside, "shard")
-    kind, stated, problem = Kind.ELEMENTWISE, list[object](), None
+    kind, stated, problem = Kind.ELEMENTWISE, list[Any](), None
     where = f"rank {reducer.transport.rank}, shard"
     try:
         kind = kind_of(_refused(optimizer, module, others, where), where)
         refuse_others(optimizer, module, all_reduced(reducer), where)
         refuse_memory(optimizer, module, reducer.transport.hosts, where)
         refuse_converted(optimizer, reducer, where)
-        stated = [asked, *_facts(optimizer, module)]
+        stated = [asked, kind.name, *_facts(optimizer, module)]
     except Exception as error:  # whatever it is: the other ranks are to hear of it
         problem = error
     told = peers.gather((str(problem) if isinstance(problem, StrettoError) else text_of(problem), stated))
@@ -88,7 +88,9 @@ def begin(
     if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
         warn_of_other_processes(where, elsewhere)
     shares = _shares(optimizer, kind, reducer, peers, asked)
-    return ShardedOptimizer(optimizer, module, shares, beside, where)
+    sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
+    vars(sharded)[IN_SHARES] = True
+    return sharded
 
 
 def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
@@ -142,11 +144,18 @@ def _facts(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[An
 
 
 def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
-    if theirs[0] != first[0]:
-        return f"rank {rank} was given {_shown(theirs[0])}, rank 0 {_shown(first[0])}."
-    if theirs[1] != first[1]:
-        return f"rank {rank} has {theirs[1]}, rank 0 {first[1]}."
-    return difference(rank, theirs[2:], first[2:])
+    (asked, kind, name, *others), (first_asked, first_kind, first_name, *firsts) = theirs, first
+    if asked != first_asked:
+        return f"rank {rank} was given {_shown(asked)}, rank 0 {_shown(first_asked)}."
+    if name != first_name:
+        return f"rank {rank} has {name}, rank 0 {first_name}."
+    if others == firsts and kind != first_kind:
+        ranks = (rank, 0) if kind == Kind.WHOLE.name else (0, rank)
+        return (
+            f"{name}, tried on a few numbers, looked at whole parameters or failed on rank {ranks[0]}, and not on rank "
+            f"{ranks[1]}. What one rank alone does in its step, such as to log a norm, belongs behind it."
+        )
+    return difference(rank, others, firsts)
 
 
 def _shown(asked: Asked) -> str:

@@ -123,10 +123,11 @@ class Attendance:
             )
         self._answered = self._queue.pass_number
 
-    def meet(self, parameters: Sequence[torch.nn.Parameter], number: int, *, idle: bool) -> Met:
+    def meet(self, parameters: Sequence[torch.nn.Parameter], number: int, *, idle: bool, has_written: bool) -> Met:
         """Before a step. Collective; see :meth:`Meetings.meet_before`."""
         self._answered = self._queue.pass_number
-        return self._meetings.meet_before(parameters, Coming.IDLE if idle else Coming.TO_STEP, number)
+        coming = idle * Coming.IDLE + has_written * Coming.HAS_WRITTEN
+        return self._meetings.meet_before(parameters, coming, number)
 
     @property
     def is_void(self) -> bool:

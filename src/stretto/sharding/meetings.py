@@ -34,6 +34,8 @@ class Coming(IntEnum):
     TO_REFUSE = 1
     IDLE = 1 << 20
     """To step without a gradient of its own: see joining.py."""
+    HAS_WRITTEN = 1 << 40
+    """Beside one of the others, parameters in place: see writings.py."""
 
 
 class Met(NamedTuple):
@@ -43,9 +45,11 @@ class Met(NamedTuple):
     """Whether all ranks have come with the same number."""
     idle: int
     """How many have no gradients of their own."""
+    have_written: int
+    """How many have written parameters in place."""
 
 
-ALIKE = Met(alike=True, idle=0)
+ALIKE = Met(alike=True, idle=0, have_written=0)
 
 
 class Meetings:
@@ -81,18 +85,18 @@ class Meetings:
         """
         self._peers.wait_for(self._come(Coming.TO_STEP), what)
 
-    def _come(self, coming: Coming, number: int = 0) -> Work:
+    def _come(self, coming: int, number: int = 0) -> Work:
         self._said[0], self._said[1] = coming, number
         carrier = self._transport
         return carrier.all_reduce(self._words) if carrier.meet is None else carrier.meet(self._said, self._name)
 
-    def meet_before(self, parameters: Iterable[torch.nn.Parameter], coming: Coming, number: int = 0) -> Met:
+    def meet_before(self, parameters: Iterable[torch.nn.Parameter], coming: int, number: int = 0) -> Met:
         """The first meeting. Collective.
 
         Args:
             parameters: what is to be stepped.
             number: less than 2**40.
-            coming: what this rank has come for.
+            coming: what this rank has come for, of ``Coming``.
 
         Raises:
             PeerError: another rank refuses the step.
@@ -107,10 +111,11 @@ class Meetings:
                 self.spoil(error, parameters)
             raise
         others, total = self._said
+        have_written, others = divmod(others, Coming.HAS_WRITTEN)
         idle, refused = divmod(others, Coming.IDLE)
-        if refused and coming is not Coming.TO_REFUSE:
+        if refused and coming != Coming.TO_REFUSE:
             self._refuse_with(refused)
-        return Met(total == number * self._transport.world_size, idle)
+        return Met(total == number * self._transport.world_size, idle, have_written)
 
     def _refuse_with(self, count: int) -> NoReturn:
         told = self._peers.failures(count, ["step"])

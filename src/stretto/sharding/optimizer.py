@@ -185,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         return self._handed_back or (self._shares is None and not self.ended)
 
     def _usable(self) -> Shares:
-        if self._shares is None:
+        if self._shares is None or self._handed_back:
             raise SetupError(
                 f"{self._where}: this sharded optimizer has ended with detach() or unshard().\n"
                 "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."

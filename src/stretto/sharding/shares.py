@@ -35,6 +35,7 @@ from .spread import Spread
 from .state import Kept, State, follow_dtype, refuse_unlike, shaped, whole_states
 from .trial import misfit
 from .withholding import Withholding
+from .writings import Writings
 
 
 class Shares:
@@ -63,7 +64,7 @@ class Shares:
         self._kinds, self._compiler = KindWatch(optimizer, kind), CompilerWatch()
         self._reducer, self._peers = reducer, peers
         self.transport, self.rank = reducer.transport, reducer.transport.rank
-        self.meetings = Meetings(reducer.transport, peers, optimizer)
+        self.meetings, self._writings = Meetings(reducer.transport, peers, optimizer), Writings()
         self._groups = Groups(optimizer, reducer.queue)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
@@ -134,10 +135,13 @@ class Shares:
 
     def _follow(self) -> None:
         """The plan, or the groups, if they have changed since the last step."""
+        before = self._division
         try:
             self.lay_out_again()
-        except BaseException as error:  # this rank's parameters lie where no rank has stepped
+        except BaseException as error:  # this rank's parameters lie where no rank has stepped, or where the others will
             self.meetings.fail(error)
+            if self.layout.is_shared and (self._division is not before or self.layout.strayed()):
+                self._spoil(error)
             raise
 
     def lay_out_again(self) -> None:
@@ -180,15 +184,22 @@ class Shares:
             others = self._reducer.members.all_parameters
             copies = {} if moves else self.layout.copies(strayed, self._division.pieces, others)
             number = self._groups.number(has_moved=has_moved, turn=turn)
-        met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
-        lends: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if met.idle:
-            lends = lent(self._groups, self.transport, self._peers, self._fail, idle=idle)
-        with lends:
-            if moves:
-                self._follow()
-            said = self._groups.number(has_moved=False) if idle else number
-            self._write([] if moves else strayed, copies, said, turn)
+        met = None
+        try:
+            met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
+            lends: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if met.idle:
+                lends = lent(self._groups, self.transport, self._peers, self._fail, idle=idle)
+            with lends:
+                if moves:
+                    self._follow()
+                said = self._groups.number(has_moved=False) if idle else number
+                self.layout.bring_back([] if moves else strayed, copies)
+                self._step_share(said, turn)
+        except BaseException as error:  # see [Note: half a step]; Ctrl-C right behind the meeting, too
+            if met is not None or (meets and not isinstance(error, StrettoError)):
+                self._fail(error)
+            raise
         self._has_moved |= has_moved
         if self._has_moved and not turn:  # not before: what is there now is in the shares of this pass
             self._has_moved = False
@@ -208,19 +219,13 @@ class Shares:
 
     def _agree(self, number: int, *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
         """All have come, with groups that are alike: without shared memory that is seen in what they send."""
-        met = self.attendance.meet(self._everything(), number, idle=idle) if meets else ALIKE
+        written = self._writings.found(self.layout)
+        met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
+        if met.have_written > len(self.layout.hosts):  # as of one rank for each memory, all is well
+            self._writings.tell(met.have_written, written, self.layout, self._peers.where, speaks=not self.rank)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(self._peers, call)
         return met
-
-    def _write(self, strayed: Sequence[int], copies: Mapping[Piece, torch.Tensor], number: int, turn: str) -> None:
-        """What makes another model of it: see [Note: half a step]."""
-        try:
-            self.layout.bring_back(strayed, copies)
-            self._step_share(number, turn)
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def _fail(self, error: BaseException) -> None:
         if self.meetings.broken is None:
@@ -235,6 +240,7 @@ class Shares:
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
         torch.autograd.graph.increment_version(self._everything())
+        self._writings.stepped(self.layout)
         self._spread.send(number, self._peers.seat.key << 8 | self._number, step)
         self.withholding.drop([] if turn else self._everything())
 

@@ -44,8 +44,9 @@ NOTE = "  rank {0}, pass {1}, forward: ValueError: bad token (test_forward.py:LI
 IN_BACKWARD = "  rank {0}, pass {1}, backward: ValueError: bad token (test_forward.py:LINE in raises)\n"
 MORE = (
     "rank {0}, pass {1}: some ranks ran forward more often for this pass than for any before, others did not ({2})."
-    "\nIf a rank left out a batch (an exception that was caught, a loss that needs no gradient), its passes are "
-    "shifted by one from here on. Forwards that no backward follows belong under torch.no_grad(). Told once."
+    "\nIf a rank left out a batch (an exception that was caught, a loss that needs no gradient, a break or continue "
+    "before backward), its passes are shifted by one from here on. Forwards that no backward follows belong under "
+    "torch.no_grad(). Told once."
 )
 
 

@@ -449,8 +449,9 @@ def test_ranks_that_call_two_different_things_are_told_which(tmp_path: Path, tra
             f"rank {rank}, pass 1: ranks have called different things: rank 0 is in report() at train.py:LINE in "
             "<lambda>; rank 1 is in check() at train.py:LINE in <lambda>.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), "
-            "report(), trace(), state_dict()."
+            "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
+            "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), "
+            "stretto.reduce()."
         )
 
 
@@ -497,8 +498,9 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
         rf"rank {first} waits [\w() ]*at train.py:LINE in [<\w>]+; "
         rf"rank {1 - first} [\w() ]*at train.py:LINE in [<\w>]+.\n"
         r"All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        r"`if rank == 0` or a `continue`: attach\(\), backward, optimizer.step\(\), clip_grad_norm_\(\), check\(\), "
-        r"report\(\), trace\(\), state_dict\(\).",
+        r"`if rank == 0`, a `continue` or a `break`: attach\(\), shard\(\), backward, optimizer.step\(\), "
+        r"clip_grad_norm_\(\), check\(\), report\(\), trace\(\), state_dict\(\), load_state_dict\(\), unshard\(\), "
+        r"stretto.reduce\(\).",
         texts[first],
     ), texts[first]
 
@@ -1497,6 +1499,23 @@ def test_who_waits_for_one_that_has_not_come_is_told_where_to_look(caplog: pytes
         ),
         told,
     )
+
+
+def test_who_waits_for_one_that_waits_in_a_call_of_torchs_is_told_where_to_look(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = (
+        "rank 0 waits since 5 s in state_dict() at a.py:3 in f; rank 1 is in torch.distributed.barrier() at a.py:9 in f"
+    )
+    monkeypatch.setattr(stretto.inquiry, "places", lambda *_: now)
+    inquiry, channel = Inquiry(Seat(), 0), Channel(dist.HashStore(), 0, 2)
+    for second in range(10):
+        inquiry.go_on("rank 0, pass 2", channel, [], float(second))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rank 0, pass 2: {now}.\n"
+        "All ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed "
+        "before it in which another rank waits, or for a rank that was not started."
+    ]
 
 
 def seated(*seats: Seat, rank: int = 0, store: dist.Store | None = None) -> Channel:

@@ -516,8 +516,9 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
             f"rank {rank}, pass {6 + rank}: rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}.\n"
             "PLACES.\n"
             "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), "
-            "report(), trace(), state_dict()."
+            "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
+            "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), "
+            "stretto.reduce()."
         )
         assert took < 5 and code == 0
 
@@ -635,8 +636,8 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
     begin, place = r"ranks have gone apart, so nobody can complete this\.\n", r"test_shard_faults\.py:LINE in \w+"
     advice = (
         "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        "`if rank == 0` or a `continue`: attach(), backward, optimizer.step(), clip_grad_norm_(), check(), report(), "
-        "trace(), state_dict()."
+        "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), clip_grad_norm_(), "
+        "check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
     )
     last = rf"\.\n{re.escape(advice)}\nSo far "
     own = (

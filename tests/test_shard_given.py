@@ -1008,7 +1008,8 @@ def test_what_torch_refuses_to_load_on_one_rank_is_told_on_all(on: Any) -> None:
         assert text == (
             f"rank {rank}, pass 3: rank 1 cannot load the state that it was given, so no rank does.\n"
             "  ValueError: loaded state dict has a different number of parameter groups\n"
-            "Load what state_dict() of an optimizer with the same parameter groups has returned."
+            "Load what state_dict() of an optimizer with the same parameter groups has returned, of a sharded one on "
+            "rank 0."
         )
 
 
@@ -1047,7 +1048,8 @@ def test_what_another_rank_than_0_got_of_a_state_is_refused(world: int) -> None:
 
 BEFORE_A_STEP = (
     "rank {}, before pass 1: rank 0 cannot load the state that it was given, so no rank does.\n"
-    "  SetupError: {}\nLoad what state_dict() of an optimizer with the same parameter groups has returned."
+    "  SetupError: {}\n"
+    "Load what state_dict() of an optimizer with the same parameter groups has returned, of a sharded one on rank 0."
 )
 
 
@@ -1107,7 +1109,10 @@ def test_a_state_with_which_no_step_could_follow_is_refused_on_all_ranks(case: s
         before, after = text.split("  ValueError: ")
         assert before == f"rank {rank}, pass 3: rank 1 cannot load the state that it was given, so no rank does.\n"
         assert re.match(re.escape(told).replace("NAME", r"[\w.]+"), after), after
-        assert after.endswith("\nLoad what state_dict() of an optimizer with the same parameter groups has returned.")
+        assert after.endswith(
+            "\nLoad what state_dict() of an optimizer with the same parameter groups has returned, of a sharded one on "
+            "rank 0."
+        )
 
 
 class Late(Signed):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import stretto
+from stretto.steps import name_in
 from stretto.testing import spawn_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(100)]
@@ -262,3 +263,7 @@ def test_what_is_stepped_beside_a_handle(
 ) -> None:
     assert found[0][scene.__name__] == told
     assert found[1][scene.__name__] == [], "rank 0 speaks for all"
+
+
+def test_a_parameter_without_a_shape_is_called_by_its_place() -> None:
+    assert name_in({"params": [torch.ones(2), torch.tensor(1.0)]}, 3, 1) == "param_groups[3]['params'][1]"

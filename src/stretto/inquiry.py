@@ -14,7 +14,7 @@ from .channel import Channel
 from .notes import Note
 from .people import HAS_NOT_COME
 from .seat import Answer, Seat
-from .whereabouts import standing
+from .whereabouts import IN_TORCHS, standing
 
 log = logging.getLogger("stretto")
 
@@ -32,7 +32,7 @@ _ALL_CALL = (
     "\nAll ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed before "
     "it in which another rank waits, or for a rank that was not started."
 )
-"""Where some have not come, and have no handle."""
+"""Where some have not come, and have no handle, or wait in a call of torch's."""
 
 
 class Inquiry:
@@ -70,7 +70,8 @@ class Inquiry:
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, self._rank, channel, told)
             now = places(self._rank, channel, told, waited)
-            log.warning("%s: %s.%s", where, now, _ALL_CALL if HAS_NOT_COME in now else "")
+            may_never_come = HAS_NOT_COME in now or IN_TORCHS in now
+            log.warning("%s: %s.%s", where, now, _ALL_CALL if may_never_come else "")
 
     def _ask(self, channel: Channel, waited: float) -> dict[int, Answer] | None:
         """Or look for answers; those that there are, once, when all are there or should be."""

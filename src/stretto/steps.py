@@ -60,11 +60,11 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]
 
 
 def name_in(group: Mapping[str, Any], number: int, place: int) -> str:
-    """What a parameter is called in an optimizer's group: as it was given, or else by place and shape."""
+    """What a parameter is called in an optimizer's group: as it was given, or else by place, and by its shape."""
     names, parameters = group.get("param_names") or (), group["params"]
     if len(names) == len(parameters):
         return str(names[place])
-    return f"param_groups[{number}]['params'][{place}] {(*parameters[place].shape,)}"
+    return f"param_groups[{number}]['params'][{place}] {(*parameters[place].shape,) or ''}".rstrip()
 
 
 def listen(listener: Listener) -> None:

@@ -255,7 +255,7 @@ class SteppedAlone:
             stop_listening(self._stepping_kept)
             log.warning(
                 "%s: a step with gradients of this rank alone, of a backward that was not synchronised (no_sync()): "
-                "%s. Ranks part here.\n"
+                "%s. Each rank steps by its own.\n"
                 "Run the last backward before each step outside no_sync(), also in the last, shorter round of an "
                 "epoch. Where gradients, or weights later, are averaged in another way, all is well. Told once.",
                 self._queue.where,

@@ -19,6 +19,8 @@ from .transport.base import Transport
 from .transport.life import is_over, is_stopped, started_at
 
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+IN_TORCHS = "in torch.distributed."
+"""Where a rank stands that waits in a collective of torch's; the name follows."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -95,7 +97,7 @@ def standing(frame: FrameType | None) -> str:
         if above.f_code.co_filename.startswith(_LIBRARIES[1]):
             call = f"in {above.f_code.co_name}() "
         elif above.f_code.co_filename == distributed_c10d.__file__:
-            call = f"in torch.distributed.{above.f_code.co_name}() "
+            call = f"{IN_TORCHS}{above.f_code.co_name}() "
         elif above.f_code.co_filename.startswith(_LIBRARIES[0]) and above.f_code.co_filename != c10d_logger.__file__:
             call = ""  # backward, say, and its hooks; that logger wraps each collective
         above = above.f_back

@@ -98,7 +98,8 @@ def refuse_unlike(
         if failure is not None:
             raise SetupError(
                 f"{where}: rank {rank} cannot load the state that it was given, so no rank does.\n  {failure}\n"
-                "Load what state_dict() of an optimizer with the same parameter groups has returned."
+                "Load what state_dict() of an optimizer with the same parameter groups has returned, of a sharded one "
+                "on rank 0."
             ) from problem
     first = told[0][1]
     for rank, (_, theirs) in enumerate(told):

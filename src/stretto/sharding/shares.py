@@ -184,20 +184,21 @@ class Shares:
             others = self._reducer.members.all_parameters
             copies = {} if moves else self.layout.copies(strayed, self._division.pieces, others)
             number = self._groups.number(has_moved=has_moved, turn=turn)
-        met = None
+        begun = False
         try:
             met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
             lends: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if met.idle:
                 lends = lent(self._groups, self.transport, self._peers, self._fail, idle=idle)
             with lends:
+                begun = True
                 if moves:
                     self._follow()
                 said = self._groups.number(has_moved=False) if idle else number
                 self.layout.bring_back([] if moves else strayed, copies)
                 self._step_share(said, turn)
         except BaseException as error:  # see [Note: half a step]; Ctrl-C right behind the meeting, too
-            if met is not None or (meets and not isinstance(error, StrettoError)):
+            if begun or (meets and not isinstance(error, StrettoError)):
                 self._fail(error)
             raise
         self._has_moved |= has_moved

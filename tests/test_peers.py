@@ -705,14 +705,25 @@ def test_what_a_handler_of_signals_raises_does_not_stand_for_a_wait_that_lasts_t
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("call", ["sync.check()", "optimizer.state_dict()", "sync.report()", "optimizer.step()"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "sync.check()",
+        "optimizer.state_dict()",
+        "sync.report()",
+        "optimizer.step()",
+        "sync.clip_grad_norm_(1.0)",
+        "stretto.reduce([torch.ones(3)])",
+        "stretto.attach(torch.nn.Linear(2, 2))",
+    ],
+)
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 def test_a_handler_of_signals_makes_no_call_of_all_ranks_while_its_rank_waits(
     tmp_path: Path, transport: str, call: str
 ) -> None:
     """Over Gloo sizes did not match, which ended a rank by SIGABRT; or both stood in the call until the time-out."""
     body = f"""
-        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync, keep_grads=False)
         step()
         optimizer.step()
         if rank == 0:
@@ -721,14 +732,17 @@ def test_a_handler_of_signals_makes_no_call_of_all_ranks_while_its_rank_waits(
         else:
             time.sleep(2)
         {{"auto": sync.check, "process_group": step}}[transport]()  # in shared memory so small a pass does not wait
+        step()
         {call}
         optimizer.step()
         sync.check()
     """
     (status, mine, _), other = ranks(tmp_path, body, transport=transport)
     assert (status, other) == (0, (0, "", ""))
+    when = f"pass {1 if transport == 'auto' else 2}"
+    when = next((one for one in ("reduce", "attach") if f"stretto.{one}" in call), when)
     assert within(mine, "SetupError", 1) == (
-        f"rank 0, pass {1 if transport == 'auto' else 2}: a call that all ranks make, amid another in which this rank "
+        f"rank 0, {when}: a call that all ranks make, amid another in which this rank "
         "waits, as by a handler of signals.\n"
         "Let the handler set a flag, agree on it behind the step, stretto.reduce([flag]), and make the call there."
     )

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Fails
+from test_shard import CARRIERS
 from test_shared_memory import shared
 
 import stretto
@@ -286,6 +287,56 @@ def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_aga
     ]
 
 
+@pytest.mark.parametrize("sharded_first", [True, False])
+def test_a_plain_step_before_one_in_shares_hides_nothing(caplog: pytest.LogCaptureFixture, sharded_first: bool) -> None:
+    """Where it ended was the last look, and the step in shares made equal what had not been."""
+
+    def worker(transport: Transport) -> None:
+        one = Run(transport)
+        first, _, last = one.model
+        optimizers = [
+            stretto.shard(torch.optim.SGD(first.parameters(), lr=0.0), one.sync),
+            torch.optim.SGD(last.parameters(), lr=0.0),
+        ]
+        if transport.rank == 1:
+            changed_in_place(first)
+        for _ in range(9):
+            one.backward()
+            for optimizer in optimizers if sharded_first else optimizers[::-1]:
+                optimizer.step()
+
+    (told,) = run(caplog, worker)
+    assert told.startswith("pass 2 of Sequential: before the last step the ranks held different values of 0.weight, 0.")
+
+
+def test_ranks_that_read_other_parameters_look_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    """What forward had not read was under way, and left out on that rank: ranks soon compared no more, in silence."""
+
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.ways = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+            return self.ways[way](x)
+
+    def worker(transport: Transport) -> tuple[bool, int]:
+        model = Branches()
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        for step in range(20):
+            sharded.zero_grad()
+            model(torch.full((2, 4), float(step)), transport.rank % 2).sum().backward()
+            sharded.step()
+        checks = sync._reducer._consensus.spot_checks  # type: ignore[union-attr]
+        return checks._wanted, checks._fruitless
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        assert CARRIERS["hosts"](worker, 2) == [(True, 0)] * 4
+    assert not [one.getMessage() for one in caplog.records if "looked at" in one.getMessage()]
+
+
 @pytest.mark.parametrize("run_all", [run_ranks, shared])
 def test_equal_ranks_that_step_in_shares_are_told_nothing(caplog: pytest.LogCaptureFixture, run_all: Any) -> None:
     def worker(transport: Transport) -> None:
@@ -324,7 +375,7 @@ def test_ranks_that_are_made_equal_behind_each_step_look_twice_and_no_more(caplo
 
     with caplog.at_level(logging.INFO, "stretto"):
         assert run(caplog, worker) == []
-    end = "of Sequential: what ranks looked at behind the last step was not alike, and all parameters are equal now"
+    end = "of Sequential: what ranks looked at around the last step was not alike, and all parameters are equal now"
     said = [record.getMessage() for record in caplog.records if record.getMessage().endswith(end)]
     assert said == [f"pass {number} {end}" for number in (2, 2, 3, 3)]
 

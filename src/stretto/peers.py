@@ -13,7 +13,6 @@ import functools
 import os
 import secrets
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Collection, Sequence
@@ -31,7 +30,7 @@ from .line import Line
 from .notes import Note, text_of
 from .seat import Seat, nothing
 from .transport.base import Transport, Work, done_within, raised_by_handler
-from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, wait_a_while
+from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, this_thread, wait_a_while
 from .whereabouts import Person, of_group, place_of_failure
 
 GONE_SECONDS = 1.0  # how long, when a collective failed, for a note or for a process to be seen dead
@@ -225,7 +224,7 @@ class Peers:
 
     def refuse_misplaced(self) -> None:
         """Raise in a forked child, and amid a wait of this thread, before anything is touched."""
-        if self._pid != os.getpid() or self.seat.waits == threading.get_ident():
+        if self._pid != os.getpid() or this_thread.waits:
             blame.refuse_misplaced(self.where, self._transport.rank, self._pid)
 
     # Waiting
@@ -246,7 +245,7 @@ class Peers:
             work.wait()
             return
         try:
-            self.seat.waits = threading.get_ident()
+            this_thread.waits = True
             if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
                 return
             if patience is None:
@@ -261,7 +260,7 @@ class Peers:
                 self.tell_failed("waiting", error)
             raise
         finally:
-            self.seat.waits = 0
+            this_thread.waits = False
 
     def wait_for(self, work: Work, what: str) -> None:
         """The same for ``what``, a noun; raises ``CommunicationError``, which says who did not come."""

@@ -34,8 +34,6 @@ class Seat:
     """Whether one is under way; else what this rank waits for belongs to another call."""
     thread: int = 0
     """Which began the last; 0 before the first."""
-    waits: int = 0
-    """The thread that waits for other ranks; 0 if none does. Of several, one."""
     told: tuple[str, int, str] | None = None
     """Handle, pass and text of the last failure of backward that was told."""
     unsent: list[Note] = field(default_factory=list)

@@ -110,12 +110,15 @@ class SpotChecks:
         self._passed, self._fruitless, self._some = 0, 0, 0
         self._mine: frozenset[int] = frozenset()  # of which a step is awaited, by id
         self._depth = 0  # of steps of these that have begun: ZeroRedundancyOptimizer steps another, and sends then
-        self._taken: tuple[int, SpotCheck] | None = None  # and behind which pass
-        self._kept: dict[str, torch.Tensor] = {}  # what that has looked at, before a step in shares
+        self._has_looked = False  # behind this pass, and a step in shares may follow, before which it would again
+        self._taken: tuple[int, SpotCheck, Mapping[str, torch.Tensor]] | None = None  # behind which pass, at what
+        self._kept: Mapping[str, torch.Tensor] = {}  # before a step in shares, which this rank has told of
 
     def ended(self, number: int) -> None:
         """A pass has. Behind some a step is awaited, at whose end the parameters are looked at."""
         self._passed, self._depth = number, 0
+        if self._has_looked:
+            self.stop()
         if self._wanted and not self._mine and not (number & number - 1 and number % _EVERY):
             self._mine = frozenset(map(id, self._members.everything().values()))
             listen(self._stepping)
@@ -127,27 +130,34 @@ class SpotChecks:
             return
         self._depth += 1 if begins else -1
         in_shares = IN_SHARES in vars(optimizer)
-        if begins if in_shares else (not begins and self._depth <= 0):
-            self.stop()
+        if begins if in_shares else (not begins and self._depth <= 0 and not self._has_looked):
+            self._has_looked = True
+            if in_shares:
+                self.stop()
             with torch.no_grad():
                 self._look(keep=in_shares)
 
     def _look(self, *, keep: bool) -> None:
         everything: Mapping[str, torch.Tensor] = self._members.everything()
-        if keep:
-            some = {name: one for name, one in everything.items() if _can_be_looked_at(one)}
-            everything = self._kept = {name: _few_of(one, self._passed).clone() for name, one in some.items()}
-        self._taken = self._passed, SpotCheck(everything.values(), self._passed)
+        kept = dict[str, torch.Tensor]()
+        if keep:  # to ask what can be read waits for what is under way, as the step does at once
+            some = {name: one for name, one in everything.items() if is_readable(one) and _can_be_looked_at(one)}
+            everything = kept = {name: _few_of(one, self._passed).clone() for name, one in some.items()}
+        self._taken = self._passed, SpotCheck(everything.values(), self._passed), kept
 
     def stop(self) -> None:
         """Await no step. Harmless twice."""
-        self._mine = frozenset()
+        self._mine, self._has_looked = frozenset(), False
         stop_listening(self._stepping)
 
     def says(self, number: int) -> list[int]:
         """What the last bucket of the pass is to tell."""
         taken, self._taken = self._taken, None
-        return taken[1].says() if taken is not None and taken[0] == number - 1 else []
+        if taken is None or taken[0] != number - 1:
+            self._kept = {}
+            return []
+        self._kept = taken[2]
+        return taken[1].says()
 
     def hear(self, said: Sequence[float], number: int, *, some: bool, idle: bool) -> None:
         """Look closely if ranks said different things, and tell of what differs. Collective.
@@ -178,7 +188,7 @@ class SpotChecks:
         self._wanted = self._fruitless < _FRUITLESS
         if differ:
             log.info(
-                "%s: what ranks looked at behind the last step was not alike, and all parameters are equal now", where
+                "%s: what ranks looked at around the last step was not alike, and all parameters are equal now", where
             )
 
     def _were_unlike(self, kept: Mapping[str, torch.Tensor], where: str) -> bool:

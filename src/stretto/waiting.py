@@ -7,6 +7,7 @@ import datetime
 import functools
 import inspect
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,14 @@ FIRST_SLICE = datetime.timedelta(seconds=0.5)
 SLICE = datetime.timedelta(seconds=1.0)
 STORE_SECONDS = 3.0
 """How long ranks wait in the store for each other before they agree on a name."""
+
+
+class _ThisThread(threading.local):
+    waits = False
+    """For other ranks, for whatever handle."""
+
+
+this_thread = _ThisThread()
 
 
 @functools.cache

@@ -120,6 +120,7 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
             f"{queue.where}: norm_type=0 counts gradients that are not zero, and with keep_grads=False no rank has "
             "whole ones.\nUse another norm, or stretto.shard(..., keep_grads=True)."
         )
+    queue.peers.refuse_misplaced()
     seat, told = queue.peers.seat, norms.new_zeros(3, transport.world_size)
     told[2, transport.rank] = seat.key
     if len(norms):

@@ -14,7 +14,7 @@ from ..membership import Membership
 from ..peers import Peers
 from ..reducer import Reducer
 from ..slots import has_memory
-from ..specs import dtype_name
+from ..specs import describe_ranks, dtype_name
 from ..steps import stepped_by
 
 
@@ -94,11 +94,15 @@ def _refuse_scaled(stepped: Set[int], module: torch.nn.Module, ranks: Sequence[i
         weight = layer._parameters.get("weight")
         if weight is None or id(weight) not in stepped or not (weight.requires_grad and weight.is_cpu):
             continue
-        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.max_norm and not layer.sparse:
+        if (
+            isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            and layer.max_norm is not None
+            and not layer.sparse
+        ):
             raise SetupError(
                 f"{where}: forward of {name or type(layer).__name__} scales its weight in place "
-                f"(max_norm={layer.max_norm}), which ranks {', '.join(map(str, ranks))} would have in one memory: two "
-                "at once would scale a row twice.\n"
+                f"(max_norm={layer.max_norm}), which {describe_ranks(ranks)} would have in one memory: two at once "
+                "would scale a row twice.\n"
                 'Say max_norm=None; or leave the weight to a plain optimizer; or attach with transport="process_group".'
             )
 

@@ -58,13 +58,14 @@ class Writings:
         self._has_told = True
         if names and (speaks or count < sum(map(len, layout.hosts))):
             log.warning(
-                "%s: since the last step %d ranks have written %s in place, which %s have in one memory: each changes "
-                "it once more, amid what others read (nn.init, p.mul_(), a hook of the optimizer, a forward).\n"
+                "%s: since the last step %d ranks have written parameters in place which %s have in one memory "
+                "(nn.init, p.mul_(), a hook of the optimizer, a forward), this rank %s: what several write is changed "
+                "once more by each, amid what others read.\n"
                 "Let one rank do it, between two calls of torch.distributed.barrier(); or all of them, by "
-                "parameter.data = ...; see docs/sharding.md. Where twice is as good as once (clamp_, values that are "
-                "copied in between barriers) all is well. Told once.",
+                "parameter.data = ...; see docs/sharding.md. Where each writes others, or twice is as good as once "
+                "(clamp_, values that are copied in between barriers), all is well. Told once.",
                 where,
                 count,
-                name_list(names),
                 describe_ranks(layout.host),
+                name_list(names),
             )

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import stretto
+from stretto.sharding import keeping
 from stretto.sharding.checkpoint import boxes_in_memory
+from stretto.sharding.division import Division
 from stretto.testing import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
@@ -279,8 +281,42 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         dcp.load({"optimizer": smaller.stateful()}, checkpoint_id=tmp_path)
     assert str(caught.value) == (
         "shard: parameter group 0 of the checkpoint has other parameters than the optimizer's: back.bias, back.weight "
-        "are in one of them alone.\nBuild the optimizer with the groups that it was saved with."
+        "are in one of them alone.\nBuild the optimizer anew, with the groups that it was saved with: a state that it "
+        "had has been read over."
     )
+
+
+@pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_rank_that_cannot_write_or_read_its_share_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, run: Any, loads: bool
+) -> None:
+    """Behind a load of which one rank had caught an error all went on, it with half of a state; else others waited."""
+    owner, name = (Division, "take") if loads else (keeping, "kept")
+    real, fails = getattr(owner, name), threading.local()
+
+    def fail(*arguments: Any) -> Any:
+        if hasattr(fails, "here"):
+            raise MemoryError("no room")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, fail)
+
+    def worker(transport: Any) -> str:
+        model = Net()
+        sharded = stretto.shard(OPTIMIZERS["AdamW"](model.parameters()), stretto.attach(model, transport=transport))
+        train(model, sharded, transport.rank, range(2))
+        state = sharded.stateful()
+        kept = state.state_dict() if loads else {}
+        if transport.rank == 1:
+            fails.here = True
+            with pytest.raises(MemoryError):
+                state.load_state_dict(kept) if loads else state.state_dict()
+        with pytest.raises(stretto.CommunicationError) as told:
+            train(model, sharded, transport.rank, range(2, 3))
+        return str(told.value)
+
+    assert "rank 1, pass 2, waiting: MemoryError: no room\n" in run(worker, 2)[0]
 
 
 def test_each_rank_must_be_given_the_whole_state() -> None:

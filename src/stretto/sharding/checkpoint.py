@@ -133,7 +133,7 @@ class ShardedState:
 
         Raises:
             SetupError: it is something else, or has other parameter groups; the optimizer has ended. Groups are as they
-                were then.
+                were then; values that there were have been read over.
         """
         keeper = self._keeper()
         if self._kept is None or state_dict["state"].keys() != self._kept.keys():
@@ -180,7 +180,8 @@ class ShardedState:
                 raise SetupError(
                     f"{self._where}: parameter group {number} of the checkpoint has other parameters than the "
                     f"optimizer's: {name_list(different)} are in one of them alone.\n"
-                    "Build the optimizer with the groups that it was saved with."
+                    "Build the optimizer anew, with the groups that it was saved with: a state that it had has "
+                    "been read over."
                 )
 
 

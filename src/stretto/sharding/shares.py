@@ -187,10 +187,8 @@ class Shares:
         begun = False
         try:
             met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
-            lends: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if met.idle:
-                lends = lent(self._groups, self.transport, self._peers, self._fail, idle=idle)
-            with lends:
+            known = self._groups, self.transport, self._peers, self._fail
+            with lent(*known, idle=idle) if met.idle else contextlib.nullcontext():
                 begun = True
                 if moves:
                     self._follow()
@@ -293,14 +291,16 @@ class Shares:
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
         self._catch_up(ask=False)
-        return keeping.kept(self._division)
+        with self.tells():  # torch's calls follow, in which the others would wait
+            return keeping.kept(self._division)
 
     @torch.inference_mode(False)
     def take(self, kept: Sequence[Kept]) -> None:
         """Keep this from here on, in place of what was kept."""
-        self._spread.finish()
-        self._division.take(kept)
-        self._groups.departed.clear()  # what is kept is all there is
+        with self.tells():  # the others have taken theirs
+            self._spread.finish()
+            self._division.take(kept)
+            self._groups.departed.clear()  # what is kept is all there is
 
     @torch.inference_mode(False)
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:

@@ -1154,13 +1154,9 @@ def test_a_state_that_cannot_be_taken_leaves_the_one_before(monkeypatch: pytest.
         train(model, sharded, transport.rank)
         train(plain, optimizer, transport.rank)
         state = transport.all_gather_object(sharded.state_dict())[0]
-        shares = sharded.stateful()
-        mine = shares.state_dict()
         refused.add(threading.get_ident())
         with pytest.raises(MemoryError):
             sharded.load_state_dict(state)
-        with pytest.raises(MemoryError):
-            shares.load_state_dict(mine)
         refused.remove(threading.get_ident())
         train(model, sharded, transport.rank, range(3, 6))
         train(plain, optimizer, transport.rank, range(3, 6))

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_programs
+from test_shared_memory import shared
 
 import stretto
 from stretto.awaited_keys import AwaitedKeys
@@ -34,6 +35,7 @@ from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport import LocalTransport
 from stretto.transport.life import is_over, started_at
+from stretto.waiting import this_thread
 from stretto.whereabouts import standing
 
 pytestmark = pytest.mark.timeout(60)
@@ -1530,6 +1532,20 @@ def test_who_waits_for_one_that_waits_in_a_call_of_torchs_is_told_where_to_look(
         "All ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed "
         "before it in which another rank waits, or for a rank that was not started."
     ]
+
+
+def test_who_waits_within_a_wait_is_amid_that_still() -> None:
+    """A handler of signals that reads what is under way waits for it; the call behind that was let through."""
+
+    def worker(transport: Any) -> bool:
+        peers = Peers(transport)
+        this_thread.waits = True
+        peers.wait(transport.all_reduce(torch.ones(1)))
+        still, this_thread.waits = this_thread.waits, False
+        peers.wait(transport.all_reduce(torch.ones(1)))
+        return still and not this_thread.waits
+
+    assert shared(worker, 2) == [True, True]
 
 
 def seated(*seats: Seat, rank: int = 0, store: dist.Store | None = None) -> Channel:

@@ -241,6 +241,17 @@ def test_two_models_of_one_backward_are_told_of_by_themselves(caplog: pytest.Log
     assert run(caplog, worker) == [APART.format(2)]
 
 
+def test_behind_a_look_no_step_is_awaited(caplog: pytest.LogCaptureFixture) -> None:
+    """A model whose training had ended behind pass 4 listened to every optimizer of the process from then on."""
+
+    def worker(transport: LocalTransport) -> bool:
+        one = Run(transport)
+        one.step(4)
+        return bool(one.sync._reducer._consensus.spot_checks._mine)  # type: ignore[union-attr]
+
+    assert run_ranks(worker, 2) == [False, False]
+
+
 # Where an optimizer steps in shares
 
 
@@ -308,26 +319,29 @@ def test_a_plain_step_before_one_in_shares_hides_nothing(caplog: pytest.LogCaptu
     assert told.startswith("pass 2 of Sequential: before the last step the ranks held different values of 0.weight, 0.")
 
 
-def test_ranks_that_read_other_parameters_look_at_all(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("each", [1, 3])
+def test_ranks_that_read_other_parameters_look_at_all(caplog: pytest.LogCaptureFixture, each: int) -> None:
     """What forward had not read was under way, and left out on that rank: ranks soon compared no more, in silence."""
 
     class Branches(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.ways = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+            self.ways, self.head = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)), torch.nn.Linear(4, 1)
 
         def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
-            return self.ways[way](x)
+            return self.head(self.ways[way](x))
 
     def worker(transport: Transport) -> tuple[bool, int]:
         model = Branches()
         sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-5)
-        sharded = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        sharded = stretto.shard(torch.optim.AdamW(model.ways.parameters()), sync)
+        plain = torch.optim.SGD(model.head.parameters(), lr=0.01)
         for step in range(20):
-            sharded.zero_grad()
-            model(torch.full((2, 4), float(step)), transport.rank % 2).sum().backward()
-            sharded.step()
+            model(torch.full((2, 4), float(step)), transport.rank).sum().backward()
+            for optimizer in (plain, sharded) if step % each == each - 1 else (plain,):
+                optimizer.step()
+                optimizer.zero_grad()
         checks = sync._reducer._consensus.spot_checks  # type: ignore[union-attr]
         return checks._wanted, checks._fruitless
 

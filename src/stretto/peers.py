@@ -244,6 +244,7 @@ class Peers:
         if limit is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
             return
+        waited = this_thread.waits  # so does who waits in a handler of signals, for what is under way
         try:
             this_thread.waits = True
             if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
@@ -260,7 +261,7 @@ class Peers:
                 self.tell_failed("waiting", error)
             raise
         finally:
-            this_thread.waits = False
+            this_thread.waits = waited
 
     def wait_for(self, work: Work, what: str) -> None:
         """The same for ``what``, a noun; raises ``CommunicationError``, which says who did not come."""

@@ -132,7 +132,7 @@ class SpotChecks:
         in_shares = IN_SHARES in vars(optimizer)
         if begins if in_shares else (not begins and self._depth <= 0 and not self._has_looked):
             self._has_looked = True
-            if in_shares:
+            if in_shares or not self._peers.seat.steps:  # else nobody steps in shares
                 self.stop()
             with torch.no_grad():
                 self._look(keep=in_shares)
@@ -140,9 +140,10 @@ class SpotChecks:
     def _look(self, *, keep: bool) -> None:
         everything: Mapping[str, torch.Tensor] = self._members.everything()
         kept = dict[str, torch.Tensor]()
-        if keep:  # to ask what can be read waits for what is under way, as the step does at once
-            some = {name: one for name, one in everything.items() if is_readable(one) and _can_be_looked_at(one)}
-            everything = kept = {name: _few_of(one, self._passed).clone() for name, one in some.items()}
+        # To ask what can be read waits for what is under way: else ranks that have read others would look at others.
+        everything = {name: one for name, one in everything.items() if is_readable(one) and _can_be_looked_at(one)}
+        if keep:
+            everything = kept = {name: _few_of(one, self._passed).clone() for name, one in everything.items()}
         self._taken = self._passed, SpotCheck(everything.values(), self._passed), kept
 
     def stop(self) -> None:

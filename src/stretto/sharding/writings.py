@@ -58,9 +58,9 @@ class Writings:
         self._has_told = True
         if names and (speaks or count < sum(map(len, layout.hosts))):
             log.warning(
-                "%s: since the last step %d ranks have written parameters in place which %s have in one memory "
-                "(nn.init, p.mul_(), a hook of the optimizer, a forward), this rank %s: what several write is changed "
-                "once more by each, amid what others read.\n"
+                "%s: since the last step %d ranks have written parameters in place that the ranks of a host have in "
+                "one memory (nn.init, p.mul_(), a hook of the optimizer, a forward); this one, of %s, has written %s. "
+                "What several ranks of a host write is changed once more by each, amid what others read.\n"
                 "Let one rank do it, between two calls of torch.distributed.barrier(); or all of them, by "
                 "parameter.data = ...; see docs/sharding.md. Where each writes others, or twice is as good as once "
                 "(clamp_, values that are copied in between barriers), all is well. Told once.",

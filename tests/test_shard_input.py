@@ -680,8 +680,8 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
     assert sorted(record.getMessage() for record in caplog.records) == [
         f"rank {rank}, pass {behind + 1}: since the last step {len(only)} ranks have written parameters in place that "
         "the ranks of a host have in one memory (nn.init, p.mul_(), a hook of the optimizer, a forward); this one, of "
-        f"ranks {', '.join(map(str, range(world)))}, has written first.weight. What several ranks of a host write is changed "
-        "once more by each, amid what others read.\n"
+        f"ranks {', '.join(map(str, range(world)))}, has written first.weight. What several ranks of a host write is "
+        "changed once more by each, amid what others read.\n"
         "Let one rank do it, between two calls of torch.distributed.barrier(); or all of them, by parameter.data = "
         "...; see docs/sharding.md. Where each writes others, or twice is as good as once (clamp_, values that are "
         "copied in between barriers), all is well. Told once."

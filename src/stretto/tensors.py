@@ -34,23 +34,24 @@ def reduce(
 ) -> None:
     """Replace tensors by their mean (or sum) over ranks, in place. Collective.
 
-    For gradients that ``torch.autograd.grad`` or ``torch.func.grad`` returns, and for hand-written training loops. All
-    ranks give the same shapes and dtypes in the same order: that is compared first, in one small message. The tensors
-    travel in flat messages, all under way at once.
+    For gradients from ``torch.autograd.grad`` or ``torch.func.grad``, and for hand-written training loops. All ranks
+    must give the same shapes and dtypes in the same order; one small message compares them first. The tensors then
+    travel in flat messages, all at the same time.
 
     Args:
-        tensors: floating or complex, dense, any strides; ``None`` is passed over, and must be on all ranks alike.
-        process_group: default, the default group; without one nothing is done.
+        tensors: floating or complex, dense, any strides; ``None`` items are skipped, and must be the same on all ranks.
+        process_group: by default the default group; if there is none, nothing is done.
         transport: what carries them, instead of a process group.
         op: ``"mean"`` or ``"sum"``.
-        bucket_cap_mb: a message is at most so many MiB, unless one tensor alone is larger.
+        bucket_cap_mb: the largest size of a message in MiB, unless one tensor alone is larger.
 
     Raises:
-        UnsupportedError: a tensor that is sparse or of integers, an ``op`` that is not known.
-        SetupError: ``bucket_cap_mb`` is no positive number. Either on this rank; the others raise ModelMismatchError.
-        ModelMismatchError: the ranks give different tensors or options; the same difference on all of them.
-        CommunicationError: a rank does not come, with the places where all are; ``PeerError`` if it has failed, ended
-            or died.
+        UnsupportedError: a tensor is sparse or of integers, or ``op`` is unknown.
+        SetupError: ``bucket_cap_mb`` is not a positive number. The rank with the mistake raises one of these two, and
+            the others raise ModelMismatchError.
+        ModelMismatchError: the ranks give different tensors or options; all name the same difference.
+        CommunicationError: a rank does not call ``reduce``; it says where all ranks are. ``PeerError`` if that rank has
+            failed, ended or died.
 
     Example::
 

@@ -55,73 +55,74 @@ def attach(
     The module is not wrapped: hooks sit on its parameters, so any method may run forward, names in ``state_dict`` stay,
     and evaluation on one rank alone just works. All ranks start from rank 0's parameters and buffers.
 
-    Parts of the module may be attached already: their handles go on with their parameters and their own ``no_sync``
-    (and ``buffers``, unless ``"none"``), and this one takes the rest, which leaves when backward has ended unless it
-    goes through shared memory or has another process group. Passes of such handles begin and end together. Detach the
-    outer one first.
-    The module may change afterwards, alike on all ranks: parameters that are frozen, unfrozen, added, replaced or
-    converted are followed in the pass that meets them first, and new ones take rank 0's values when it ends.
+    Parts of the module may be attached already: their handles keep their parameters and their own ``no_sync`` (and
+    ``buffers``, unless ``"none"``), and this handle takes the rest. Gradients of the rest are sent after backward,
+    unless they go through shared memory or another process group. Passes of such handles begin and end together.
+    Detach the outer one first.
+    The module may change afterwards, in the same way on all ranks: parameters that are frozen, unfrozen, added,
+    replaced or converted are picked up in the next pass that reaches them; new ones take rank 0's values at its end.
 
     Args:
         module: the same model on every rank; at least one parameter must require grad.
-        process_group: default, the default group. Without any group, or in a world of one, nothing is done, and the
+        process_group: by default the default group. Without any group, or in a world of one, nothing is done, and the
             handle works all the same.
-        process_groups: several groups of the same ranks; buckets take turns among them (VLDB 2020, section 5.4), so
-            that more than one is under way on backends that work through one after the other.
-        transport: ``"auto"`` or None, memory that the ranks share if all of them run on this host, both that and the
-            network with several ranks on each of several hosts, else the process group; ``"shared_memory"`` or
-            ``"process_group"`` to insist; or an object that carries the buckets instead, and is closed by whoever made
-            it. Tensors on accelerators, and several ``process_groups``, are left to the groups.
-        bucket_cap_mb: a bucket holds at most so many MiB; a parameter that is as large or larger lies alone. Default,
-            what suits the transport: 2.1 in shared memory, 25 for NCCL; over Gloo and between hosts from 0.27 to 34, by
-            what some messages take when ranks attach (4 if the model is no larger than 1 MiB, or without
-            ``init_sync``). Name one where runs must repeat to the bit on more than two ranks, or a comm hook keeps what
-            it knows by bucket.
-        last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; default a quarter of the cap that
-            was named, else what suits the transport (0.25 in shared memory).
-        buffers: ``"rank0"``, all ranks follow rank 0's buffers (BatchNorm's statistics) at the end of every pass;
-            ``"mean"``, floating ones (of more than 8 bits) become their mean and others follow rank 0's; ``"none"``,
-            each keeps its own. Of a module on the host, buffers of which none changes (masks) are sent no more until
-            one does.
-        init_sync: False if the ranks are known to hold the same values: nothing is compared or sent, but for what
-            ``transport`` asks unless it is ``"process_group"``.
+        process_groups: several groups of the same ranks. Buckets take turns among them (VLDB 2020, section 5.4), so
+            that several are under way at once on backends that handle one message after the other.
+        transport: ``"auto"`` or None uses shared memory if all ranks run on this host, shared memory and the network
+            with several ranks on each of several hosts, else the process group. ``"shared_memory"`` or
+            ``"process_group"`` insists on one. Or pass an object that carries the buckets instead; whoever made it
+            closes it. Tensors on accelerators, and several ``process_groups``, always use the groups.
+        bucket_cap_mb: the largest size of a bucket in MiB; a parameter of that size or more has a bucket of its own.
+            The default suits the transport: 2.1 in shared memory, 25 for NCCL; over Gloo and between hosts 0.27 to 34,
+            as measured with a few messages when ranks attach (4 if the model is no larger than 1 MiB, or without
+            ``init_sync``). Set it if runs on more than two ranks must repeat to the bit, or if a comm hook keeps state
+            per bucket.
+        last_bucket_cap_mb: the same for the last bucket, which backward cannot hide; by default a quarter of
+            ``bucket_cap_mb`` if that is given, else what suits the transport (0.25 in shared memory).
+        buffers: at the end of every pass, with ``"rank0"`` buffers (BatchNorm's statistics) take rank 0's values; with
+            ``"mean"`` floating ones (of more than 8 bits) become their mean and others take rank 0's values; with
+            ``"none"`` each rank keeps its own. If the module is on the CPU and no buffer changes (masks), they are not
+            sent until one does.
+        init_sync: False if you know that the ranks hold the same values: then nothing is compared or sent, except what
+            the choice of ``transport`` needs, unless that is ``"process_group"``.
         ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone: they are not averaged,
             do not get rank 0's values, and are not compared.
         reduce: ``"mean"`` or ``"sum"`` over ranks. What ``.grad`` already held before a pass (no ``zero_grad``, or set
-            by hand) is averaged over ranks in both modes, never summed, so what all ranks hold alike stays.
+            by hand) is averaged over ranks in both modes, never summed, so values equal on all ranks stay as they are.
         weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
         predivide_factor: divide by this before the sum and by the rest after it (Apex's ``gradient_predivide_factor``).
         reduce_dtype: gradients travel and are summed in this dtype, for example ``torch.float32`` for bfloat16 ones; a
             mapping gives one by pattern of parameter names. ``.grad`` keeps the parameter's dtype. Complex parameters
             travel in the complex dtype of that precision.
-        delay: send everything after backward, in one flat message a dtype unless ``bucket_cap_mb`` is given (Apex's
-            ``delay_allreduce``). The baseline to measure overlap against.
+        delay: send everything after backward, in one flat message per dtype unless ``bucket_cap_mb`` is given (Apex's
+            ``delay_allreduce``). It is the baseline to measure overlap against.
         launch_after: parameters, or their names, whose gradient closes the buckets that are being filled (Apex's
             trigger parameters).
         check_every: at the end of every n-th pass compare all parameters and buffers over the ranks by a cheap
-            fingerprint, as ``check()`` of the handle does at any time. None: spot checks now and then, of which a
-            difference is a warning, once. Unless it is 0, ranks also compare, once, what an optimizer of its own steps
-            beside all handles, and a few gradients of the first passes: do all train on the same batches?
+            fingerprint, as the handle's ``check()`` does at any time. None: only spot checks, and a difference gives
+            one warning. Unless it is 0, ranks also compare, once, parameters that an optimizer steps and no handle
+            averages, and a few gradients of the first passes, to see whether all train on the same batches.
         sparse: names or shell patterns of parameters whose gradient is sparse although no ``nn.Embedding(sparse=True)``
             or ``nn.EmbeddingBag(sparse=True)`` owns them. Sparse gradients travel by rows when backward has ended, and
-            ``.grad`` is their mean, sparse and coalesced; dense on all ranks where it is dense on one.
-        beside: handles of other models that one backward may reach together with this one (actor and critic): passes
-            of all begin and end together, as with parts of the module. On one process group it only spares looking who
-            comes; on different ones they act together from the first pass on, and not only once they have met.
+            ``.grad`` is their mean, sparse and coalesced; if it is dense on one rank, it becomes dense on all.
+        beside: handles of other models that one backward may reach together with this one (actor and critic). Passes
+            of all begin and end together, as with parts of a module. On one process group this only saves a check of
+            which models a backward reaches; on different groups it holds from the first pass on, not only once the
+            models have met in one backward.
 
     Returns:
-        The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced without it too. A copy of a
-        module that holds it has the same one, and is not attached. It cannot be pickled.
+        The handle. Keep it for ``no_sync``, ``plan``, ``detach``; gradients are reduced even if you drop it. A copy of
+        a module that holds the handle refers to the same one, and is not attached. It cannot be pickled.
 
     Raises:
-        SetupError: no parameter requires grad; lazy parameters, or some on the meta device; ``WORLD_SIZE`` is set and
-            no group is initialised; ``"shared_memory"`` cannot be had; an argument is of another kind than said above,
-            or names what the module does not have; torch's DistributedDataParallel holds what is to be reduced.
+        SetupError: no parameter requires grad; parameters are lazy or on the meta device; ``WORLD_SIZE`` is set and no
+            group is initialised; ``"shared_memory"`` is not available; an argument has a wrong type, or names what the
+            module does not have; torch's DistributedDataParallel already holds these parameters.
         AlreadyAttachedError: all parameters are attached already.
-        ModelMismatchError: the ranks differ; the same difference on all of them. Nothing is left attached.
-        UnsupportedError: there is no such argument, or none of such a value.
-        CommunicationError: a rank does not come, with the places where all are; ``PeerError`` if it has failed, ended
-            or died. The handle's ``backward`` raises the same.
+        ModelMismatchError: the ranks differ; all name the same difference. Nothing is left attached.
+        UnsupportedError: there is no such argument, or it does not take such a value.
+        CommunicationError: a rank does not call ``attach``; it says where all ranks are. ``PeerError`` if that rank has
+            failed, ended or died. ``backward`` raises the same later on.
 
     Example::
 

@@ -78,7 +78,7 @@ class Synchronizer(NoModel):
 
     @property
     def _reducer(self) -> Reducer | None:
-        """None where there is one rank, and behind ``detach()``, by a wrapper around the same module too."""
+        """None where there is one rank, and after ``detach()``, by a wrapper around the same module too."""
         return None if self._held is None or self._held.detached else self._held
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Synchronizer(NoModel):
 
     @property
     def buffers(self) -> Buffers:
-        """``"rank0"``, ``"mean"`` or ``"none"``, from the next pass on; all ranks must set the same."""
+        """``"rank0"``, ``"mean"`` or ``"none"``. Set the same on all ranks; it counts from the next pass on."""
         return self._buffer_places.policy
 
     @buffers.setter
@@ -117,9 +117,9 @@ class Synchronizer(NoModel):
 
     @property
     def weight(self) -> float:
-        """What this rank's gradients count for in the next pass: its number of samples or tokens.
+        """The weight of this rank's gradients in the next pass: its number of samples or tokens, from 0 to 2**31.
 
-        Set it before ``backward``, with ``weighted=True``. It stays; with ``no_sync`` the last counts. From 0 to 2**31.
+        Set it before ``backward``, with ``weighted=True``. It keeps its value; with ``no_sync`` the last one counts.
 
         Example::
 
@@ -140,7 +140,7 @@ class Synchronizer(NoModel):
         """Backward passes inside accumulate in ``.grad`` without communication.
 
         What counts is where ``backward()`` runs; forward may be inside or outside. The next backward outside reduces
-        the sum, with parameters that only the earlier passes reached. Not collective, but the same on all ranks.
+        the sum, including parameters that only earlier passes reached. Not collective, but use it alike on all ranks.
 
         Example::
 
@@ -158,7 +158,7 @@ class Synchronizer(NoModel):
 
     @property
     def synchronize(self) -> bool:
-        """Whether the next backward reduces; what ``no_sync`` clears for its time."""
+        """Whether the next backward reduces. ``no_sync`` sets it to False while it lasts."""
         return self._reducer.synchronize if self._reducer else True
 
     @synchronize.setter
@@ -168,14 +168,14 @@ class Synchronizer(NoModel):
 
     @property
     def backwards(self) -> tuple[int, int]:
-        """How many passes have begun, and how many gradients have stayed here for want of one."""
+        """How many passes have begun, and how many gradients were kept here because no pass reduced them."""
         return (0, 0) if self._reducer is None else (self._reducer.queue.pass_number, self._reducer.kept)
 
     @property
     def used_by(self) -> dict[str, int]:
-        """How many ranks had a gradient for each parameter in the last pass. Not collective: it came with the pass.
+        """How many ranks had a gradient for each parameter in the last pass. Not collective: the pass brought it.
 
-        Zeros before the first pass. Waits for an accelerator. Raises ``UnsupportedError`` beside torch's ``noop_hook``.
+        Zeros before the first pass. Waits for an accelerator. Raises ``UnsupportedError`` with torch's ``noop_hook``.
 
         Example::
 
@@ -187,7 +187,7 @@ class Synchronizer(NoModel):
 
     @property
     def sparse_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Those that lie in no bucket, since their gradients are sparse, by name. None where there is one rank."""
+        """Parameters with sparse gradients, which lie in no bucket, by name. Empty where there is one rank."""
         return {} if self._reducer is None else self._reducer.sparse.named_parameters()
 
     @property
@@ -196,10 +196,10 @@ class Synchronizer(NoModel):
         return self._reducer is not None and self._reducer.tracker.graph_changed
 
     def shadow_pass(self) -> None:
-        """Take part in one pass of the other ranks with nothing to give; ``.grad`` stays as it is. Collective.
+        """Take part in one pass of the other ranks without contributing; ``.grad`` stays as it is. Collective.
 
-        Where their backward reaches handles on several process groups, call it on each in the order of attaching.
-        To have the mean too, and step with the others, give zeros to any one of the parameters instead, outside
+        If their backward reaches handles on several process groups, call it on each, in the order of attaching. If this
+        rank needs the mean too, to step with the others, run a backward of zeros for any parameter instead, outside
         ``no_grad``: ``parameter.backward(torch.zeros_like(parameter))``. Raises as ``backward`` does.
         """
         refuse_idle(self.sharded, f"rank {self.rank}")
@@ -207,20 +207,20 @@ class Synchronizer(NoModel):
             self._reducer.family.shadow()
 
     def join(self, uneven: Uneven | None, *, afresh: bool = False) -> None:
-        """For the drop-in: be inside torch's ``Join`` or, with None, not any more; ``afresh``: all are in step."""
+        """For the drop-in: enter torch's ``Join`` or, with None, leave it; ``afresh``: all ranks are in step."""
         if self._reducer is not None:
             self._reducer.join(uneven, afresh=afresh)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Put ``hook(state, bucket)`` in place of the all-reduce of each bucket: torch's contract.
+        """Call ``hook(state, bucket)`` in place of the all-reduce of each bucket, by torch's contract.
 
-        The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it also
-        divides. All ranks must register the same hook before the same pass. Once only. Sparse gradients lie in no
-        bucket and become their mean without it.
+        The hook gets undivided gradients and returns a ``torch.futures.Future`` of the reduced flat tensor, so it must
+        also divide. All ranks must register the same hook before the same pass, and only once. Sparse gradients lie in
+        no bucket and become their mean without the hook.
 
         Raises:
-            SetupError: a hook is registered already, or an option asks for what only stretto's own all-reduce does.
-            TypeError: ``hook`` cannot be called so; or, out of backward, it returned no future.
+            SetupError: a hook is registered already, or an option needs stretto's own all-reduce.
+            TypeError: ``hook`` cannot be called like this; or, raised by backward, it returned no future.
 
         Example::
 
@@ -234,9 +234,9 @@ class Synchronizer(NoModel):
             self._reducer.use(CommHook(state, hook))
 
     def check(self) -> None:
-        """``sync.check()`` compares all parameters, and buffers unless each rank keeps its own, over ranks. Collective.
+        """Compare all parameters over ranks, and buffers unless each rank keeps its own. Collective.
 
-        Raises ``ReplicaError`` on every rank, with names of tensors and ranks; ``SetupError`` behind ``detach()``.
+        Raises ``ReplicaError`` on every rank, with names of tensors and ranks; ``SetupError`` after ``detach()``.
         """
         if self._reducer is None and self._peers is not None:
             raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
@@ -244,15 +244,15 @@ class Synchronizer(NoModel):
             Inspection(self._reducer.members, self._buffer_places, self._peers.gather).run(self.statistics.passes)
 
     def observe(self, observer: object) -> None:
-        """Call the observer's methods as things happen: see :class:`stretto.events.Observer`. Not collective.
+        """Call the observer's methods when events happen: see :class:`stretto.events.Observer`. Not collective.
 
-        Raises ``SetupError`` if it has no method that is named as an event.
+        Raises ``SetupError`` if no method has the name of an event.
         """
         if self._reducer is not None:
             self._reducer.start_watching(observer)
 
     def stop_observing(self, observer: object) -> None:
-        """Undo :meth:`observe`. Not collective; harmless twice."""
+        """Undo :meth:`observe`. Not collective; may be called twice."""
         if self._reducer is not None:
             self._reducer.stop_watching(observer)
 
@@ -264,10 +264,10 @@ class Synchronizer(NoModel):
     def report(self) -> Report:
         """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
 
-        It covers passes 4 to 8, one in a hundred after that, and traced ones: at most 20, of the plan in use. On
-        accelerators times are the host's. Clocks of hosts are compared through the process group's store.
-        With sharded optimizers, also what each rank holds for them in memory, and would without. Raises
-        ``CommunicationError`` if a rank does not come.
+        It covers passes 4 to 8, one in a hundred after that, and traced ones: at most 20, all with the plan in use. On
+        accelerators, times are the host's. The process group's store serves to compare the clocks of hosts.
+        With sharded optimizers it also says how much memory each rank uses, and would use without sharding. Raises
+        ``CommunicationError`` if a rank does not call it.
 
         Example::
 
@@ -282,15 +282,15 @@ class Synchronizer(NoModel):
         return with_memory(report, self.sharded, self._peers.gather)
 
     def trace(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-        """Record every pass inside into ``folder``, one file a rank, for ``stretto trace``. Collective where it begins.
+        """Record every pass inside into ``folder``, one file a rank, for ``stretto trace``. Collective on entry.
 
-        A trace that lies there already is moved into ``folder/earlier-1`` and so on.
-        Each pass is on disk when it has settled; an exception is written down and goes on. Where there is one rank
-        nothing is recorded but a warning. While it lasts each gradient is looked at, some microseconds each.
+        A trace that is already there is moved into ``folder/earlier-1`` and so on.
+        Each pass is on disk when it has settled; an exception is recorded and re-raised. With one rank nothing is
+        recorded, and a warning says so. Meanwhile each gradient is looked at, for some microseconds each.
 
         Raises:
-            TraceError: a rank cannot write; the same on all.
-            CommunicationError: a rank does not come.
+            TraceError: a rank cannot write; all ranks raise the same.
+            CommunicationError: a rank does not call it.
 
         Example::
 
@@ -316,10 +316,10 @@ class Synchronizer(NoModel):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` of all parameters, wherever their gradients are. Returns the norm, 0-dim.
+        """``torch.nn.utils.clip_grad_norm_`` for all parameters, wherever their gradients are. Returns a 0-dim norm.
 
-        Needed, and collective, with ``stretto.shard(..., keep_grads=False)``: ``sync.clip_grad_norm_(1.0)`` before the
-        step. Raises ``UnsupportedError`` there for ``norm_type=0``; ``RuntimeError`` as torch's, if asked for.
+        Needed, and collective, with ``stretto.shard(..., keep_grads=False)``: call ``sync.clip_grad_norm_(1.0)`` before
+        the step. There ``norm_type=0`` raises ``UnsupportedError``. ``error_if_nonfinite`` works as in torch.
         """
         parameters = [*named(self.module, self._options, "parameters").values()]
         if self._reducer is None:
@@ -327,11 +327,11 @@ class Synchronizer(NoModel):
         return clip(parameters, self._reducer.queue, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def detach(self) -> None:
-        """Stop reducing: the module is as before, and gradients stay, but None where a share is here. Harmless twice.
+        """Stop reducing. The module is as before; gradients stay, but shares of gradients become None. May be repeated.
 
-        Sends nothing, but all ranks do it between the same two passes. What sharded optimizers have in shares is lost:
-        ``unshard()`` before. Raises ``SetupError`` while backward runs, and where another handle has left parameters
-        to this one: detach that one first.
+        Sends nothing, but all ranks must call it between the same two passes. The state of sharded optimizers is lost:
+        call their ``unshard()`` before. Raises ``SetupError`` while backward runs, and where another handle has left
+        parameters to this one: detach that one first.
         """
         if self._reducer is not None:
             self._reducer.family.leave(self._reducer)  # first: it may be refused

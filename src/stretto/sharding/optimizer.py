@@ -42,11 +42,11 @@ _GROUPS_ALONE = "stretto: the groups alone, as on rank"
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joins):
-    """An optimizer of which each rank keeps and steps a share; see :func:`stretto.shard`.
+    """An optimizer of which each rank keeps and steps only a share; see :func:`stretto.shard`.
 
-    ``param_groups`` are those of the optimizer that was sharded: learning rates and other options can be changed there,
-    by schedulers too. ``state`` is empty: this rank's part of it belongs to no parameter as a whole; ``state_dict()``
-    puts it together.
+    ``param_groups`` are those of the original optimizer: learning rates and other options can be changed there, also by
+    schedulers. ``state`` is empty, because this rank's part of it does not cover whole parameters; ``state_dict()``
+    assembles it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         where: str,
     ) -> None:
         self.original = optimizer
-        """The one that was sharded. It keeps the groups, and no state."""
+        """The optimizer that was sharded. It keeps the groups, but no state."""
         self._shares: Shares | None = None
         self._elsewhere: Elsewhere | None = None
         self._of_torch: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer that was sharded, whoever of the two is given others."""
+        """The original optimizer's; assigning to either of the two sets both."""
         return self.original.param_groups if "beside" in self.__dict__ else self._of_torch
 
     @param_groups.setter
@@ -94,7 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """Of the only rank, what the optimizer keeps. Of several none: to change it raises ``UnsupportedError``."""
+        """With one rank, the optimizer's own. With several it is empty, and changing it raises ``UnsupportedError``."""
         return self.original.state if self._elsewhere is None else self._elsewhere
 
     @state.setter
@@ -106,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self.original.state = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's share; all of the model is stepped when this returns. Collective.
+        """Step this rank's share; when this returns, the whole model is stepped. Collective.
 
         Args:
             closure: computes the gradients again and returns the loss; called once.
@@ -115,7 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             What the closure returns.
 
         Raises:
-            CommunicationError: a rank does not come, or has failed; the model may be stepped in part then.
+            CommunicationError: a rank does not call ``step``, or has failed; then the model may be stepped in part.
         """
         self.original._opt_called = True  # type: ignore[attr-defined]  # asked by schedulers that were built on it
         if self._shares is None and not self.ended:
@@ -141,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
 
     @left_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of torch's optimizers. What stands in for a gradient becomes None either way."""
+        """As in torch. With ``keep_grads=False``, gradients without values become None either way."""
         left = [] if self._shares is None else [one for one in self._shares.withholding.left if one.grad is not None]
         others = {id(one) for each in self.beside if each is not self for one in stepped_by(each)} if left else ()
         for parameter in (*stepped_by(self), *(one for one in left if id(one) not in others)):
@@ -165,7 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
 
     @left_uncompiled
     def _turn(self, how: str) -> None:
-        """``train()`` and ``eval()`` of an optimizer that has both (schedule-free ones). Collective, as ``step``."""
+        """``train()`` and ``eval()`` of an optimizer that has both (schedule-free ones). Collective, like ``step``."""
         if self._has_it_whole():
             getattr(self.original, how)()
             return
@@ -200,11 +200,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         return self._shares
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of torch's optimizers, on all ranks alike.
+        """As in torch; add the same on all ranks.
 
         Raises:
             SetupError: a parameter is not reduced by the handle that the optimizer was sharded with, or belongs to
-                another optimizer that was.
+                another sharded optimizer.
         """
         if "beside" not in self.__dict__:  # torch's constructor, with groups of which all that is asked for is true
             super().add_param_group(param_group)
@@ -221,12 +221,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, in the format of the optimizer that was sharded. Collective.
+        """The state in the format of the original optimizer. Collective.
 
-        Whole on rank 0; on other ranks the groups alone. Hooks are called with the optimizer that was sharded.
+        Whole on rank 0; on other ranks only the groups. Hooks are called with the original optimizer.
 
         Raises:
-            SetupError: the handle was detached, and with it went the state.
+            SetupError: the handle was detached, and the state was lost with it.
         """
         if self._has_it_whole():
             return self.original.state_dict()
@@ -247,12 +247,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             self.original.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, of a plain optimizer or as rank 0's ``state_dict()`` gave it. Collective.
+        """Load a whole state, of a plain optimizer or from rank 0's ``state_dict()``. Collective.
 
         Raises:
-            SetupError: a rank was given what torch refuses to load, what no step could follow (of another shape, or
-                without a part), or the state of other parameters than rank 0, on all ranks; the handle was detached.
-                All is as it was then.
+            SetupError: a rank was given a state that torch refuses to load, with which no step could run (another
+                shape, or a part is missing), or for other parameters than rank 0's; all ranks raise it. Or the handle
+                was detached. Nothing has changed then.
         """
         shares = None if self._has_it_whole() else self._usable()
         groups, problem = self.original.param_groups, None
@@ -283,10 +283,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def stateful(self) -> ShardedState:
         """The state for ``torch.distributed.checkpoint``: each rank writes, and reads, its own share. Not collective.
 
-        Names and values are those of ``get_optimizer_state_dict`` for the optimizer that was sharded: who loads may
-        have another number of ranks, or be a program without stretto; and the other way round. Parameters that have
-        no state yet are not written. To load a checkpoint that lacks the state of some parameters, say so to torch:
-        ``planner=DefaultLoadPlanner(allow_partial_load=True)``; those that have stepped since keep theirs then.
+        Names and values are those of ``get_optimizer_state_dict`` for the original optimizer, so another number of
+        ranks, or a program without stretto, can load it; and the other way round. Parameters that have no state yet
+        are not written. To load a checkpoint that lacks the state of some parameters, pass torch
+        ``planner=DefaultLoadPlanner(allow_partial_load=True)``; parameters that have stepped keep their state then.
 
         Example::
 
@@ -316,12 +316,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         return told and f"{type(self.original).__name__}: {told}"
 
     def unshard(self) -> torch.optim.Optimizer:
-        """Give back the optimizer that was sharded, with its whole state on every rank. Collective.
+        """Return the original optimizer, with its whole state on every rank. Collective.
 
-        Parameters get memory of their own. Harmless twice.
+        Each rank's parameters get memory of their own again. May be called twice.
 
         Raises:
-            SetupError: the handle was detached, and with it went the state.
+            SetupError: the handle was detached, and the state was lost with it.
         """
         if not self._has_it_whole():
             shares = self._usable()

@@ -43,23 +43,23 @@ class DistributedDataParallel(TorchSurface):
     - ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``, ``batched_grad_copy``,
       ``skip_all_reduce_unused_params`` and ``delay_all_reduce_named_params`` are accepted and change nothing: any graph
       is right, and ``.grad`` is a view of its bucket.
-    - ``no_sync`` counts where ``backward`` runs; what only a forward inside has made is not reduced either.
-    - Forward never communicates (but for a buffer hook, and where ``join()`` is to throw): ``forward_sync_buffers``
+    - ``no_sync`` counts where ``backward`` runs; what only a forward inside has produced is not reduced either.
+    - Forward never communicates (except for a buffer hook, and where ``join()`` is to throw): ``forward_sync_buffers``
       (``broadcast_buffers``) sends rank 0's buffers at the end of backward. Evaluation on one rank alone works.
-    - Hooks are on parameters, so a backward through ``ddp.module(x)`` is reduced too, where torch leaves it to its
-      rank: run that inside ``no_sync()``.
+    - Hooks are on parameters, so a backward through ``ddp.module(x)`` is reduced too, where torch would not reduce it:
+      run it inside ``no_sync()`` if this rank needs gradients of its own.
     - Without a process group, or in a world of one, it is a plain wrapper.
 
     Args:
         module, device_ids, output_device, dim, broadcast_buffers, init_sync, process_group, bucket_cap_mb, device_mesh,
-        bucket_cap_mb_list, forward_sync_buffers: as in torch; of a list of caps the largest counts.
+        bucket_cap_mb_list, forward_sync_buffers: as in torch; the largest of a list of caps counts.
         mixed_precision: as in torch; outside of forward, and in ``state_dict``, parameters are never in low precision.
         last_bucket_cap_mb, buffers, ignore, reduce, weighted, predivide_factor, reduce_dtype, delay, launch_after,
             process_groups, check_every, sparse, transport: as in :func:`stretto.attach`.
 
     Raises:
-        UnsupportedError: an argument that is not honoured.
-        SetupError: as :func:`stretto.attach`; it is a ``ValueError`` and a ``RuntimeError``, as torch raises both.
+        UnsupportedError: an argument that stretto does not support.
+        SetupError: as in :func:`stretto.attach`; it is a ``ValueError`` and a ``RuntimeError``, as torch raises both.
 
     Example::
 
@@ -261,7 +261,7 @@ class DistributedDataParallel(TorchSurface):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As :meth:`stretto.Synchronizer.no_sync`, and a backward outside of what ran forward inside stays here too."""
+        """As :meth:`stretto.Synchronizer.no_sync`; and what ran forward inside is not reduced by a backward outside."""
         with self._armed.no_sync():
             yield
 

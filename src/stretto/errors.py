@@ -1,23 +1,23 @@
 """Everything stretto raises.
 
 StrettoError
-├── SetupError                what was asked for cannot be honoured
+├── SetupError                what was asked for is not possible
 │   ├── AlreadyAttachedError  a parameter already has a reducer
 │   ├── ModelMismatchError    the ranks do not hold the same model or options
-│   ├── UnsupportedError      an argument or a tensor layout that stretto refuses, by name
+│   ├── UnsupportedError      an argument or a tensor layout that stretto does not support
 │   │   └── UnsupportedMemberError  a member of torch's class that the drop-in lacks: in ddp_faces.py
 │   └── BrokenModelError      a model to be measured cannot take a step: in bench/load.py
-├── WithheldError             a gradient was read of which this rank has only its share
+├── WithheldError             the program read a gradient of which this rank has only its share
 ├── PlanError                 a bucket plan that contradicts itself or its parameters
-├── TraceError, PictureError  a trace cannot be read or written, a picture not drawn: in trace.py and plots.py
+├── TraceError, PictureError  a trace cannot be read or written, a picture cannot be drawn: in trace.py and plots.py
 ├── ReplicaError              the ranks no longer hold the same parameters
 ├── CommandError              a command of the terminal cannot go on: in cli/console.py
 └── CommunicationError        a bucket could not be reduced
-    ├── CallsDifferError      ranks have called different things at the same time
+    ├── CallsDifferError      ranks have made different calls at the same time
     └── PeerError             another rank failed in this pass, has ended, or was killed
 
-A message says the rank, unless all ranks raise the same text or there is one alone; during training the pass; names
-parameters; and ends with the line to change. tests/test_messages.py sees to it that each is stated whole by a test.
+A message names the rank, unless all ranks raise the same text or there is only one; during training the pass; the
+parameters; and ends with the line to change. tests/test_messages.py checks that a test states each message whole.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from collections.abc import Iterable
 
 
 class StrettoError(Exception):
-    """Base of all errors that stretto raises on purpose."""
+    """Base class of all errors that stretto raises on purpose."""
 
 
 class SetupError(StrettoError, ValueError, RuntimeError):
     """The module or an argument cannot be used.
 
-    Both a ``ValueError`` and a ``RuntimeError``: torch's DDP raises now one, now the other for the same mistakes, and
-    programs written for it catch either.
+    It is both a ``ValueError`` and a ``RuntimeError``: torch's DDP raises sometimes one, sometimes the other for such
+    mistakes, and programs written for it catch either.
     """
 
 
@@ -46,11 +46,14 @@ class ModelMismatchError(SetupError):
 
 
 class UnsupportedError(SetupError, TypeError):
-    """An argument or a kind of gradient that this version does not honour."""
+    """An argument, a member or a kind of tensor that this version does not support."""
 
 
 class WithheldError(StrettoError, RuntimeError):
-    """A gradient was read of which this rank has only its share. No ``TypeError``: operators swallow those."""
+    """The program read a gradient of which this rank has only its share (``keep_grads=False``).
+
+    It is not a ``TypeError``, because operators swallow those.
+    """
 
 
 class PlanError(StrettoError, ValueError):
@@ -66,14 +69,14 @@ class CommunicationError(StrettoError, RuntimeError):
 
 
 class CallsDifferError(CommunicationError):
-    """Ranks have called different things at the same time."""
+    """Ranks have made different calls at the same time."""
 
 
 class PeerError(CommunicationError):
     """Another rank failed in this pass, has ended, or was killed: its gradients are missing from the mean."""
 
     can_go_on: bool = False
-    """Whether it is of a pass behind which all ranks are in step: they go on if they drop its gradients."""
+    """Whether all ranks are still in step after the failed pass: if they drop its gradients, they can go on."""
 
 
 def name_list(names: Iterable[str]) -> str:

@@ -41,7 +41,9 @@ class Alarm:
             return
         self.sounds = True
         place = standing(sys._current_frames().get(self._thread))
-        log.error("%s\nThis rank is %s: if it stays there, it waits for what never comes.", error, place)
+        log.error(
+            "%s\nThis rank is %s: if it stays there, it is waiting for something that will never come.", error, place
+        )
 
     def refuse(self) -> None:
         """Raise ``PeerError`` where anything would be sent, if a rank is gone still."""

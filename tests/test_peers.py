@@ -744,9 +744,9 @@ def test_a_handler_of_signals_makes_no_call_of_all_ranks_while_its_rank_waits(
     when = f"pass {1 if transport == 'auto' else 2}"
     when = next((one for one in ("reduce", "attach") if f"stretto.{one}" in call), when)
     assert within(mine, "SetupError", 1) == (
-        f"rank 0, {when}: a call that all ranks make, amid another in which this rank "
-        "waits, as by a handler of signals.\n"
-        "Let the handler set a flag, agree on it behind the step, stretto.reduce([flag]), and make the call there."
+        f"rank 0, {when}: a collective call was made while this rank waits inside another, for example by a signal "
+        "handler.\n"
+        "Let the handler set a flag, agree on it after the step, stretto.reduce([flag]), and make the call there."
     )
 
 

@@ -246,8 +246,9 @@ def refuse_misplaced(where: str, rank: int, parent: int) -> NoReturn:
             "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
         )
     raise SetupError(
-        f"{where}: a call that all ranks make, amid another in which this rank waits, as by a handler of signals.\n"
-        "Let the handler set a flag, agree on it behind the step, stretto.reduce([flag]), and make the call there."
+        f"{where}: a collective call was made while this rank waits inside another, for example by a signal "
+        "handler.\n"
+        "Let the handler set a flag, agree on it after the step, stretto.reduce([flag]), and make the call there."
     )
 
 

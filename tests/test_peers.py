@@ -328,8 +328,9 @@ def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting
     assert found[early][:2] == (0, ""), found
     assert within(found[other][1], "PeerError", 3) == (
         f"rank {other}, pass 4: rank {early} finished after 3 passes ({how}), so nobody can complete this one.\n"
-        "Give every rank as many batches, or use the drop-in and its join(): with model.join(): ... If they had as "
-        "many, one was left out there (continue, except), taken twice here, or its program ended early: see its log."
+        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If "
+        "they had the same number, that rank left one out (continue, except), or this rank took one twice, or the "
+        "program of that rank ended early: see its log."
     )
 
 
@@ -798,8 +799,9 @@ def test_thread_ranks_are_told_that_one_was_detached() -> None:
 
     assert run_ranks(worker, 2)[0] == (
         "rank 0, pass 2: rank 1 finished after 1 pass (it was detached), so nobody can complete this one.\n"
-        "Give every rank as many batches, or use the drop-in and its join(): with model.join(): ... If they had as "
-        "many, one was left out there (continue, except), taken twice here, or its program ended early: see its log."
+        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If "
+        "they had the same number, that rank left one out (continue, except), or this rank took one twice, or the "
+        "program of that rank ended early: see its log."
     )
 
 

@@ -114,9 +114,10 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
             "Look at the first error in its log: it may have failed here, and caught that."
         )
     return PeerError(
-        f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this "
-        "one.\nGive every rank as many batches, or use the drop-in and its join(): with model.join(): ... If they had "
-        "as many, one was left out there (continue, except), taken twice here, or its program ended early: see its log."
+        f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this one.\n"
+        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If "
+        "they had the same number, that rank left one out (continue, except), or this rank took one twice, or the "
+        "program of that rank ended early: see its log."
     )
 
 

@@ -41,8 +41,7 @@ def device():
 GONE = (
     "rank 0, pass 3: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
     "Something killed it: a signal, os._exit(), a crash outside Python (Gloo, where ranks have sent different "
-    "things), or the system for want of memory (see "
-    "dmesg). Start again, on all ranks."
+    "things), or the system because memory ran out (see dmesg). Start again, on all ranks."
 )
 FAILED = (
     "rank 0, pass 3: rank 1 failed and left, so nobody can complete this pass.\n"

@@ -183,8 +183,8 @@ def test_run_says_that_memory_was_short(tmp_path: Path, narrow_group: Path) -> N
     assert (done.returncode, failure.rank, failure.how, failure.starved) == (137, 1, "killed by SIGKILL", True)
     assert done.stderr.splitlines()[-2:] == [
         f"stretto: rank 1 failed first (killed by SIGKILL, pid {failure.pid}); all were ended",
-        "The kernel has killed a process of this machine for want of memory meanwhile, most likely this one (see "
-        "dmesg): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less.",
+        "Meanwhile the kernel has killed a process on this machine because memory ran out, most likely this one "
+        "(see dmesg). Smaller batches, fewer ranks per machine, or stretto.shard(optimizer, sync) need less.",
     ]
 
 

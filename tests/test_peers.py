@@ -187,8 +187,7 @@ LEFT = (
 DIED = (
     "rank {0}, pass 2: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
     "Something killed it: a signal, os._exit(), a crash outside Python (Gloo, where ranks have sent different "
-    "things), or the system for want of memory (see "
-    "dmesg). Start again, on all ranks."
+    "things), or the system because memory ran out (see dmesg). Start again, on all ranks."
 )
 
 
@@ -279,8 +278,8 @@ def test_who_is_killed_while_memory_is_short_is_told_so(tmp_path: Path) -> None:
     assert within(found[0][1], "PeerError", 3) == (
         "rank 0, pass 2: rank 1 (pid PID) died without a word, so nobody can complete this pass.\n"
         "Something killed it: a signal, os._exit(), a crash outside Python (Gloo, where ranks have sent different "
-        "things), or the system for want of memory (see "
-        "dmesg), as it has killed some process of this machine since this rank attached. Start again, on all ranks."
+        "things), or the system because memory ran out (see dmesg): it has killed some process on this machine "
+        "since this rank attached. Start again, on all ranks."
     )
 
 

@@ -124,12 +124,11 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
 def killed(where: str, occasion: str, dead: Sequence[tuple[int, int]], *, starved: bool) -> PeerError:
     """An error for ranks that ended without a note, given by rank and pid; ``starved``: memory was short."""
     told = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in dead)
-    short = ", as it has killed some process of this machine since this rank attached" if starved else ""
+    short = ": it has killed some process on this machine since this rank attached" if starved else ""
     return PeerError(
         f"{where}: {told} died without a word, so nobody can complete this {occasion}.\n"
         "Something killed it: a signal, os._exit(), a crash outside Python (Gloo, where ranks have sent different "
-        "things), or the system for want of memory (see "
-        f"dmesg){short}. Start again, on all ranks."
+        f"things), or the system because memory ran out (see dmesg){short}. Start again, on all ranks."
     )
 
 

@@ -82,8 +82,10 @@ def run(
         told = f"rank {failure.rank} failed first ({failure.how}, pid {failure.pid}); all were ended"
         if failure.starved:
             told += (
-                "\nThe kernel has killed a process of this machine for want of memory meanwhile, most likely this one "
-                "(see dmesg): smaller batches, fewer ranks a machine, or stretto.shard(optimizer, sync) take less."
+                "\n"
+                "Meanwhile the kernel has killed a process on this machine because memory ran out, most likely this "
+                "one (see dmesg). Smaller batches, fewer ranks per machine, or stretto.shard(optimizer, sync) need "
+                "less."
             )
         if failure.exit_code == _USAGE and (ours := [one for one in arguments or () if one.split("=")[0] in _OPTIONS]):
             told += f"\n{ours[0]} stands behind the script, which it was handed to: stretto run {ours[0]} ... {program}"

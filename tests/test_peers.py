@@ -450,10 +450,10 @@ def test_ranks_that_call_two_different_things_are_told_which(tmp_path: Path, tra
         assert within(printed, "CommunicationError", 2) == (
             f"rank {rank}, pass 1: ranks have called different things: rank 0 is in report() at train.py:LINE in "
             "<lambda>; rank 1 is in check() at train.py:LINE in <lambda>.\n"
-            "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
-            "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), "
-            "stretto.reduce()."
+            "All ranks must make the same calls in the same order. Look for a call that only some of them make, as "
+            "under `if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, "
+            "optimizer.step(), clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), "
+            "unshard(), stretto.reduce()."
         )
 
 
@@ -497,12 +497,12 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
     assert re.fullmatch(
         rf"rank {first}, {occasion}: ranks have gone apart, so nobody can complete this: rank {1 - first} waits for "
         r"this rank in another call.\n"
-        rf"rank {first} waits [\w() ]*at train.py:LINE in [<\w>]+; "
-        rf"rank {1 - first} [\w() ]*at train.py:LINE in [<\w>]+.\n"
-        r"All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        r"`if rank == 0`, a `continue` or a `break`: attach\(\), shard\(\), backward, optimizer.step\(\), "
-        r"clip_grad_norm_\(\), check\(\), report\(\), trace\(\), state_dict\(\), load_state_dict\(\), unshard\(\), "
-        r"stretto.reduce\(\).",
+        rf"rank {first} waits [\w() ]*at train.py:LINE in [<\w>]+; rank {1 - first} [\w() ]*at train.py:LINE in "
+        r"[<\w>]+.\n"
+        r"All ranks must make the same calls in the same order. Look for a call that only some of them make, as "
+        r"under `if rank == 0` or after a `continue` or a `break`: attach\(\), shard\(\), backward, "
+        r"optimizer.step\(\), clip_grad_norm_\(\), check\(\), report\(\), trace\(\), state_dict\(\), "
+        r"load_state_dict\(\), unshard\(\), stretto.reduce\(\).",
         texts[first],
     ), texts[first]
 

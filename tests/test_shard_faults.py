@@ -515,10 +515,10 @@ def test_a_rank_that_does_not_step_is_named(tmp_path: Path, keep_grads: bool) ->
         assert re.sub(f"rank {rank} waits at {here}; rank {1 - rank} .* at {here}", "PLACES", text) == (
             f"rank {rank}, pass {6 + rank}: rank {1 - rank} called {called[1 - rank]}, rank {rank} {called[rank]}.\n"
             "PLACES.\n"
-            "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-            "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
-            "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), "
-            "stretto.reduce()."
+            "All ranks must make the same calls in the same order. Look for a call that only some of them make, as "
+            "under `if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, "
+            "optimizer.step(), clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), "
+            "unshard(), stretto.reduce()."
         )
         assert took < 5 and code == 0
 
@@ -635,9 +635,10 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
     found, _ = in_warm_process(ranks_that_go_apart, str(tmp_path), instead)
     begin, place = r"ranks have gone apart, so nobody can complete this\.\n", r"test_shard_faults\.py:LINE in \w+"
     advice = (
-        "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-        "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), clip_grad_norm_(), "
-        "check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
+        "All ranks must make the same calls in the same order. Look for a call that only some of them make, as "
+        "under `if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
+        "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), "
+        "stretto.reduce()."
     )
     last = rf"\.\n{re.escape(advice)}\nSo far "
     own = (

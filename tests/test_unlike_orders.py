@@ -22,9 +22,9 @@ from stretto.words import MARKS, VALUES, Control, ControlWords
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 ADVICE = (
-    "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-    "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), clip_grad_norm_(), "
-    "check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
+    "All ranks must make the same calls in the same order. Look for a call that only some of them make, as under "
+    "`if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
+    "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
 )
 APART = (
     "rank {0}, pass 3: ranks have gone apart, so nobody can complete this: rank {1} waits for this rank in another "

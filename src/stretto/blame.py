@@ -28,9 +28,9 @@ EXPECTED = {
 }
 """What every rank is to call on these occasions, or for this."""
 SAME_CALLS = (
-    "All ranks must make the same calls in the same order. Look for one that only some of them make, as behind "
-    "`if rank == 0`, a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), clip_grad_norm_(), "
-    "check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
+    "All ranks must make the same calls in the same order. Look for a call that only some of them make, as under "
+    "`if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
+    "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
 )
 """Where they have not."""
 

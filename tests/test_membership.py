@@ -515,10 +515,10 @@ def test_what_was_trained_unseen_is_named_with_its_passes(
         assert told == []
         return
     assert told == [
-        f"rank 0, pass {seen}: seen only now: b.weight, b.bias, written into _parameters or _modules, where torch "
-        f"tells nobody. Gradients were not averaged in up to {passes} passes before this one. Values are rank 0's from "
-        "here on; what an optimizer keeps may differ between ranks.\n"
-        "Assign it, module.name = layer, which is seen at once, or attach anew after such a change."
+        f"rank 0, pass {seen}: seen only now: b.weight, b.bias, written directly into _parameters or _modules, which "
+        f"torch does not report. Gradients were not averaged in up to {passes} passes before this one. From here on "
+        "all ranks have rank 0's values, but the state of an optimizer may differ between ranks.\n"
+        "Assign the layer, module.name = layer, which is seen at once, or attach again after such a change."
     ]
 
 

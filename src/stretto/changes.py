@@ -117,10 +117,10 @@ def warn_of_unseen(where: str, told: Iterable[Mapping[str, int]]) -> None:
     if passes:
         number = max(passes.values())
         log.warning(
-            "%s: seen only now: %s, written into _parameters or _modules, where torch tells nobody. Gradients were not "
-            "averaged in up to %s pass%s before this one. Values are rank 0's from here on; what an optimizer keeps "
-            "may differ between ranks.\n"
-            "Assign it, module.name = layer, which is seen at once, or attach anew after such a change.",
+            "%s: seen only now: %s, written directly into _parameters or _modules, which torch does not report. "
+            "Gradients were not averaged in up to %s pass%s before this one. From here on all ranks have rank 0's "
+            "values, but the state of an optimizer may differ between ranks.\n"
+            "Assign the layer, module.name = layer, which is seen at once, or attach again after such a change.",
             where,
             name_list([*passes]),
             number,

@@ -1125,9 +1125,9 @@ def test_a_container_that_nobody_keeps(change, keeps: str) -> None:
         run_ranks(worker, 2)
     told = str(caught.value).replace("rank 1,", "rank 0,").replace("1.weight, 1.bias", "1.bias, 1.weight")
     assert told == (
-        f"rank 0, pass 3: nothing carries the gradient of {FREED[change]}: unfrozen, converted or put in since the "
-        "module was attached. That module was freed, so the plan cannot follow.\n"
-        "Keep it, or its handle, as long as its parts are trained: sync = stretto.attach(module)"
+        f"rank 0, pass 3: nothing averages the gradient of {FREED[change]}, unfrozen, converted or added after the "
+        "module was attached. That module has been freed, so the plan cannot follow the change.\n"
+        "Keep the module, or its handle, as long as its parts are trained: sync = stretto.attach(module)"
     )
 
 

@@ -61,9 +61,10 @@ class Changes:
         changed = [self._queue.names[index] for index in sorted(self._queue.loose)]
         if names := [*changed, *self._rows.misfits(), *self._members.orphans()]:
             raise SetupError(
-                f"{self._queue.where}: nothing carries the gradient of {name_list(names)}: unfrozen, converted or put "
-                "in since the module was attached. That module was freed, so the plan cannot follow.\n"
-                "Keep it, or its handle, as long as its parts are trained: sync = stretto.attach(module)"
+                f"{self._queue.where}: nothing averages the gradient of {name_list(names)}, unfrozen, converted or "
+                "added after the module was attached. That module has been freed, so the plan cannot follow the "
+                "change.\n"
+                "Keep the module, or its handle, as long as its parts are trained: sync = stretto.attach(module)"
             )
 
     def in_words(self) -> str:

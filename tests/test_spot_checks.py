@@ -29,15 +29,15 @@ APART = (
     "  0.weight: rank 0 differs from rank 1 by up to 1, in 20 of 20 elements\n"
     "  0.bias: rank 0 differs from rank 1 by up to 1, in 4 of 4 elements\n"
     "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
-    "Something changed them on some ranks only: a step that was skipped, or behind a backward inside no_sync(); "
-    "a backward more or fewer on one rank, as in an evaluation or behind a break, which shifts its passes; "
-    "weights or an optimizer's state that were loaded there alone; another learning rate, as of a scheduler that looks "
-    "at one rank's loss; a closure that LBFGS runs more often on one, for its own loss; a random number. "
-    "Or they never held the same: attach(init_sync=False), where each rank had drawn its own.\n"
+    "Something changed them on some ranks only: a step that one rank skipped, or took after a backward inside "
+    "no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its "
+    "passes; weights or an optimizer's state that only some ranks have loaded; another learning rate, as from a "
+    "scheduler that looks at one rank's loss; LBFGS, whose closure runs more often on one rank, because of its own "
+    "loss; a random number. Or they were never equal: attach(init_sync=False), where each rank had drawn its own.\n"
     "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
     "ranks.\n"
-    "stretto looks at a few elements unasked. Where ranks are meant to move their weights by themselves for a while, "
-    "all is well. Told once; check_every=n looks at everything, and raises; check_every=0 never looks."
+    "stretto looks at a few elements unasked. Where ranks are meant to move their weights by themselves for a "
+    "while, all is well. Told once; check_every=n looks at everything, and raises; check_every=0 never looks."
 )
 
 

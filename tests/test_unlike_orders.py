@@ -150,15 +150,12 @@ def nameless(rank: int, equal: bool) -> list[str]:
 
 
 def test_ranks_that_begin_with_another_of_two_handles_without_a_name_are_told() -> None:
-    begin = (
-        "rank {0}, before pass 1: of the handles that have no name yet ranks train different ones first (rank 0's "
-        "number 1, rank 1's number 2)"
-    )
-    advice = "All ranks must first train what was copied, or attached with init_sync=False, in one order."
+    begin = "rank {0}, before pass 1: ranks have begun with different handles (rank 0's number 1, rank 1's number 2)"
+    advice = "All ranks must begin with the same one of models that were copied, or attached with init_sync=False."
     for rank, (first, *_) in enumerate(spawn_ranks(nameless, 2, False, timeout=60)):
-        assert first == f"{begin.format(rank)}, with other values.\n{advice}"
+        assert first == f"{begin.format(rank)}, and their values differ.\n{advice}"
     for rank, (first, *_) in enumerate(spawn_ranks(nameless, 2, True, timeout=60)):
-        assert first == f"{begin.format(rank)}. Their values are equal, so they may be the same.\n{advice}"
+        assert first == f"{begin.format(rank)}. Their values are equal, so it may be the same model.\n{advice}"
 
 
 def test_words_that_come_late_from_a_device_end_the_next_pass_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,12 +101,12 @@ class Consensus:
         alive = zip(queue.names, (one() for one in queue.references), strict=True)
         values = queue.peers.gather({name: fingerprint(one) for name, one in alive if one is not None})
         told = ", ".join(f"rank {rank}'s number {place + 1}" for rank, place in enumerate(places))
-        text = f"{where}: of the handles that have no name yet ranks train different ones first ({told})"
-        advice = "All ranks must first train what was copied, or attached with init_sync=False, in one order."
+        text = f"{where}: ranks have begun with different handles ({told})"
+        advice = "All ranks must begin with the same one of models that were copied, or attached with init_sync=False."
         if all(one == values[0] for one in values):
-            log.warning("%s. Their values are equal, so they may be the same.\n%s", text, advice)
+            log.warning("%s. Their values are equal, so it may be the same model.\n%s", text, advice)
             return
-        error = CommunicationError(f"{text}, with other values.\n{advice}")
+        error = CommunicationError(f"{text}, and their values differ.\n{advice}")
         queue.peers.tell_failed("backward", error, leaves=True)
         raise error
 

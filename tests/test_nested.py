@@ -906,9 +906,10 @@ def test_one_that_nobody_could_know_to_come_is_named() -> None:
             assert (gradient is None and other is None) or torch.equal(gradient, other), name
     for rank, (_, lines) in enumerate(everyone):
         assert lines == [
-            f"rank {rank}, pass 1: one backward has reached two attached models on one process group, from inside an "
-            "autograd function of the program's own: the later one (a.weight, a.bias, b.weight, b.bias) has sent "
-            "before the earlier one (weight, bias) was seen to come. Unless both come in this order on every rank, "
-            "their gradients of this pass are mixed.\nAttach the later one with stretto.attach(module, beside=[the "
-            "earlier one's handle]), or wrap both in one DistributedDataParallel(torch.nn.ModuleList([...]))."
+            f"rank {rank}, pass 1: one backward has reached two attached models on one process group, from inside a "
+            "custom autograd function: the one attached later (a.weight, a.bias, b.weight, b.bias) has sent "
+            "gradients before it was known that backward reaches the earlier one (weight, bias). Unless it reaches "
+            "both in this order on every rank, their gradients of this pass are mixed.\n"
+            "Attach the later one with stretto.attach(module, beside=[the earlier one's handle]), or wrap both in "
+            "one DistributedDataParallel(torch.nn.ModuleList([...]))."
         ]

@@ -300,11 +300,12 @@ class Family:
             return
         self._warned = True
         log.warning(
-            "rank %s, pass %s: one backward has reached two attached models on one process group, from inside an "
-            "autograd function of the program's own: the later one (%s) has sent before the earlier one (%s) was seen "
-            "to come. Unless both come in this order on every rank, their gradients of this pass are mixed.\n"
-            "Attach the later one with stretto.attach(module, beside=[the earlier one's handle]), or wrap both in one "
-            "DistributedDataParallel(torch.nn.ModuleList([...])).",
+            "rank %s, pass %s: one backward has reached two attached models on one process group, from inside a "
+            "custom autograd function: the one attached later (%s) has sent gradients before it was known that "
+            "backward reaches the earlier one (%s). Unless it reaches both in this order on every rank, their "
+            "gradients of this pass are mixed.\n"
+            "Attach the later one with stretto.attach(module, beside=[the earlier one's handle]), or wrap both in "
+            "one DistributedDataParallel(torch.nn.ModuleList([...])).",
             sent[0].transport.rank,
             sent[0].pass_number,
             name_list(sent[0].names),

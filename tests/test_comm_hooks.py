@@ -446,8 +446,8 @@ def test_where_a_backend_does_not_count_a_hook_that_fails_may_have_sent():
 
 OTHER_SIZE = (
     "the comm hook's future holds {} in place of the 3 of the reduced flat tensor.\n"
-    "Let its last callback return all of it: future.value() of torch's own hooks is that tensor, that of "
-    "Work.get_future() a list of one."
+    "Let its last callback return the whole tensor: that is future.value() of torch's own hooks, and "
+    "future.value()[0] of Work.get_future()."
 )
 
 

@@ -97,8 +97,8 @@ class HookWork:
             raise ValueError(
                 f"the comm hook's future holds {counted(result.numel(), 'elements')} in place of the "
                 f"{payload.numel()} of the reduced flat tensor.\n"
-                "Let its last callback return all of it: future.value() of torch's own hooks is that tensor, that of "
-                "Work.get_future() a list of one."
+                "Let its last callback return the whole tensor: that is future.value() of torch's own hooks, and "
+                "future.value()[0] of Work.get_future()."
             )
         if result.data_ptr() != payload.data_ptr():
             payload.copy_(result.reshape(-1))

@@ -123,9 +123,9 @@ def test_an_end_that_waits_for_the_connection_says_so(tmp_path: Path) -> None:
     found = ranks_without_a_model(tmp_path, body, 2, meeting="tcp")
     for rank, (code, _, complaint) in enumerate(found):
         assert code == 0 and complaint.removesuffix("\n") == (
-            f"stretto: rank {rank}: nothing is attached any more, and a connection to the process group's store is "
-            "still being made, which is waited for, 30 s at most: DNS does not answer, or there are no file "
-            "descriptors left here or where the store is (ulimit -n)."
+            f"stretto: rank {rank}: nothing is attached any more, but a connection to the process group's store is "
+            "still being made. This rank waits for it, 30 s at most: DNS does not answer, or no file descriptors "
+            "are left, here or on the host of the store (ulimit -n)."
         )
 
 

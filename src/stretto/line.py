@@ -218,9 +218,9 @@ class Lookout(threading.Thread):
         if self._tried.wait(min(seconds, TELL_SECONDS)) or not seconds:
             return
         log.warning(
-            "rank %s: nothing is attached any more, and a connection to the process group's store is still being made, "
-            "which is waited for, %s s at most: DNS does not answer, or there are no file descriptors left here or "
-            "where the store is (ulimit -n).",
+            "rank %s: nothing is attached any more, but a connection to the process group's store is still being "
+            "made. This rank waits for it, %s s at most: DNS does not answer, or no file descriptors are left, here "
+            "or on the host of the store (ulimit -n).",
             self.channel.rank,
             round(seconds),
         )

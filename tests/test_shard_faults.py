@@ -875,10 +875,10 @@ def test_a_rank_that_waits_at_its_end_says_for_what(tmp_path: Path, interrupted:
         while one.complaint().count("\n") < 2 and time.monotonic() < until:
             time.sleep(0.01)
         told = (
-            "stretto: rank 0: the model is let go of, or the program ends, while parameters of its last step are on "
-            "their way, and in 5 s they have not come. Another rank has not taken that step, or hangs: look there. "
-            "This rank waits for the time-out of its process group (1800 s), or for Ctrl-C.\n"
-            "To leave the model before the others do, call detach() on the handle after a step that all ranks have "
+            "stretto: rank 0: the model was dropped, or the program ends, while parameters of its last step are on "
+            "their way, and they have not arrived within 5 s. Another rank has not taken that step, or hangs: look "
+            "there. This rank waits until its process group times out (1800 s), or for Ctrl-C.\n"
+            "To drop the model before the others do, call detach() on the handle after a step that all ranks have "
             "taken.\n"
         )
         assert one.complaint() == told

@@ -30,10 +30,10 @@ _PATIENT_SECONDS = 5.0
 LETTING_GO_SECONDS = 0.005
 """Within which a thread of Gloo has let go of the tensors of a collective that it has told to be over."""
 _LASTS = (
-    "rank %d: the model is let go of, or the program ends, while parameters of its last step are on their way, and in "
-    "%.0f s they have not come. Another rank has not taken that step, or hangs: look there. This rank waits for the "
-    "time-out of its process group (%.0f s), or for Ctrl-C.\n"
-    "To leave the model before the others do, call detach() on the handle after a step that all ranks have taken."
+    "rank %d: the model was dropped, or the program ends, while parameters of its last step are on their way, and "
+    "they have not arrived within %.0f s. Another rank has not taken that step, or hangs: look there. This rank "
+    "waits until its process group times out (%.0f s), or for Ctrl-C.\n"
+    "To drop the model before the others do, call detach() on the handle after a step that all ranks have taken."
 )
 
 

@@ -36,10 +36,11 @@ class Withheld(torch.Tensor):
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         made.said = (
-            f"{where}: the gradient of {name} is not here: with keep_grads=False each rank has its share of it alone.\n"
-            "To clip: sync.clip_grad_norm_(). Of several backwards before step() or zero_grad(): all but the last "
-            "inside sync.no_sync(). Where one only passes through, as an actor's loss through its critic: "
-            "requires_grad_(False) there meanwhile. To look at gradients: stretto.shard(..., keep_grads=True)."
+            f"{where}: the gradient of {name} is not here: with keep_grads=False each rank has only its share of "
+            "it.\n"
+            "To clip: sync.clip_grad_norm_(). For several backwards before step() or zero_grad(): run all but the "
+            "last inside sync.no_sync(). If one only passes through this module, as an actor's loss through its "
+            "critic: requires_grad_(False) on it meanwhile. To read gradients: stretto.shard(..., keep_grads=True)."
         )
         return made
 

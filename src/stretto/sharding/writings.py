@@ -58,12 +58,13 @@ class Writings:
         self._has_told = True
         if names and (speaks or count < sum(map(len, layout.hosts))):
             log.warning(
-                "%s: since the last step %d ranks have written parameters in place that the ranks of a host have in "
-                "one memory (nn.init, p.mul_(), a hook of the optimizer, a forward); this one, of %s, has written %s. "
-                "What several ranks of a host write is changed once more by each, amid what others read.\n"
-                "Let one rank do it, between two calls of torch.distributed.barrier(); or all of them, by "
-                "parameter.data = ...; see docs/sharding.md. Where each writes others, or twice is as good as once "
-                "(clamp_, values that are copied in between barriers), all is well. Told once.",
+                "%s: since the last step %d ranks have written parameters in place that the ranks of a host share "
+                "in one memory (nn.init, p.mul_(), an optimizer hook, a forward); this rank, of %s, has written %s. "
+                "If several ranks of a host change a parameter, it changes once for each of them, while others may "
+                "be reading it.\n"
+                "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign "
+                "parameter.data = ...; see docs/sharding.md. If each rank writes different parameters, or writing "
+                "twice does no harm (clamp_, values that are copied in between barriers), all is well. Told once.",
                 where,
                 count,
                 describe_ranks(layout.host),

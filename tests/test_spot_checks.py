@@ -288,12 +288,13 @@ def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_aga
     run_all(worker, 2)
     assert warnings_of(caplog) == [
         f"pass {told_in} of Sequential: before the last step the ranks held different values of 0.weight, 0.bias, "
-        "2.weight. Each has stepped its share from its own, so the model, equal again, is put together of several.\n"
+        "2.weight. Each rank has stepped its share from its own values, so the model is equal on all ranks again, "
+        "but a mixture.\n"
         "  0.weight: rank 0 differs from rank 1 by up to 1, in 20 of 20 elements\n"
         "  0.bias: rank 0 differs from rank 1 by up to 1, in 4 of 4 elements\n"
         "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
-        "Change weights on all ranks alike: load them on each, and draw what is random with one seed. Start again from "
-        "before that. A few elements were looked at. Told once; check_every=0 never looks."
+        "Change weights in the same way on all ranks: load them on each, and draw random values with one seed. "
+        "Start again from before that. Only a few elements were compared. Told once; check_every=0 never looks."
     ]
 
 

@@ -197,10 +197,12 @@ class SpotChecks:
         names, lines = unlike(kept or None, self._peers.gather, in_common=True)
         if names and self._speaks:
             log.warning(
-                "%s: before the last step the ranks held different values of %s. Each has stepped its share from its "
-                "own, so the model, equal again, is put together of several.\n%s\n"
-                "Change weights on all ranks alike: load them on each, and draw what is random with one seed. Start "
-                "again from before that. A few elements were looked at. Told once; check_every=0 never looks.",
+                "%s: before the last step the ranks held different values of %s. Each rank has stepped its share "
+                "from its own values, so the model is equal on all ranks again, but a mixture.\n"
+                "%s\n"
+                "Change weights in the same way on all ranks: load them on each, and draw random values with one "
+                "seed. Start again from before that. Only a few elements were compared. Told once; check_every=0 "
+                "never looks.",
                 where,
                 name_list(names),
                 "\n".join(lines),

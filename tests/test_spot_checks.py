@@ -36,8 +36,8 @@ APART = (
     "loss; a random number. Or they were never equal: attach(init_sync=False), where each rank had drawn its own.\n"
     "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
     "ranks.\n"
-    "stretto looks at a few elements unasked. Where ranks are meant to move their weights by themselves for a "
-    "while, all is well. Told once; check_every=n looks at everything, and raises; check_every=0 never looks."
+    "stretto compares a few elements now and then. If ranks are meant to train on their own for a while, all is "
+    "well. Told once; check_every=n compares everything, and raises; check_every=0 never compares."
 )
 
 
@@ -389,7 +389,10 @@ def test_ranks_that_are_made_equal_behind_each_step_look_twice_and_no_more(caplo
 
     with caplog.at_level(logging.INFO, "stretto"):
         assert run(caplog, worker) == []
-    end = "of Sequential: what ranks looked at around the last step was not alike, and all parameters are equal now"
+    end = (
+        "of Sequential: the elements that ranks compared around the last step were not equal, but all parameters are "
+        "equal now"
+    )
     said = [record.getMessage() for record in caplog.records if record.getMessage().endswith(end)]
     assert said == [f"pass {number} {end}" for number in (2, 2, 3, 3)]
 

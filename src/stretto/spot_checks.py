@@ -189,7 +189,9 @@ class SpotChecks:
         self._wanted = self._fruitless < _FRUITLESS
         if differ:
             log.info(
-                "%s: what ranks looked at around the last step was not alike, and all parameters are equal now", where
+                "%s: the elements that ranks compared around the last step were not equal, but all parameters are "
+                "equal now",
+                where,
             )
 
     def _were_unlike(self, kept: Mapping[str, torch.Tensor], where: str) -> bool:
@@ -212,7 +214,7 @@ class SpotChecks:
     def _tell(self, error: ReplicaError) -> None:
         log.warning(
             "%s\n"
-            "stretto looks at a few elements unasked. Where ranks are meant to move their weights by themselves for a "
-            "while, all is well. Told once; check_every=n looks at everything, and raises; check_every=0 never looks.",
+            "stretto compares a few elements now and then. If ranks are meant to train on their own for a while, "
+            "all is well. Told once; check_every=n compares everything, and raises; check_every=0 never compares.",
             error,
         )

@@ -122,11 +122,12 @@ class Unattached:
 
     def _tell(self, names: Sequence[str], lines: Sequence[str], number: int) -> None:
         log.warning(
-            "pass %s of %s: an optimizer steps %s, which no handle averages, and ranks hold different values of it."
-            "\n%s\n"
-            "Attach the module that has it; or, for a tensor of no module, average its gradient on all ranks before "
-            "each step, stretto.reduce([parameter.grad]), and begin with equal values. Where ranks are to differ "
-            "there, all is well. Told once; check_every=0 never looks.",
+            "pass %s of %s: an optimizer steps %s, which no handle averages, and ranks hold different values of "
+            "it.\n"
+            "%s\n"
+            "Attach the module that it belongs to; or, if it belongs to none, average its gradient on all ranks "
+            "before each step, stretto.reduce([parameter.grad]), and start from equal values. If ranks are meant to "
+            "differ there, all is well. Told once; check_every=0 never looks.",
             number,
             type(self._members.module()).__name__,
             name_list(names),

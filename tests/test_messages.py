@@ -242,10 +242,10 @@ def test_steps_behind_gradients_that_were_dropped_are_not_told_of(caplog, set_to
 
 
 ANOTHER_IS_TRAINED = (
-    "rank 0, before pass 1: {} of SGD, of nothing that a handle averages, and no backward has reached the "
-    "attached module: each rank may train its own.\n"
-    "Attach the module that is trained, and not one that it was copied from or built behind. Where it is averaged in "
-    "another way, or each rank is to train its own first, all is well. Told once."
+    "rank 0, before pass 1: {} of SGD, which no handle averages, and no backward has reached the attached module: "
+    "each rank may be training its own model.\n"
+    "Attach the module that is trained, not an earlier one from which it was copied or built again. If it is "
+    "averaged in another way, or each rank is meant to train its own first, all is well. Told once."
 )
 
 

@@ -226,10 +226,10 @@ class SteppedAlone:
     def _tell_that_others_train(self) -> None:
         stop_listening(self._stepping)
         log.warning(
-            "%s: %s of %s, of nothing that a handle averages, and no backward has reached the attached module: each "
-            "rank may train its own.\n"
-            "Attach the module that is trained, and not one that it was copied from or built behind. Where it is "
-            "averaged in another way, or each rank is to train its own first, all is well. Told once.",
+            "%s: %s of %s, which no handle averages, and no backward has reached the attached module: each rank may "
+            "be training its own model.\n"
+            "Attach the module that is trained, not an earlier one from which it was copied or built again. If it "
+            "is averaged in another way, or each rank is meant to train its own first, all is well. Told once.",
             self._queue.where,
             counted(self._early_steps, "steps"),
             self._optimizer,

@@ -165,10 +165,10 @@ def test_a_join_over_the_ranks_that_are_left_sets_its_weights_itself() -> None:
 
 
 KEPT = (
-    "rank 0, {}: a step with gradients of this rank alone, of a backward that was not synchronised (no_sync()): "
-    "weight, bias. Each rank steps by its own.\n"
-    "Run the last backward before each step outside no_sync(), also in the last, shorter round of an epoch. Where "
-    "gradients, or weights later, are averaged in another way, all is well. Told once."
+    "rank 0, {}: a step with gradients of this rank alone, from a backward inside no_sync(): weight, bias. Each "
+    "rank steps with its own gradients.\n"
+    "Run the last backward before each step outside no_sync(), also in the last, shorter round of an epoch. If "
+    "gradients, or later the weights, are averaged in another way, all is well. Told once."
 )
 
 

@@ -254,10 +254,10 @@ class SteppedAlone:
         if kept and self._tracker.unsynchronized:
             stop_listening(self._stepping_kept)
             log.warning(
-                "%s: a step with gradients of this rank alone, of a backward that was not synchronised (no_sync()): "
-                "%s. Each rank steps by its own.\n"
+                "%s: a step with gradients of this rank alone, from a backward inside no_sync(): %s. Each rank "
+                "steps with its own gradients.\n"
                 "Run the last backward before each step outside no_sync(), also in the last, shorter round of an "
-                "epoch. Where gradients, or weights later, are averaged in another way, all is well. Told once.",
+                "epoch. If gradients, or later the weights, are averaged in another way, all is well. Told once.",
                 self._queue.where,
                 name_list(kept),
             )

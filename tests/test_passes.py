@@ -424,15 +424,15 @@ def step_in_backward(model: torch.nn.Module) -> None:
 
 
 def told_of_hooks(caplog: pytest.LogCaptureFixture) -> set[str]:
-    return {one.getMessage() for one in caplog.records if "no gradient was there" in one.getMessage()}
+    return {one.getMessage() for one in caplog.records if "had no gradient when" in one.getMessage()}
 
 
 def hooks_may_have(rank: int, number: int, names: str) -> str:
     return (
-        f"rank {rank}, pass {number}: no gradient was there when it was to be averaged, of parameters that have a hook "
-        f"of the program (register_post_accumulate_grad_hook): {names}.\n"
-        "If that steps and clears .grad, each rank trains by itself. Step after backward; or hand the "
-        "optimizer to torch's _apply_optimizer_in_backward and wrap the module in stretto.DistributedDataParallel."
+        f"rank {rank}, pass {number}: parameters with a hook of your program (register_post_accumulate_grad_hook) "
+        f"had no gradient when it was to be averaged: {names}.\n"
+        "If the hook steps and clears .grad, each rank trains by itself. Step after backward; or hand the optimizer "
+        "to torch's _apply_optimizer_in_backward and wrap the module in stretto.DistributedDataParallel."
     )
 
 
@@ -457,8 +457,8 @@ def test_gradients_that_a_hook_takes_away_are_named(passes: int, cap: float, cap
     first = max(passes, 0) + 1
     assert told_of_hooks(caplog) == {hooks_may_have(rank, first, "1.weight, 1.bias") for rank in range(2)}
     assert str(caught.value).replace("rank 1", "rank 0") == (
-        f"rank 0, pass {first + 1}: the gradient of 1.weight, 1.bias was taken away before it was averaged: a hook of "
-        "the program steps or clears it where it arrives.\n"
+        f"rank 0, pass {first + 1}: the gradient of 1.weight, 1.bias was taken away before it was averaged: a hook "
+        "of your program steps or clears it as soon as it arrives.\n"
         "Step after backward; or hand the optimizer to torch's _apply_optimizer_in_backward and wrap the module in "
         "stretto.DistributedDataParallel."
     )

@@ -267,8 +267,8 @@ class ArrivalTracker:
         gone = {index for index, one in self.alive(left & arrived) if one.grad is None}
         if not gone.isdisjoint(self._seen | self._count.keys()):
             raise UnsupportedError(
-                f"{queue.where}: the gradient of {self._names(gone)} was taken away before it was averaged: a hook of "
-                "the program steps or clears it where it arrives.\n"
+                f"{queue.where}: the gradient of {self._names(gone)} was taken away before it was averaged: a hook "
+                "of your program steps or clears it as soon as it arrives.\n"
                 "Step after backward; or hand the optimizer to torch's _apply_optimizer_in_backward and wrap the "
                 "module in stretto.DistributedDataParallel."
             )
@@ -277,9 +277,9 @@ class ArrivalTracker:
             self.arrivals.see_first(index, one, self._see)
         if hooked:
             log.warning(
-                "%s: no gradient was there when it was to be averaged, of parameters that have a hook of the program "
-                "(register_post_accumulate_grad_hook): %s.\n"
-                "If that steps and clears .grad, each rank trains by itself. Step after backward; or hand the "
+                "%s: parameters with a hook of your program (register_post_accumulate_grad_hook) had no gradient "
+                "when it was to be averaged: %s.\n"
+                "If the hook steps and clears .grad, each rank trains by itself. Step after backward; or hand the "
                 "optimizer to torch's _apply_optimizer_in_backward and wrap the module in "
                 "stretto.DistributedDataParallel.",
                 queue.where,

@@ -501,9 +501,9 @@ def test_who_goes_through_the_state_is_told_once_that_it_is_not_there(caplog: py
 
     run_ranks(worker, 2)
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"rank {rank}, shard: the ranks keep the state of this optimizer in shares, so who goes through "
-        "optimizer.state finds nothing, and changes nothing.\n"
-        "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). Told once."
+        f"rank {rank}, shard: the state of this optimizer is divided over the ranks, so a loop over optimizer.state "
+        "finds nothing, and changes nothing.\n"
+        "To read it: state_dict(), on all ranks; to set it: load_state_dict(). Told once."
         for rank in (0, 1)
     ]
 

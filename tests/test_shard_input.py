@@ -956,9 +956,10 @@ def test_a_state_that_lies_in_shares_is_not_edited_by_parameter(edit: str) -> No
         return str(caught.value)
 
     assert run_ranks(worker, 2) == [
-        f"rank {rank}, shard: the ranks keep the state of this optimizer in shares, and none of it by parameter.\n"
-        "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). To begin without one: unshard(), "
-        "then build the optimizer anew, and shard that."
+        f"rank {rank}, shard: the state of this optimizer is divided over the ranks, so optimizer.state has no "
+        "entries to read or set.\n"
+        "To read it: state_dict(), on all ranks; to set it: load_state_dict(). To start without a state: unshard(), "
+        "then build a new optimizer, and shard that."
         for rank in range(2)
     ]
 

@@ -38,9 +38,9 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         if not (self._has_told or len(self)):
             self._has_told = True
             log.warning(
-                "%s: the ranks keep the state of this optimizer in shares, so who goes through optimizer.state finds "
+                "%s: the state of this optimizer is divided over the ranks, so a loop over optimizer.state finds "
                 "nothing, and changes nothing.\n"
-                "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). Told once.",
+                "To read it: state_dict(), on all ranks; to set it: load_state_dict(). Told once.",
                 self._where,
             )
 
@@ -69,9 +69,10 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
     def refuse(self) -> NoReturn:
         """Raise."""
         raise UnsupportedError(
-            f"{self._where}: the ranks keep the state of this optimizer in shares, and none of it by parameter.\n"
-            "To look at it: state_dict(), on all ranks; to set it: load_state_dict(). To begin without one: unshard(), "
-            "then build the optimizer anew, and shard that."
+            f"{self._where}: the state of this optimizer is divided over the ranks, so optimizer.state has no "
+            "entries to read or set.\n"
+            "To read it: state_dict(), on all ranks; to set it: load_state_dict(). To start without a state: "
+            "unshard(), then build a new optimizer, and shard that."
         )
 
     def _is_own(self, key: object) -> bool:

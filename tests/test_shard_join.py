@@ -172,8 +172,9 @@ def test_what_is_refused_by_name():
             "alone": (
                 "SetupError",
                 f"rank {rank}: a rank without batches cannot leave the step to the others while an optimizer is "
-                "sharded: its share of the model would stand still.\nGive all ranks equally many batches; or say so of "
-                "the optimizer too, with Join([model, optimizer]); or let it step, a backward of zeros, "
+                "sharded: its share of the model would stand still.\n"
+                "Give all ranks the same number of batches; or join the optimizer too, with Join([model, "
+                "optimizer]); or let that rank step as well: a backward of zeros, "
                 "parameter.backward(torch.zeros_like(parameter)), then optimizer.step().",
             ),
             "anew": (
@@ -207,8 +208,9 @@ def left_out(rank):
 def test_a_step_that_is_left_out_is_named_on_all_ranks():
     (idle, idle_later), (other, later) = spawn_ranks(left_out, 2)
     said = (
-        "rank 1, pass 2 was not followed by a step of the sharded optimizer: inside Join, ranks without batches wait "
-        "for one behind each pass.\nStep after each backward; accumulate inside no_sync()."
+        "rank 1, pass 2 was not followed by a step of the sharded optimizer: inside Join, ranks without batches "
+        "wait for a step after each pass.\n"
+        "Step after each backward; accumulate inside no_sync()."
     )
     assert other == ("SetupError", said)
     assert idle[0] == "PeerError" and said.partition("\n")[0] in idle[1]
@@ -231,8 +233,8 @@ def test_a_second_step_is_named():
         spawn_ranks(stepped_twice, 2, timeout=30)
     assert (
         "rank 1, pass 2: this step of the sharded optimizer follows no pass of its own: inside Join, ranks without "
-        "batches step once behind each pass.\nStep once after each backward outside of no_sync(); behind one that has "
-        "raised zero_grad() and go on."
+        "batches step once after each pass.\n"
+        "Step once after each backward outside of no_sync(); after one that has raised, call zero_grad() and go on."
     ) in str(raised.value)
 
 

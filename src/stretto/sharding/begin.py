@@ -171,9 +171,10 @@ def _refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
     if others:
         raise SetupError(
             f"{where}: a rank without batches cannot leave the step to the others while an optimizer is sharded: its "
-            "share of the model would stand still.\nGive all ranks equally many batches; or say so of the optimizer "
-            "too, with Join([model, optimizer]); or let it step, a backward of zeros, "
-            "parameter.backward(torch.zeros_like(parameter)), then optimizer.step()."
+            "share of the model would stand still.\n"
+            "Give all ranks the same number of batches; or join the optimizer too, with Join([model, optimizer]); "
+            "or let that rank step as well: a backward of zeros, parameter.backward(torch.zeros_like(parameter)), "
+            "then optimizer.step()."
         )
 
 

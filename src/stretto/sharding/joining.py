@@ -140,8 +140,9 @@ class Attendance:
             what = "follows a pass that has failed" if self.is_void else "follows no pass of its own"
             error = SetupError(
                 f"{self._queue.where}: this step of the sharded optimizer {what}: inside Join, ranks without batches "
-                "step once behind each pass.\nStep once after each backward outside of no_sync(); behind one that has "
-                "raised zero_grad() and go on."
+                "step once after each pass.\n"
+                "Step once after each backward outside of no_sync(); after one that has raised, call zero_grad() "
+                "and go on."
             )
             self._meetings.fail(error)
             raise error
@@ -150,8 +151,9 @@ class Attendance:
         """Raise ``SetupError`` if the last pass was not stepped. The others are told."""
         if self._queue.pass_number > self._answered and not self.is_void:
             error = SetupError(
-                f"{self._queue.where} was not followed by a step of the sharded optimizer: inside Join, ranks without "
-                "batches wait for one behind each pass.\nStep after each backward; accumulate inside no_sync()."
+                f"{self._queue.where} was not followed by a step of the sharded optimizer: inside Join, ranks "
+                "without batches wait for a step after each pass.\n"
+                "Step after each backward; accumulate inside no_sync()."
             )
             self._meetings.fail(error)
             raise error

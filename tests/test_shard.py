@@ -1446,7 +1446,7 @@ def test_an_option_that_changes_how_an_optimizer_can_be_divided_is_refused() -> 
                     optimizer.step()
                 assert str(raised.value) == (
                     f"rank {transport.rank}, pass 3: with what the groups of ByNorm hold now, the step of an element "
-                    "depends on all of its parameter, and parameters are divided by elements.\n"
+                    "depends on its whole parameter, but parameters are divided by elements.\n"
                     "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
                 )
                 assert_same(model, before)

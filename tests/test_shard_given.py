@@ -219,7 +219,7 @@ def test_what_cannot_be_handed_on_is_refused_by_name() -> None:
             kind_of(optimizer, "rank 0, shard")
         assert str(caught.value) == (
             f"rank 0, shard: {type(optimizer).__name__} cannot be built again for a part of its parameters: what it "
-            f"keeps as {name} is no plain value, and is not what its constructor makes of its defaults.\n"
+            f"keeps as {name} is not a plain value, and not what its constructor makes from its defaults.\n"
             "Keep options in the parameter groups, and what belongs to a parameter in state, as torch's do."
         )
     kind_of(Plainly(parameters))
@@ -728,8 +728,9 @@ def test_what_a_step_makes_of_all_gradients_is_refused_by_name(on_itself: bool) 
     with pytest.raises(stretto.UnsupportedError) as caught:
         kind_of(Estimating([torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))], on_itself))
     assert str(caught.value) == (
-        f"shard: Estimating cannot be divided over ranks: its step makes {'self.' * on_itself}seen of all parameters "
-        "that it has, and each rank would of its share.\nUse it as it is, without stretto.shard()."
+        f"shard: Estimating cannot be divided over ranks: its step makes {'self.' * on_itself}seen from all its "
+        "parameters, and each rank would make it from its share only.\n"
+        "Use it as it is, without stretto.shard()."
     )
 
 
@@ -881,8 +882,9 @@ def test_a_step_that_takes_gradients_away_is_refused() -> None:
     with pytest.raises(stretto.UnsupportedError) as caught:
         kind_of(Zeroing(START.parameters(), lr=0.1), "rank 0, shard")
     assert str(caught.value) == (
-        "rank 0, shard: Zeroing cannot be divided over ranks: its step takes gradients away, and each rank would do so "
-        "for its share alone.\nCall zero_grad() after step(), and not in it."
+        "rank 0, shard: Zeroing cannot be divided over ranks: its step sets gradients to None, and each rank would "
+        "do so for its share only.\n"
+        "Call zero_grad() after step(), and not in it."
     )
 
 

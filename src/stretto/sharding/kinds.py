@@ -99,7 +99,7 @@ class KindWatch:
         if changed and kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
             raise SetupError(
                 f"{where}: with what the groups of {type(self._optimizer).__name__} hold now, the step of an element "
-                "depends on all of its parameter, and parameters are divided by elements.\n"
+                "depends on its whole parameter, but parameters are divided by elements.\n"
                 "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
             )
         self._known, self._values = ([found] if has_moved else [*self._known, *[found] * changed]), values
@@ -135,8 +135,8 @@ def build_like(
     become_ours(like, optimizer)
     if (other := hand_on(optimizer, like)) is not None:
         raise UnsupportedError(
-            f"{name}: {kind.__name__} cannot be built again for a part of its parameters: what it keeps as {other} is "
-            "no plain value, and is not what its constructor makes of its defaults.\n"
+            f"{name}: {kind.__name__} cannot be built again for a part of its parameters: what it keeps as {other} "
+            "is not a plain value, and not what its constructor makes from its defaults.\n"
             "Keep options in the parameter groups, and what belongs to a parameter in state, as torch's do."
         )
     return like
@@ -266,13 +266,13 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
         )
     if together.takes_gradients:
         raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step takes gradients away, and each "
-            "rank would do so for its share alone.\nCall zero_grad() after step(), and not in it."
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step sets gradients to None, and "
+            "each rank would do so for its share only.\nCall zero_grad() after step(), and not in it."
         )
     if (key := _unlike(together, alone, again)) is not None:
         raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step makes {key} of all parameters "
-            "that it has, and each rank would of its share.\nUse it as it is, without stretto.shard()."
+            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step makes {key} from all its "
+            "parameters, and each rank would make it from its share only.\nUse it as it is, without stretto.shard()."
         )
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
         raise UnsupportedError(

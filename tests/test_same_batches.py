@@ -18,11 +18,11 @@ from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import LocalTransport, Transport
 
 TOLD = (
-    "rank 0, pass {0}: of {1} the gradients were the same, bit for bit, in each of 8 passes, before they were "
-    "averaged. So they train on the same batches, and together do the work of one rank.\n"
-    "Give each rank its own: DataLoader(..., sampler=DistributedSampler(dataset)), with the global rank; "
-    "datasets.distributed.split_dataset_by_node for a stream; a seed with the rank in it where data is drawn at "
-    "random. If it is meant so, all is well. Told once; check_every=0 never looks."
+    "rank 0, pass {0}: of {1} the gradients were the same, bit for bit, in each of 8 passes, before averaging. So "
+    "these ranks train on the same batches, and together do the work of one rank.\n"
+    "Give each rank its own: DataLoader(..., sampler=DistributedSampler(dataset)), with the global rank; for a "
+    "stream, datasets.distributed.split_dataset_by_node; for random data, a seed that contains the rank. If it is "
+    "meant so, all is well. Told once; check_every=0 never looks."
 )
 
 

@@ -556,10 +556,10 @@ def test_parameters_that_are_handed_to_other_processes_are_stepped_all_the_same(
     assert len(told) == len(ranks)
     if way in names:
         assert {*told} == {
-            f"rank {rank}, pass 2: {names[way]} lie in memory for other processes (share_memory(), or a pickle "
-            "for one) and move out of it, with their values: those processes do not see what is stepped from here on."
-            "\nSend them a copy after each step: copy.deepcopy(model), or clones of its state_dict(). If that is done "
-            "already, nothing is to be changed."
+            f"rank {rank}, pass 2: {names[way]} lie in memory that other processes share (share_memory(), or pickled "
+            "for one) and move out of it, with their values: those processes do not see steps from here on.\n"
+            "Send them a copy after each step: copy.deepcopy(model), or clones of its state_dict(). If you do that "
+            "already, nothing needs to change."
             for rank in ranks
         }
 

@@ -275,10 +275,10 @@ def _is_shown(view: torch.Tensor) -> bool:
 def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
     """Of parameters that torch has put where other processes see them. ``where``: how the message begins."""
     log.warning(
-        f"{where}: {name_list(names)} lie in memory for other processes (share_memory(), or a pickle for one) and move "
-        "out of it, with their values: those processes do not see what is stepped from here on.\n"
-        "Send them a copy after each step: copy.deepcopy(model), or clones of its state_dict(). If that is done "
-        "already, nothing is to be changed."
+        f"{where}: {name_list(names)} lie in memory that other processes share (share_memory(), or pickled for one) "
+        "and move out of it, with their values: those processes do not see steps from here on.\n"
+        "Send them a copy after each step: copy.deepcopy(model), or clones of its state_dict(). If you do that "
+        "already, nothing needs to change."
     )
 
 

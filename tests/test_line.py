@@ -433,4 +433,4 @@ def test_who_waits_while_the_store_is_silent_says_so(
         (record.getMessage().partition(" s ")[0], record.getMessage().partition("; ")[2]) for record in caplog.records
     ]
     silent_ones = "rank 0 does not answer; rank 2 does not answer; the process group's store does not answer."
-    assert told == [(f"rank 1, attach: rank 1 waits since {second}", silent_ones) for second in (6, 31)]
+    assert told == [(f"rank 1, attach: rank 1 has waited {second}", silent_ones) for second in (6, 31)]

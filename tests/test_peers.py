@@ -369,8 +369,8 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
     (code, printed, complaint), other = ranks(tmp_path, body, patience=5.0, transport=transport)
     assert code == 0 and other == (0, "", "")
     assert re.fullmatch(
-        r"stretto: rank 0, pass 2: rank 0 waits since \d s at train.py:LINE in step; "
-        r"rank 1 has begun 1 pass and is at train.py:LINE in evaluate.\n",
+        r"stretto: rank 0, pass 2: rank 0 has waited \d s at train.py:LINE in step; rank 1 has begun 1 pass and is "
+        r"at train.py:LINE in evaluate.\n",
         plain(complaint),
     ), complaint
     text = within(printed, "CommunicationError", 9)
@@ -1509,7 +1509,7 @@ def test_who_waits_for_one_that_has_not_come_is_told_where_to_look(caplog: pytes
         inquiry.go_on("rank 0, attach", channel, [], float(second))
     (told,) = (record.getMessage() for record in caplog.records)
     assert re.fullmatch(
-        r"rank 0, attach: rank 0 waits since \d s .*; rank 1 has not come here so far\.\n"
+        r"rank 0, attach: rank 0 has waited \d s .*; rank 1 has not come here so far\.\n"
         + re.escape(
             "All ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed "
             "before it in which another rank waits, or for a rank that was not started."
@@ -1522,7 +1522,7 @@ def test_who_waits_for_one_that_waits_in_a_call_of_torchs_is_told_where_to_look(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = (
-        "rank 0 waits since 5 s in state_dict() at a.py:3 in f; rank 1 is in torch.distributed.barrier() at a.py:9 in f"
+        "rank 0 has waited 5 s in state_dict() at a.py:3 in f; rank 1 is in torch.distributed.barrier() at a.py:9 in f"
     )
     monkeypatch.setattr(stretto.inquiry, "places", lambda *_: now)
     inquiry, channel = Inquiry(Seat(), 0), Channel(dist.HashStore(), 0, 2)

@@ -155,8 +155,8 @@ def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float |
         told: what they have answered.
         waited: for so many seconds this rank has waited.
     """
-    since = "" if waited is None else f" since {waited:.0f} s"
-    lines = [f"rank {rank} waits{since} {standing(sys._getframe())}"]
+    waits = "waits" if waited is None else f"has waited {waited:.0f} s"
+    lines = [f"rank {rank} {waits} {standing(sys._getframe())}"]
     for other in channel.others():
         lines.append(f"rank {other} {told[other].text if other in told else channel.why_silent(other)}")
     if channel.is_silent:

@@ -846,7 +846,7 @@ def test_who_waits_for_a_rank_that_failed_before_the_pass_is_told_of_it_meanwhil
     """
     (_, printed, complaint), (_, other, _) = ranks(tmp_path, body, transport=transport)
     note = f"rank 1, pass 2, {phase}: {error} (train.py:LINE in {phase})"
-    waits = f"rank 0, pass 2: this rank waits, since {phase} has failed on another.\n  {note}"
+    waits = f"rank 0, pass 2: this rank waits, because {phase} has failed on another rank.\n  {note}"
     assert re.sub(r"py:\d+", "py:LINE", complaint) == f"stretto: {waits}\n"
     assert f"  {note}\n" in within(printed, "PeerError", 8)
     assert error.partition(":")[0] in other and "PeerError" in other

@@ -66,7 +66,9 @@ class Inquiry:
             failed = note.is_early and not note.leaves and note.number == self._seat.passes
             if failed and str(note) not in self._quoted:  # that rank may go on, or end
                 self._quoted.add(str(note))
-                log.warning("%s: this rank waits, since %s has failed on another.\n  %s", where, note.phase, note)
+                log.warning(
+                    "%s: this rank waits, because %s has failed on another rank.\n  %s", where, note.phase, note
+                )
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, self._rank, channel, told)
             now = places(self._rank, channel, told, waited)

@@ -4,8 +4,8 @@ What a rank computed, without a gap from the beginning of its step to the end, i
 
     |-- optimizer --|-- other --|-- forward --|-- backward: an activity a gradient, and launching --|-- waiting --|
 
-and the buckets, each from its launch until its result was there. Launching and waiting are the exposed time; the part
-of a bucket's way that lies over backward is hidden.
+Beside these are the buckets, each from its launch until its result was there. Launching and waiting are the exposed
+time. The part of a bucket's way that coincides with backward is hidden.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a report's numbers say should be changed: computed sentences, most important first, never more than three.
+"""What to change, according to a report's numbers: computed sentences, most important first, never more than three.
 
-Each rule looks at the report alone and says nothing where the gain would be small: below ``WORTH`` of a step.
+Each rule uses only the report, and says nothing where the gain would be small: below ``WORTH`` of a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Do all ranks hold the same model, and do they ask for the same? Settled before anything is sent.
+"""Do all ranks hold the same model and ask for the same options? This is settled before anything is sent.
 
-Each rank makes a table of facts (a line a tensor, a line an option). Fingerprints are compared first; only where they
-differ are the tables exchanged, and then every rank raises the same readable difference.
+Each rank makes a table of facts (a line for each tensor and each option). Ranks compare fingerprints first. Only if
+those differ do they exchange the tables; then every rank raises the same readable difference.
 """
 
 from __future__ import annotations

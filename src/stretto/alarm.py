@@ -1,9 +1,9 @@
-"""Ranks that have gone, where no host waits for them.
+"""Noticing that ranks have gone where no host waits for them.
 
     the channel's thread, once a second ──> Alarm.look ──> a line in the log ──> the next pass, step or call raises
 
-Where ``Work.wait`` returns at once, as NCCL's does, it is the device that waits, for ever, and a host finds that out
-wherever it next asks its device for something: there it stands, within torch, until NCCL's own time is up.
+Where ``Work.wait`` returns at once, as NCCL's does, it is the device that waits, for ever. The host notices only when
+it next asks its device for something. There it blocks within torch until NCCL's own time is up.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which gradients of a pass have arrived, in order: the hooks on the parameters.
 
-The engine calls a hook for every gradient of every pass, so a hook must cost next to nothing. Here it is the ``append``
-of a list, called without any Python in between; on an accelerator with a line or two of it, see streams.py. Two kinds
-of arrival call more Python:
+The engine calls a hook for every gradient of every pass, so a hook must cost next to nothing. Here the hook is the
+``append`` of a list, called without any Python in between (on an accelerator, with a line or two of it: see
+streams.py). Only two kinds of arrival run more Python:
 
-- the first of a pass: the hook is a *gate* that is shared by all parameters, and closed between passes;
+- the first of a pass: its hook is a *gate* that all parameters share, and that is closed between passes;
 - those after which it is worth looking at the list: see schedule.py.
 """
 

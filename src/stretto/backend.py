@@ -5,16 +5,16 @@
 
 Importing this module registers the name with torch, which is what it is for; ``import stretto`` alone does not.
 
-On CPU tensors all_reduce, broadcast, all_gather, reduce_scatter and barrier, in all their variants, go through memory
+all_reduce, broadcast, all_gather, reduce_scatter and barrier, in all their variants, move CPU tensors through memory
 that the ranks share; in a world of one there is nothing to do. Everything else goes through a Gloo group that the
-backend makes for itself: gather, scatter, reduce, all_to_all, send and recv, sparse tensors. So does everything in a
-group whose ranks do not all share memory (several hosts, containers, users): rank 0 logs the reason once, to
-``stretto`` at level INFO.
+backend makes for itself: gather, scatter, reduce, all_to_all, send and recv, sparse tensors. If the ranks of a group do
+not all share memory (several hosts, containers, users), all of its messages go that way: rank 0 logs the reason once,
+to ``stretto`` at level INFO.
 
-[Note: synchronous]  A collective in shared memory is complete when the call returns, also with ``async_op=True``, whose
-work is done already: torch's C++ waits for futures without calling into Python, and there is no thread that could
-complete them. So a late rank stalls the others where they call, not where they wait; and ranks must issue all their
-collectives, those of different groups and sends too, in an order that works without ``async_op``.
+[Note: synchronous]  A collective in shared memory is complete when the call returns, even with ``async_op=True``:
+torch's C++ waits for futures without calling into Python, and there is no thread that could complete them. So a late
+rank stalls the others where they call, not where they wait. And ranks must issue all their collectives, including those
+of different groups and sends, in an order that works without ``async_op``.
 """
 
 # torch's stubs have overloads that nothing calls, and other names for some parameters, where C++ has none.

@@ -1,4 +1,4 @@
-"""What travels in a pass behind the last bucket: rows of sparse gradients, then buffers."""
+"""What a pass sends behind the last bucket: rows of sparse gradients, then buffers."""
 
 from __future__ import annotations
 

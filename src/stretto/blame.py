@@ -1,4 +1,4 @@
-"""What is told of ranks that have left or died, to those who wait for them."""
+"""What ranks that wait for others are told when those have left or died."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Rank 0's values to all ranks, coalesced: flat messages of 10 MB, never one message a tensor.
 
-torch's DDP has done so since PyTorch PR 4978, which measured 1.63x over one broadcast a tensor. What is only copied
-travels as bytes, all dtypes in one message (BatchNorm counts in int64 beside its means); sums have a dtype.
+torch's DDP has done so since PyTorch PR 4978, which measured 1.63x over one broadcast a tensor. Values that are only
+copied travel as bytes, with all dtypes in one message (BatchNorm counts in int64 beside its means); only sums depend on
+the dtype.
 """
 
 from __future__ import annotations

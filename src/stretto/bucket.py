@@ -3,19 +3,19 @@
     flat:  | slot of p0 | slot of p1 | ... | footer |
            └──────────── payload ──────────┘
 
-``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides; ``.grad`` comes to lie in it:
-gradients exist once, see slots.py. A gradient is *taken* when it has been copied into its slot. Along the schedule
+``views[i]`` is the slot of the i-th parameter in the parameter's own shape and strides. ``.grad`` comes to lie in it,
+so gradients exist once: see slots.py. A gradient is *taken* when it has been copied into its slot. Along the schedule,
 ``.grad`` becomes the slot at once, while both are in the cache. Where it is not known how often gradients arrive,
-``.grad`` is None until the pass settles, so that one that arrives again can neither be lost nor disturb a sum that is
-under way.
+``.grad`` is None until the pass settles. A gradient that arrives again can then neither be lost nor disturb a sum that
+is under way.
 
 The footer is summed together with the payload: see footer.py.
 
-Where gradients travel in another dtype than their own (``reduce_dtype``), the slots lie in a memory of their own, are
-cast into the payload when the bucket leaves and cast back when it has been reduced.
+Where gradients travel in another dtype than their own (``reduce_dtype``), the slots have a memory of their own. They
+are cast into the payload when the bucket leaves, and cast back when it has been reduced.
 
 [Note: weak parameters]  A parameter's hook holds the reducer, and Python's garbage collector cannot look through the
-C++ object that holds the hook. So reducer and buckets hold parameters weakly; else no model would ever be freed.
+C++ object that holds the hook. So reducer and buckets hold parameters weakly; otherwise no model would ever be freed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Where a module's buffers live, and what all ranks know them to be.
 
-[Note: agreed shapes]  Buffers travel without a word beforehand, so a rank whose buffer has come, gone or changed its
-shape since the ranks agreed must not send what it has: messages would not match, and the failure would have no name. It
-sends a stand-in of the agreed shape and says so in the last bucket; rejoin.py then has all ranks agree anew.
+[Note: agreed shapes]  Buffers are sent without a prior exchange. If a rank's buffer has come, gone or changed its shape
+since the ranks agreed, sending it would make messages mismatch, in a failure that names nothing. So the rank sends a
+stand-in of the agreed shape and says so in the last bucket; rejoin.py then has all ranks agree anew.
 
 [Note: at rest]  Causal masks and tables of positions never change, and can be larger than the gradients. So each rank
-compares its buffers with what all had, and says in the last bucket if they differ. Once none did, none are sent until
-one does: then all follow in that very pass. Whether buffers rest is looked at after passes 4, 8, 16 and so on, since
-those of BatchNorm never do. To compare costs a read of them and of a copy; a version counter would not see what
-BatchNorm's kernels write.
+compares its buffers with what all ranks had, and says in the last bucket if they differ. Once none differed, none are
+sent until one does; then all of them follow in that same pass. Whether buffers rest is checked after passes 4, 8, 16
+and so on, since those of BatchNorm never do. Comparing costs a read of the buffers and of a copy. A version counter
+would not see what BatchNorm's kernels write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How the module differs from what the ranks have agreed on: which parameters nothing carries, and in words."""
+"""How the module differs from what the ranks have agreed on: which parameters no bucket carries, and a text about
+it."""
 
 from __future__ import annotations
 

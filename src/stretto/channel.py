@@ -1,4 +1,4 @@
-"""One rank's end of the store that all ranks see: who they are, what they tell, where they are.
+"""One rank's end of the store that all ranks see: who the ranks are, what they announce, where they are.
 
     who/RANK     the process, while it has a handle       notes, note/n      how many, and what ranks tell: notes.py
     attempts/RANK    how often it has tried to attach

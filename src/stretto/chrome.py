@@ -1,12 +1,12 @@
 """A timeline as Chrome Trace Event JSON, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
-A process a rank; a thread for what it computed, where activities lie inside of "backward" and these inside of "pass n";
-and a thread for its transport. [Note: lanes] Events of one thread must lie one inside the other or apart: Perfetto
-drops what only overlaps. Asynchronous events may overlap but take no flow arrows. So a bucket that is launched while
+Each rank is a process. It has a thread for what it computed, where activities lie inside "backward" and these inside
+"pass n", and a thread for its transport. [Note: lanes] Events of one thread must be nested or disjoint: Perfetto drops
+events that only overlap. Asynchronous events may overlap, but take no flow arrows. So a bucket that is launched while
 another is on its way goes to a further thread of the same transport.
 
-Events come in the order of their times, enclosing ones first, and are made pass by pass: a trace of hours is written
-without ever being held as a whole.
+Events come in the order of their times, enclosing ones first. They are made pass by pass, so that a trace of several
+hours is written without ever being held as a whole.
 """
 
 from __future__ import annotations

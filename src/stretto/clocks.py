@@ -1,14 +1,14 @@
-"""How far the steady clocks of ranks are apart, so that their times can be laid side by side.
+"""How far apart the steady clocks of ranks are, so that their times can be laid side by side.
 
-Ranks that see the same kernel read one clock. For others the first rank of each such group asks rank 0 for the time
-through the process group's store, as Cristian (1989) has it: the answer is right to half the time that the question
-took, and the quickest of some questions counts.
+Ranks that see the same kernel read one clock. Of the other ranks, the first of each such group asks rank 0 for the time
+through the process group's store, by Cristian's method (1989): the answer is right to half the time that the question
+took. It asks several times, and the quickest answer counts.
 
     asker ──> TALK/RANK/n/asked ──> rank 0 ──> TALK/RANK/n/told ──> asker      whoever reads a key deletes it
 
-Clocks drift apart. A trace asks once more where it ends (:meth:`ClockTalk.again`), and what lies between is
-interpolated. There nobody is sure that the other comes: one waits a few seconds, and who goes leaves a word for the
-other.
+Clocks drift apart. So a trace asks once more where it ends (:meth:`ClockTalk.again`), and times in between are
+interpolated. At the end no rank can be sure that the other comes: each waits a few seconds, and one that gives up
+leaves a word for the other.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
 """What a user may put in place of the all-reduce of a bucket: torch's ``register_comm_hook`` contract.
 
 A hook is called as ``hook(state, bucket)`` with a :class:`GradBucket` that is not yet divided by the world size, and
-returns a ``torch.futures.Future`` of the reduced flat tensor. Hooks of
-``torch.distributed.algorithms.ddp_comm_hooks`` serve as they are.
+returns a ``torch.futures.Future`` of the reduced flat tensor. Hooks of ``torch.distributed.algorithms.ddp_comm_hooks``
+work unchanged.
 
 [Note: stateful hooks]  PowerSGD and others keep tensors by bucket index. With such a hook buckets are cut anew at most
-once, when the first pass has settled and its order of arrival is known, as torch does: these hooks begin later, or ask
-``_has_rebuilt_buckets``. So it is with any hook but those of torch's that are known to keep nothing: beside them the
-plan follows the module, and the order, as it does without.
+once, when the first pass has settled and its order of arrival is known. torch does the same: these hooks begin later,
+or ask ``_has_rebuilt_buckets``. This applies to any hook except those of torch's that are known to keep nothing. With
+those, the plan follows the module and the order of arrival as it does without a hook.
 
 [Note: one at a time]  PowerSGD and others communicate again in callbacks of their future, which Gloo runs on threads of
-its own. With two buckets under way these collectives come in another order on each rank, and torch's DDP aborts. So a
-bucket is handed to the hook when the future of the one before is done, and the last is waited for, before buffers or
-anything else are sent. Waited for, not looked at: what another model or the user sends in the same backward must stand
-between the same buckets on every rank, whoever is faster. torch's own hooks that communicate once, when they are
-called, need none of this, nor is their last bucket waited for before the rest is sent. NCCL's futures are done as soon
-as the work is in its stream, so there nothing waits.
+its own. With two buckets under way, these collectives come in another order on each rank, and torch's DDP aborts. So a
+bucket is handed to the hook only when the future of the one before is done, and the last bucket is waited for before
+buffers or anything else are sent. Polling would not be enough: what another model or the user sends in the same
+backward must come between the same buckets on every rank, whichever rank is faster. torch's own hooks that communicate
+once, when they are called, need none of this, and their last bucket is not waited for before the rest is sent. NCCL's
+futures are done as soon as the work is in its stream, so there nothing waits.
 
-[Note: a hook that fails]  If no process group has begun a collective, it is called again for the same bucket when the
-pass is given up. If one has, a second call would send it twice; and where its future fails, a callback may have had
-more to send. What this rank sends next would meet something else on the others: it takes part in nothing more. So
-whether a future that is done has failed is asked before anything else is sent.
+[Note: a hook that fails]  If no process group has begun a collective, the hook is called again for the same bucket when
+the pass is given up. If one has, a second call would send the bucket twice. And if the hook's future fails, a callback
+may have had more to send. Whatever this rank sent next would meet something else on the other ranks, so it takes part
+in nothing more. For the same reason, a future that is done is checked for failure before anything else is sent.
 """
 
 from __future__ import annotations

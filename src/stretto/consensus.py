@@ -1,4 +1,4 @@
-"""What ranks tell each other behind the last bucket of a pass, and what all of them do about it at the same pass.
+"""What ranks say to each other behind the last bucket of a pass, and what all of them then do at the same pass.
 
 tracker.py, replan.py ──> says() ──> words in the last bucket ──sum──> act_on() ──> PeerError, new plan
 """

@@ -1,4 +1,4 @@
-"""How many cores there are for this process, and so how many threads for a rank."""
+"""How many cores this process may use, and so how many threads a rank gets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whether collectives of one handle can come between those of another, or wait for ranks that are amid another's.
+"""Whether collectives of one handle can come between those of another, or wait for ranks that are busy with another's.
 
-Then all ranks must send both in one order.
+If so, all ranks must send those of both handles in the same order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The drop-in: torch's ``DistributedDataParallel`` by signature and by ``isinstance``, with stretto's reducer inside.
 
-A thin subclass, so that accelerate, Lightning, torch's checkpointing and its compiler, which all test ``isinstance``,
-take it for what it is. torch's own constructor never runs and torch's C++ reducer is never built. Forward is like
-torch's, with steps of our own that do nothing but move inputs: gradients are reduced whichever method ran forward, and
-buffers travel when backward ends. What frameworks reach for below the public surface is in ddp_compat.py, and what they
-find at ``.reducer`` and ``.logger`` in ddp_faces.py.
+It is a thin subclass, so accelerate, Lightning, torch's checkpointing and its compiler, which all test ``isinstance``,
+accept it. torch's own constructor never runs and torch's C++ reducer is never built. Forward is like torch's; the steps
+of our own only move inputs. Gradients are reduced whichever method ran forward, and buffers travel when backward ends.
+What frameworks use below the public surface is in ddp_compat.py, and what they find at ``.reducer`` and ``.logger`` is
+in ddp_faces.py.
 """
 
 # mypy: disallow-untyped-calls=False

@@ -1,7 +1,7 @@
-"""Below the public surface of torch's ``DistributedDataParallel``: what torch itself and the frameworks reach for.
+"""Below the public surface of torch's ``DistributedDataParallel``: what torch itself and the frameworks use there.
 
-Members that are not here or in ddp.py are torch's own, inherited, and work on what is set here. docs/drop-in.md has a
-row for each.
+Members that are neither here nor in ddp.py are torch's own. They are inherited, and work on the attributes that are set
+here. docs/drop-in.md has a row for each.
 """
 
 # mypy: disallow-untyped-calls=False

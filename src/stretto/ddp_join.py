@@ -3,9 +3,9 @@
 a rank that has batches  ──> as a pass begins: an all-reduce of 1, by which those that have run out learn of it
 one that has run out     ──> answers, and takes part in that pass with nothing to give
 
-[Note: in forward]  torch announces in forward, which communicates there. Here only two things need that: a buffer hook,
-in which all ranks take part, and ``throw_on_early_termination``, since forward itself may be a collective (SyncBN) that
-would wait for ranks which are gone.
+[Note: in forward]  torch announces a pass in forward, which therefore communicates. Here only two things need that: a
+buffer hook, in which all ranks take part, and ``throw_on_early_termination``, since forward itself may contain a
+collective (SyncBN) that would wait for ranks that are gone.
 """
 
 from __future__ import annotations

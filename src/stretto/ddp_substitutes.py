@@ -1,14 +1,14 @@
-"""What forward finds in the place of parameters: casts (``mixed_precision=``), DTensors (beside tensor parallelism).
+"""What forward finds in place of parameters: casts (``mixed_precision=``), DTensors (beside tensor parallelism).
 
     parameter ──cast, or DTensor.from_local──> what forward finds ──> loss ──backward──> .grad of the parameter
 
-torch writes other memory into ``parameter.data`` from forward until its gradient comes, and puts DTensors in the place
-of parameters for good. Here a substitute is a part of the graph, in the module's tables only while forward runs: to
-whoever looks at another time, parameters are themselves, and gradients arrive on them in their own dtype.
+torch writes other memory into ``parameter.data`` from forward until the parameter's gradient comes, and replaces
+parameters by DTensors for good. Here a substitute is a part of the graph, and is in the module's tables only while
+forward runs. At any other time the parameters themselves are there, and gradients arrive on them in their own dtype.
 
 [Note: recomputed]  A checkpoint runs parts of forward again within backward, and must find what forward has found. So
-when backward comes to an output, the substitutes of that forward are put in place again, until the task ends or the
-engine drops it. What is computed there for no output that can be found finds the parameters.
+when backward comes to an output, the substitutes of that forward are put in place again until the task ends or the
+engine drops it. A recomputation that belongs to no output that can be found sees the parameters themselves.
 """
 
 from __future__ import annotations

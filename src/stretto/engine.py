@@ -1,19 +1,20 @@
 """What stretto asks of torch's autograd engine, all in one place.
 
 [Note: end of a pass]  ``queue_callback`` runs a function at the end of the *current* graph task. Inside a reentrant
-checkpoint that is a nested one: there the enclosing autograd node is not None, and we queue again from that node's
-post hook, until the outermost task ends. If backward raises, the engine drops its callbacks unrun: the callback object
-dies, a weak reference tells us at once, and the pass is given up while the exception is still on its way to the user.
+checkpoint that is a nested one. There the enclosing autograd node is not None, and we queue again from that node's post
+hook, until the outermost task ends. If backward raises, the engine drops its callbacks without running them: the
+callback object dies and a weak reference tells us at once. So the pass is given up while the exception is still on its
+way to the user.
 
-[Note: nested tasks]  Within one graph task a parameter's gradient is final when its hook fires. A reentrant checkpoint
-runs tasks of its own, and a parameter that is used in two tasks fires twice, maybe after its bucket has left. What
-comes late is noticed at the end of the pass and sent in a second round (late.py); from then on the bucket waits. That a
-graph with a reentrant checkpoint is alive is seen before, in the count of references to the type of its nodes: each
-instance holds one.
+[Note: nested tasks]  Within one graph task, a parameter's gradient is final when its hook fires. But a reentrant
+checkpoint runs tasks of its own, and a parameter that is used in two tasks fires twice, maybe after its bucket has
+left. A late gradient is noticed at the end of the pass and sent in a second round (late.py); from then on the bucket
+waits. Whether a graph with a reentrant checkpoint is alive can be seen beforehand, in the reference count of its nodes'
+type: each instance holds one reference.
 
-[Note: an exception on its way]  While the engine drops its callbacks, the exception is in C++ hands and Python cannot
-see it. The next thing that happens in Python is that it comes out of the call that started the engine, and a trace
-function on that frame is told. So one is set, for that one event, and what was there before is put back.
+[Note: an exception on its way]  While the engine drops its callbacks, C++ holds the exception and Python cannot see it.
+The next thing that happens in Python is that it comes out of the call that started the engine, and a trace function on
+that frame is told. So we set one, for that one event, and then put back what was there before.
 """
 
 from __future__ import annotations

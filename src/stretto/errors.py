@@ -16,8 +16,8 @@ StrettoError
     ├── CallsDifferError      ranks have made different calls at the same time
     └── PeerError             another rank failed in this pass, has ended, or was killed
 
-A message names the rank, unless all ranks raise the same text or there is only one; during training the pass; the
-parameters; and ends with the line to change. tests/test_messages.py checks that a test states each message whole.
+A message names the rank (unless all ranks raise the same text or there is only one), the pass during training, and the
+parameters, and it ends with the line to change. tests/test_messages.py makes sure that a test states each one in full.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The side door through which a run can be watched.
+"""The interface through which a run can be observed.
 
 An observer is any object that has some of the methods of :class:`Observer`. The reducer asks ``if events.bucket_full:``
-before it calls anything, so a run that nobody watches pays one test of an empty list. An observer that raises is
-dropped with a log line, and training goes on.
+before it calls anything, so an unobserved run pays only the test of an empty list. An observer that raises is dropped
+with a log line, and training goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank tells the others when its own forward or backward fails, and when it has lost its place among them."""
+"""What a rank tells the others when its own forward or backward fails, and when it has fallen out of step with them."""
 
 from __future__ import annotations
 

@@ -1,27 +1,29 @@
 """Reducers that one backward reaches together: an attached model inside another one, or beside it.
 
-[Note: one family, one pass]  Collectives match between ranks by their order alone, and two reducers that act for
-themselves meet in whatever order their gradients come in, which can differ between ranks. So the members of a family
-begin, settle and give up together, in the order in which they were attached: a gradient of any member begins a pass of
-all, and a member that this backward does not reach says "absent" in its buckets, as any parameter would. While
-backward runs only the first member on a channel launches; the others' buckets leave when it has settled. A channel is
-a process group, or the transport itself where it has a channel of its own. Behind another on any channel, one whose
-comm hook is waited for within backward does not either: who has ended backward waits for that other first.
+[Note: one family, one pass]  Collectives match between ranks by their order alone. Two reducers that act independently
+would issue them in whatever order their gradients come in, which can differ between ranks. So the members of a family
+begin, settle and give up together, in the order in which they were attached. A gradient of any member begins a pass of
+all, and a member that this backward does not reach says "absent" in its buckets, as for any parameter. While backward
+runs, only the first member on a channel launches; the others' buckets leave when it has settled. A channel is a process
+group, or the transport itself where it has a channel of its own. A member whose comm hook is waited for within backward
+does not launch behind another member on any channel either: a rank that has ended backward waits for that other first.
 
-[Note: strangers]  Handles that were attached side by side, and every pair of drop-ins, are families of their own: those
-trained in turns should not send for each other. But in a backward that reaches several on the same ranks they are one
-family for that pass: at the first gradient they are asked for, those that come begin in the order of attaching, and of
-those that share a channel the first alone sends before it ends. It takes that all ranks reach the same handles in one
-backward, as all ranks run the same passes. While a reentrant checkpoint is alive an absence cannot be foreseen, so
-whoever is not the first waits. Nor can a backward be foreseen that an autograd function of the program's own starts
-inside backward: a handle met there behind a later one that has sent is warned of, and from then on that one waits.
+[Note: strangers]  Handles that were attached side by side, such as any two drop-ins, are families of their own, because
+models trained in turns should not send for each other. But in a backward that reaches several on the same ranks, they
+are one family for that pass: the first gradient asks which are reached; these begin in the order of attaching, and of
+those that share a channel only the first sends before backward ends. This requires that all ranks reach the same
+handles in one backward, just as all ranks run the same passes. While a reentrant checkpoint is alive, an absence cannot
+be foreseen, so every handle but the first waits. Nor can a backward be foreseen that the program's own autograd
+function starts inside backward: if it meets a handle after a later one has sent, a warning says so, and that one then
+waits.
 
-[Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, mix nothing
-up. But each waits at its end for ranks that may be at the end of another. So whichever ends first ends all that this
-backward has reached, in the order of attaching. Some wait within backward already: for a map of absences on a process
-group, for the future of a comm hook. These send nothing before the end, from the pass on that follows one in which some
-rank has reached handles on several groups (said behind the last bucket, since all ranks of a group must send alike),
-and in the first pass. Who has met begins together: backward may fail before it has reached one of them.
+[Note: other groups]  Handles on other process groups, say dense layers on all ranks and experts on some, do not mix.
+But each waits at its end for ranks that may be at the end of another. So the handle that ends first ends all that this
+backward has reached, in the order of attaching. Some handles already wait within backward: for a map of absences on a
+process group, or for the future of a comm hook. These send nothing before the end in their first pass, and again from
+the pass on that follows one in which some rank has reached handles on several groups. (That is said behind the last
+bucket, since all ranks of a group must send alike.) Handles that have met begin together from then on, because backward
+may fail before it has reached one of them.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@
                                      └──────── of the last bucket alone ───────┘
 
 So every rank learns, at the same pass and without another message, which parameters any rank had, what some rank asks
-for, and whose the bucket is. Only "zero or not" is read where the dtype is too coarse to count: a sum of ones never
-falls back to zero.
+for, and to which handle the bucket belongs. Where the dtype is too coarse to count, only "zero or not" is read: a sum
+of ones never falls back to zero.
 
-[Note: marks]  Collectives match between ranks by their order alone. So two attached models of the same sizes, whose
-passes come in another order on some rank, would be summed with each other, and nothing would be amiss but the numbers.
-Therefore the last bucket bears some bits of the handle's key. Where ranks agree, each bit is said by all or by none.
+[Note: marks]  Collectives match between ranks by their order alone. If two attached models have the same sizes and
+their passes come in another order on some rank, they would be summed with each other, and only the numbers would be
+wrong. Therefore the last bucket bears some bits of the handle's key. Where ranks agree, each bit is said by all or by
+none.
 """
 
 from __future__ import annotations

@@ -4,23 +4,23 @@
                               ^
     backward, from the module's outputs to the first gradient of a parameter, raises
 
-[Note: no answer out of turn]  A rank whose forward has failed has sent nothing, and must not: what the others do next
-may be another model's pass, or the user's own ``all_reduce``. So it says so in its next pass, whenever that comes, and
-where some ranks say so and others do not, all raise at the end of that pass, and nobody steps. Where all say so they
+[Note: no answer out of turn]  A rank whose forward has failed has sent nothing, and must not send: what the others do
+next may be another model's pass, or the user's own ``all_reduce``. So it says so in its next pass, whenever that comes.
+Where some ranks say so and others do not, all raise at the end of that pass, and nobody steps. Where all say so, they
 compare how often it failed.
 
 [Note: what is not seen]  An exception outside the module (in the loss, or in its backward) is the user's own. It leaves
-one trace: more forwards than usual before the next pass. That is no proof of an error, so it is a warning, and only
+one trace: more forwards than usual before the next pass. That does not prove an error, so it gives a warning, and only
 where ranks differ.
 
-[Note: outputs]  Where backward comes to an output of the module, it is watched from there. A hook in the table that
-torch calls for a tensor costs half of ``register_prehook``. Each output has a table of its own: the program's hooks on
-it go in there, too, and those of another attached model that hands it on.
+[Note: outputs]  Where backward comes to an output of the module, it is watched from there on. For this a hook lies in
+the table that torch calls for a tensor, at half the cost of ``register_prehook``. Each output has a table of its own;
+hooks that the program, or another attached model that hands the output on, sets on it go into that table too.
 
-[Note: the slot]  torch keeps one for what ``module.compile()`` makes of a module, and calls what lies there. It costs
-less than a forward hook, and is left behind by ``copy.deepcopy``, pickle and TorchScript, which would all take a hook
-along. A copy of ``__dict__`` has it too (functional clones of ``higher`` and learn2learn, replicas of torch), and what
-lies there is not told who was called: the frame that calls it is.
+[Note: the slot]  torch keeps a slot for what ``module.compile()`` makes of a module, and calls what lies there. Using
+it costs less than a forward hook, and ``copy.deepcopy``, pickle and TorchScript, which would all take a hook along,
+leave it behind. But a copy of ``__dict__`` has it too (functional clones of ``higher`` and learn2learn, replicas of
+torch), and the function in the slot is not told which module was called: the calling frame shows that.
 """
 
 from __future__ import annotations

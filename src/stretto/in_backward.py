@@ -1,4 +1,4 @@
-"""A hook that steps within backward, for ``torch.distributed.optim._apply_optimizer_in_backward``."""
+"""A hook that runs optimizer steps in backward, for ``torch.distributed.optim._apply_optimizer_in_backward``."""
 
 from __future__ import annotations
 

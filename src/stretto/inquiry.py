@@ -1,4 +1,4 @@
-"""Where the others are, asked once while one waits, and whether that rules out that they come."""
+"""A rank that waits asks once where the others are, and whether that rules out that they come."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The second round of a pass: what arrived after its bucket had left, or although nobody was to use the bucket.
+"""The second round of a pass: gradients that arrived after their bucket had left, or in a bucket nobody was to use.
 
-See engine.py, [Note: nested tasks]. The word LATE in the last bucket tells all ranks that it follows.
+See engine.py, [Note: nested tasks]. The word LATE in the last bucket tells all ranks that a second round follows.
 """
 
 from __future__ import annotations

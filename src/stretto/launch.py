@@ -1,12 +1,12 @@
 """The buckets of a plan on their way: filled in any order, launched and waited for in plan order.
 
 [Note: launch order]  Collectives match between ranks by their order alone. A rank may *fill* buckets in any order, but
-launches bucket k only after 0..k-1, and leaves one out only where all know that no rank has anything for it, by a map
-that was summed (presence.py): so no rank ever issues a collective that another does not, whatever its graph did. What
-changes the sequence (a new plan) is decided from words that were summed too, hence by all ranks in the same pass.
+launches bucket k only after 0..k-1. It skips a bucket only if a summed map shows all ranks that none has anything for
+it (presence.py). So no rank ever issues a collective that another does not, whatever its graph did. Changes of the
+sequence (a new plan) are decided from words that were summed too, hence by all ranks in the same pass.
 
 [Note: last bucket]  The last bucket leaves when the outermost backward has ended, although it may be full a moment
-earlier: it carries the word that this rank's backward did not fail, and that can only be said then.
+earlier: it carries the word that this rank's backward did not fail, which can be said only then.
 """
 
 from __future__ import annotations

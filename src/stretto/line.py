@@ -1,13 +1,13 @@
-"""Calls to the store that end whoever has it: its process may be stopped or cut off, and a socket waits for ever.
+"""Calls to the store that always end. Its process may be stopped or cut off, and a socket would wait for ever.
 
     a rank's call ──> a job of the thread that polls, over a connection of its own ──> the answer, or Silent
 
-[Note: the thread]  A rank that waits elsewhere cannot answer for itself, so a thread does, which polls once a second.
-While the store answers it blocks there no longer than a call takes: a daemon thread that returns from C++ while the
-interpreter shuts down aborts the process. It is woken, and joined at exit unless the store owes it an answer. To
-connect may take seconds, or for ever where the store is stopped, so another thread does, and until then this one calls
-the store that it was given. Ranks that are threads of one process read each other's stacks, and need none. The thread
-is also how the channel of a store is found again: nothing else keeps a list of them.
+[Note: the thread]  A rank that waits elsewhere cannot answer questions, so a thread does, which polls once a second.
+While the store answers, the thread blocks there no longer than a call takes, because a daemon thread that returns from
+C++ while the interpreter shuts down aborts the process. At exit it is woken and joined, unless the store owes it an
+answer. Connecting may take seconds, or for ever where the store is stopped. So another thread connects, and until then
+this one calls the store that it was given. Ranks that are threads of one process read each other's stacks, and need no
+such thread. The thread is also how the channel of a store is found again: nothing else keeps a list of channels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bound methods that are told of something that happens anywhere in the process, held weakly."""
+"""Bound methods, held weakly, that are called when something happens anywhere in the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of a pass that the old buckets did not carry: reduced in the new ones, see rejoin.py.
+"""Gradients of a pass that the old buckets did not carry. They are reduced in the new ones: see rejoin.py.
 
 Each function is collective, and every rank calls it with the same names.
 """

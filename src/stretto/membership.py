@@ -1,12 +1,12 @@
-"""Which parameters a module has now, which of them are trained, and how a change is noticed without looking.
+"""Which parameters a module has now, which of them are trained, and how a change is noticed without searching for it.
 
-[Note: outsiders]  Parameters of the module that are not in the plan (frozen ones, and new ones from the moment in which
-they are registered) carry a hook of their own. It is silent until one of them gets a gradient: the first that does
-begins the pass if need be, so that a pass that reaches nothing else is seen too.
+[Note: outsiders]  Parameters of the module that are not in the plan (frozen ones, and new ones as soon as they are
+registered) carry a hook of their own. It is silent until one of them gets a gradient. The first one that does begins
+the pass if need be, so that a pass which reaches nothing else is seen too.
 
-[Note: back and forth]  Freezing is harmless to a plan, and costs zeros; but each change of plan costs a round of
-messages. So a parameter that has come back once stays in the plan, frozen or not: where two halves of a model are
-trained in turn, the plan changes twice and then no more.
+[Note: back and forth]  A frozen parameter does no harm in a plan, and costs zeros; but each change of plan costs a
+round of messages. So a parameter that has come back once stays in the plan, frozen or not. Where two halves of a model
+are trained in turn, the plan changes twice and then no more.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What a rank tells all others when it fails or leaves.
 
-[Note: who leaves]  A pass that fails on a rank which goes on is told in two ways. The control words keep all ranks in
-step and end the pass (reducer.py, [Note: a pass given up]); its note is only quoted. A note that *leaves* says that its
-rank will not come any more, or not to this step, and ends the waiting of others for what would never come. It is about
-one handle, about the whole process, or about one attempt to attach, before the handle has a name: ranks count those,
-and whoever makes the same attempt, or is behind it, heeds it. So ranks that have all failed may try again, each when it
-likes. One that had waited for more than three seconds has left a message in the process group by then (waiting.py), so
-that all need another.
+[Note: who leaves]  When a pass fails on a rank that goes on, the control words keep all ranks in step and end the pass
+(reducer.py, [Note: a pass given up]); the note is only quoted. A note that *leaves* says that its rank will not come
+any more, or not to this step. It ends the waiting of others for what would never come. It is about one handle, about
+the whole process, or, before the handle has a name, about one attempt to attach. Ranks count these attempts, and a rank
+that makes the same attempt, or is behind it, heeds the note. So ranks that have all failed may try again, each when it
+likes. But a rank that had waited for more than three seconds has left a message in the process group by then
+(waiting.py), so all of them need another group.
 """
 
 from __future__ import annotations

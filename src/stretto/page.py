@@ -1,6 +1,6 @@
 """A timeline as one HTML page that needs nothing else: no network, no server, no installed program but a browser.
 
-The page is ``page.html``, in which four places are filled. Names come in as text or as JSON and never as HTML, and the
+The page is ``page.html`` with four places filled in. Names are inserted as text or as JSON and never as HTML, and the
 page forbids itself to load anything.
 """
 

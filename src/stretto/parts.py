@@ -1,4 +1,4 @@
-"""Gradients that are taken together: copied into their slots by one call, while they are in the cache."""
+"""Groups of gradients that one call copies into their slots, while they are in the cache."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""When one rank fails, ends or does not come: the others learn of it within seconds, with its own words.
+"""When one rank fails, ends or does not come, the others learn of it within seconds, in its own words.
 
 a rank fails or ends ──> Note in the store          a rank waits ──> in slices; between them it reads the notes
                                                                  └─> PeerError that quotes them
 
 All waiting for other ranks goes through here. The channel is the process group's store, so that it works when
-collectives do not. Passes that go well never touch it.
+collectives do not. Passes that go well never use it.
 """
 
 from __future__ import annotations

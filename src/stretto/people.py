@@ -1,4 +1,4 @@
-"""Who the ranks are as processes, as they say in the store, and whether that is there."""
+"""Who the ranks are as processes, by what they say in the store, and whether all have said it."""
 
 from __future__ import annotations
 

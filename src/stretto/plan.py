@@ -7,14 +7,14 @@
 A plan is a value made by a pure function, so two ranks that start from the same facts hold the same plan, and
 ``plan.hash`` proves it. Nothing here communicates or touches tensor data.
 
-[Note: left open]  A parameter that fills the cap, or more, lies alone. Small ones before it (the bias of a large layer)
-would each be a message of their own if it closed what is being filled, so that stays open across it, while it holds no
-more than may be left for the end of backward: the cap of the last bucket.
+[Note: left open]  A parameter that fills the cap, or more, lies alone. If it closed the bucket that is being filled,
+small parameters before it (the bias of a large layer) would each become a message of their own. So that bucket stays
+open across it, while it holds no more than may be left for the end of backward: the cap of the last bucket.
 
-[Note: aligned]  Processors compute faster with what begins at a line of their cache, and some kernels round otherwise
-where it does not begin at 16 bytes: a network with a head of 10 classes would give other bits. Most sizes are multiples
-of a line; those that are not come last in their bucket, the least even ones at its end, so that all begin at a multiple
-of the largest power of two that divides their own size, without anything between them.
+[Note: aligned]  Processors compute faster on data that begins at a cache line, and some kernels round differently where
+it does not begin at a multiple of 16 bytes: a network with a head of 10 classes would give other bits. Most sizes are
+multiples of a line. Those that are not come last in their bucket, the least even ones at its end. So every slot begins
+at a multiple of the largest power of two that divides its own size, without padding.
 """
 
 from __future__ import annotations

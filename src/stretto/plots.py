@@ -1,7 +1,8 @@
 """A timeline as a picture, PNG or SVG, by matplotlib (the extra ``plot``).
 
-A band a rank: on top what it computed; below, a row a bucket, from its launch until its result was there. Where both go
-on at once the bucket costs no time: hidden. Where backward has ended the rank can only wait: exposed.
+Each rank is a band. On top is what it computed; below, each bucket has a row, from its launch until its result was
+there. Where both go on at once, the bucket costs no time: hidden. After backward has ended, the rank can only wait:
+exposed.
 """
 
 from __future__ import annotations

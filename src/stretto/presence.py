@@ -1,18 +1,18 @@
-"""Who will come in this pass, asked at its first gradient: for models that leave parts of themselves out.
+"""Which gradients will come in this pass, asked at its first one: for models that leave parts of themselves out.
 
     engine.py: what does this graph reach? ──> map, a number a bucket ──sum──> which buckets does any rank use?
 
-A model that uses all its parameters in every pass never asks: nothing is sent for this. When some rank lacked
-something, the last bucket of the pass says so, and from the next pass on all ranks exchange a small map at the first
-gradient. Then a bucket that no rank has anything for is not sent, and what is absent on one rank no longer holds up the
-bucket it lies in, and all behind it, until backward ends. After ``QUIET`` passes in which nobody lacked anything, all
-stop asking.
+A model that uses all its parameters in every pass never asks, and nothing is sent for this. When some rank lacked a
+gradient, the last bucket of the pass says so, and from the next pass on all ranks exchange a small map at the first
+gradient. Then a bucket that no rank has anything for is not sent. And a gradient that is absent on one rank no longer
+holds up its bucket, and all buckets behind it, until backward ends. After ``QUIET`` passes in which no rank lacked
+anything, all stop asking.
 
-Buckets are cut anew where parameters turn out to come and go apart, so that a layer that is left out is a bucket, or
-several, by itself.
+Buckets are cut anew where parameters turn out to come and go separately, so that a layer that is left out is a bucket,
+or several, by itself.
 
 [Note: nested tasks and absence]  A parameter that is used in a reentrant checkpoint belongs to a task that has not
-begun at the first gradient, so "not in this graph" is no proof of its absence. A rank that has seen gradients of nested
+begun at the first gradient, so "not in this graph" does not prove its absence. A rank that has seen gradients of nested
 tasks claims to use everything, and waits as it would without a map.
 """
 

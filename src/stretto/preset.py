@@ -1,8 +1,9 @@
 """What ``.grad`` held before the gradients of a pass were accumulated into it.
 
-Whoever trains without ``zero_grad`` accumulates. For a mean it makes no difference that the old value travels along:
-the mean of what all ranks hold alike is what they hold. A sum over ranks would multiply it. So where ``reduce="sum"``,
-it is looked at before the first new gradient comes, and averaged, while what is new is summed.
+A program that trains without ``zero_grad`` accumulates. For a mean it does no harm that the old value travels along:
+the mean of what all ranks hold alike is what they hold. But a sum over ranks would multiply it. So with
+``reduce="sum"``, the old value is read before the first new gradient comes; it is averaged, while the new gradients are
+summed.
 """
 
 from __future__ import annotations

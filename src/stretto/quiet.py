@@ -1,4 +1,4 @@
-"""Ranks that end with Ctrl-C, and leave all that is to be said to the process that started them."""
+"""Ranks that end with Ctrl-C, and leave all messages to the process that started them."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ the pass before to the end of this one:
     began                                       launches, each some time ──>  backward_ended   settled
                                                 hidden: ----- in flight -----    exposed: ------
 
-Exposed is what this rank spent on communication and on nothing else: handing buckets over, and everything after
-backward. Hidden is the time in which buckets were in flight while backward computed. Both together are the time of
-communication as this rank lived it: [Note: in flight] a bucket is from its launch until its result is there, which
-includes the time in which a peer had not come yet. Where the transport does not tell when the result was there, it is
-taken to be in flight until this rank had waited for it: then hidden is the most that it can have been.
+Exposed is what this rank spent only on communication: handing buckets over, and everything after backward. Hidden is
+the time in which buckets were in flight while backward computed. Together they are the communication time as this rank
+experienced it. [Note: in flight] A bucket is in flight from its launch until its result is there, including the time in
+which a peer had not come yet. Where the transport does not tell when the result was there, the bucket counts as in
+flight until this rank had waited for it: then hidden is an upper bound.
 
-Everything that speaks of hidden time, report, picture or summary, has it from :class:`Computing`.
+Report, pictures and summary all take hidden time from :class:`Computing`.
 """
 
 from __future__ import annotations

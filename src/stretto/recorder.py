@@ -3,10 +3,10 @@
     events ──> Recorder ──> PassRecord ──> analysis.py, writing.py
     Sampler ── switches a Recorder on for a few passes, so that ``report()`` has something to say without being asked
 
-When a bucket's result was there is known from what the transport gives: the future of torch's collectives, a look at a
-message of shared memory after each call that may have moved it, or what a synthetic link says of itself. What tells
-nothing was there at the latest when this rank had waited for it, and is marked so (``Launch.told``). On accelerators
-all of it is told by the host, which runs ahead of the device.
+The transport tells when a bucket's result was there: by the future of torch's collectives, by a look at a message of
+shared memory after each call that may have moved it, or by what a synthetic link says of itself. If nothing tells, the
+result was there at the latest when this rank had waited for it, and is marked so (``Launch.told``). On accelerators all
+these times are the host's, which runs ahead of the device.
 """
 
 from __future__ import annotations

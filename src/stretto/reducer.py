@@ -4,12 +4,12 @@
                                                                                                               │
     outermost backward ends ──> launch what is left ──> buffers under way ──> wait ──> .grad in place ──> new plan?
 
-As long as gradients arrive in the order of the last pass, schedule.py says what is complete when. In any other order
-each arrival is looked at, which costs more and is right for every graph.
+As long as gradients arrive in the order of the last pass, schedule.py says which buckets are complete at which arrival.
+In any other order each arrival is looked at, which costs more and is right for every graph.
 
 [Note: a pass given up]  If backward raises on this rank, peers may be waiting for its buckets. So the rest of the pass
 is launched at once, marked as given up; the peers' backward raises ``PeerError``, and all ranks stay in step. Gradients
-that lie in buckets are dropped (``.grad = None``): they are being overwritten.
+that lie in buckets are dropped (``.grad = None``), since they are being overwritten.
 
 Sparse gradients lie beside the buckets: sparse.py. [Note: end of a pass], [Note: nested tasks]: engine.py.
 """

@@ -2,18 +2,18 @@
 
     a hook of membership.py, a misfit, a frozen one ──> noticed() ──> CHANGED in the last bucket ──sum──> all_together()
 
-[Note: loose gradients]  A parameter that is new, or does not fit its slot any more (another dtype, another shape), is
-*loose* in the pass in which the change is noticed: the old buckets carry nothing for it. Its gradient is reduced here,
-before ``backward`` returns, in the new bucket. One that is loose on some ranks only (they replaced a layer by one just
-like it) has part of its sum in the old bucket: that part is added.
+[Note: loose gradients]  A parameter that is new, or no longer fits its slot (another dtype, another shape), is *loose*
+in the pass in which the change is noticed: the old buckets carry nothing for it. Its gradient is reduced here, before
+``backward`` returns, in the new bucket. If it is loose on some ranks only (they replaced a layer by one just like it),
+a part of its sum is in the old bucket, and is added.
 
-[Note: order of messages]  Each step of ``all_together`` sends what follows from the steps before it alone, so that all
-ranks send the same: 1. they tell which frozen ones have a gradient all the same; 2. they compare what they have, and
-raise here or not at all; 3. what is in shares is put together, so that nothing is half moved should one fail; 4. they
-tell what is loose, what was trained unseen, what can stay in shares, which is what no rank has replaced, and what was
-carried by another name: if by the same on all ranks, nothing is to be done where it fits; 5. rank 0's values of what
-is loose or a stranger on any rank, and the buffers; 6. new buckets, which need no message; 7. what is loose, in each
-new bucket that has some; 8. what is loose and sparse, if any is.
+[Note: order of messages]  Each step of ``all_together`` depends only on the results of earlier steps, so all ranks send
+the same. 1. They tell which frozen parameters have a gradient all the same. 2. They compare what they have, and raise
+here or not at all. 3. What is in shares is put together, so that nothing is half moved if a later step fails. 4. They
+tell what is loose, what was trained unseen, what can stay in shares (what no rank has replaced), and what was carried
+by another name (if by the same on all ranks, and it fits, nothing is to be done). 5. Rank 0's values of what is loose
+or a stranger on any rank, and the buffers. 6. New buckets, which need no message. 7. What is loose, in each new bucket
+that has some. 8. What is loose and sparse, if any is.
 """
 
 from __future__ import annotations

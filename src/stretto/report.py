@@ -1,6 +1,6 @@
 """Where the time of a step went: the breakdown of VLDB 2020 (figure 6), each bucket's way, and who was late.
 
-Values and their text; analysis.py makes them, advice.py says what follows.
+This file has the values and their text; analysis.py makes the values, and advice.py says what follows from them.
 """
 
 from __future__ import annotations

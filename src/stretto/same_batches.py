@@ -1,11 +1,11 @@
-"""Do ranks train on the same batches? Nothing else would tell: all is equal, only that N ranks do the work of one.
+"""Do ranks train on the same batches? Nothing else would show it: all values agree, but N ranks do the work of one.
 
-[Note: same batches]  In the first passes each rank weighs a few elements of each of its gradients, before they are
-summed. Behind the last bucket of the next pass travels one bit of that, so that no device is waited for, and ranks know
-how many say 1. In right programs that is soon a number which no equal groups of ranks would give, and nobody weighs any
-more. Where for ``PASSES`` passes it might be all ranks, or pairs, say, that have the same gradients, they compare what
-they have weighed, once: the only message. Where nothing but zeros were seen, and of a pass to which some rank gave
-nothing, nothing is said; and gradients that are the same in every pass, NaN among them, tell nothing of batches.
+[Note: same batches]  In the first passes, each rank weighs a few elements of each of its gradients before they are
+summed. One bit of that weight travels behind the last bucket of the next pass, so that no device is waited for, and
+ranks learn how many of them say 1. In right programs, that soon is a number which no equal groups of ranks would give,
+and weighing stops. If for ``PASSES`` passes all ranks, or pairs, say, may have had the same gradients, ranks compare
+their weights, once: this is the only message. A rank says nothing of passes with only zeros, or to which some rank gave
+nothing. Gradients that are the same in every pass, NaN among them, tell nothing about batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What to do at which arrival, as long as gradients arrive in the order of the last pass.
 
-A chunk is a run of arrivals that is looked at together: small enough that its gradients are still in the cache when
-they are copied into their buckets, and so that the allocator hands the memory out again for the next ones; and cut
-where a bucket fills, so that the bucket leaves at once. Only the last arrival of a chunk costs a call into Python.
+A chunk is a run of arrivals that is handled together. It is small enough that its gradients are still in the cache when
+they are copied into their buckets, and that the allocator reuses their memory for the next ones. It is also cut where a
+bucket fills, so that the bucket leaves at once. Only the last arrival of a chunk costs a call into Python.
 """
 
 from __future__ import annotations

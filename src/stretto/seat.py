@@ -1,4 +1,4 @@
-"""What one rank counts of a handle, for those who wait for it, and what it answers them."""
+"""What a rank counts about one handle, for the ranks that wait for it, and what it answers them."""
 
 from __future__ import annotations
 

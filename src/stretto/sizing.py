@@ -1,15 +1,16 @@
-"""A plan whose buckets are as large as was asked for, or as suits the transport.
+"""A plan whose buckets have the size that was asked for, or one that suits the transport.
 
-Between hosts that follows from what an all-reduce costs there, measured once, when ranks attach. A message of c bytes
-takes a + c / B seconds. Small ones leave early, and little is left when backward has ended; but the smaller they are,
-the more of their time is a, in which no byte moves. At c = a B that is half of it (n 1/2 in Hockney, "The communication
-challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at most,
+Between hosts, that size follows from the cost of an all-reduce there, which is measured once, when ranks attach. A
+message of c bytes takes a + c / B seconds. Small messages leave early, and little is left when backward has ended. But
+the smaller they are, the larger is the part of their time taken by a, in which no byte moves. At c = a B that part is
+half (n 1/2 in Hockney, "The communication challenge for MPP", Parallel Computing 20, 1994). Here it is to be a third at
+most,
 
     c = 2 a B
 
-so buckets are small on a slow link and large on a fast one. Sizes are rounded to powers of two, so that mostly the next
-run on the same link finds the same: with more than two ranks, Gloo's ring sums in an order that depends on where they
-are cut. A sixteenth more lets matrices whose sizes are powers of two fit in together with their biases.
+so buckets are small on a slow link and large on a fast one. Sizes are rounded to powers of two, so that the next run on
+the same link mostly gets the same sizes: with more than two ranks, the order in which Gloo's ring sums depends on where
+buckets are cut. A sixteenth is added, so that matrices whose sizes are powers of two fit in together with their biases.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The memory of one bucket, the tensors cut from it, and whether somebody outside still looks at it.
+"""The memory of one bucket, the tensors cut from it, and whether somebody outside still uses it.
 
 [Note: handed out]  What becomes ``.grad`` is not a view that the bucket keeps, but the tensor that autograd made, moved
-into its slot: ``gradient.data = slot``. So what a user does to ``.grad`` (``.data =``, ``detach_()``, ``module.to()``)
-is done to that tensor alone and never to the bucket. And whoever holds gradients, as they were or by some view of them,
-shows in one number, the use count of the storage: as long as it is the bucket's own, nobody does.
+into its slot: ``gradient.data = slot``. So whatever a user does to ``.grad`` (``.data =``, ``detach_()``,
+``module.to()``) affects only that tensor and never the bucket. And one number, the use count of the storage, shows
+whether anybody holds gradients, as they were or by some view: while it is the bucket's own count, nobody does.
 
-[Note: other memory]  Gradients of a pass may be kept while ``.grad`` is set to None (one loss, then another): the next
-pass must not write over them. Then the bucket takes other memory and leaves the old to those who hold it; it comes back
-when they have let go. Its tensors stay the same objects, so whoever works with them need not know. Where ``.grad``
-still is the slot, autograd accumulates in place, and all who look at it are to see it: then nothing moves.
+[Note: other memory]  Gradients of a pass may be kept while ``.grad`` is set to None (one loss, then another), and the
+next pass must not overwrite them. The bucket then takes other memory and leaves the old to its holders; it takes the
+old memory back when they have let go. Its tensors stay the same objects, so code that works with them need not know.
+Where ``.grad`` still is the slot, autograd accumulates in place, and everyone who looks at it should see that: then
+nothing moves.
 """
 
 from __future__ import annotations

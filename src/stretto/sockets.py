@@ -1,7 +1,7 @@
-"""Whether the other end of a store's connection has closed it, asked of the system.
+"""Asks the system whether the other end of a store's connection has closed it.
 
-A call to a store that has ended finds that out too, and torch prints a stack from C++ then: also where all is well, and
-rank 0, which has the store, has only ended before the others.
+A call to a store that has ended would find that out too, but torch then prints a stack from C++. It would do so even
+where all is well, and rank 0, which has the store, has only ended before the others.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@
 
 How many rows a gradient has is known only when it is there, and differs between ranks, so no flat buffer can be laid
 out beforehand. The counts come first, in one small message for all parameters, and settle waits for it. From then on
-all ranks know who sends what; what is empty is not sent, and if no rank used any such parameter nothing follows.
+all ranks know who sends what. Nothing empty is sent, and if no rank used any such parameter, nothing follows.
 
 [Note: rank order]  A rank's own gradient is coalesced before it travels, so each row occurs once in it. The ranks'
 parts are added one after the other: the result has the same bits on every rank, on any device.
 
 [Note: dense instead]  A tied weight that is used in a ``Linear`` as well has a dense gradient, maybe on some ranks
-only. The counts say so, and then that parameter is dense on all ranks and goes through one all-reduce. The same
-happens to sparse gradients that are not rows (``gather(sparse_grad=True)``): right, if not small.
+only. The counts say so, and then that parameter is dense on all ranks and goes through one all-reduce. The same happens
+to sparse gradients that are not rows (``gather(sparse_grad=True)``): the result is right, though not small.
 """
 
 from __future__ import annotations

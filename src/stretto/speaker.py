@@ -1,7 +1,7 @@
-"""Who speaks: warnings in a program that has set up no logging begin with this library's name.
+"""In a program that has set up no logging, warnings begin with this library's name.
 
-Python prints bare messages then, and a line that begins with "rank 0, pass 9:" leaves open whose it is, among all that
-ranks print.
+Python then prints bare messages, and a line that begins with "rank 0, pass 9:" would leave open, among all that the
+ranks print, where it comes from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan has to know of each parameter, and the words in which plans write sizes and dtypes."""
+"""What a plan has to know of each parameter, and how plans write sizes and dtypes."""
 
 from __future__ import annotations
 

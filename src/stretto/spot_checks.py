@@ -1,14 +1,17 @@
-"""Are the parameters still equal? A look that nobody has asked for, and no message is sent for.
+"""Are the parameters still equal? A check that runs unasked and needs no message.
 
-[Note: spot checks]  A few elements of each parameter are weighed at the end of the optimizer's step behind passes 1, 2,
-4, 8 and so on: there ranks hold the same, also where each of them moves its weights for a backward and back, as SAM
-does. Of the weight some bits travel behind the last bucket of the next pass, so that hardly any device is waited for.
-Where the ranks that compare do not all say the same, all know it at the same pass, look at all parameters together, and
-rank 0 tells of it once: of weights or an optimizer's state that one rank alone has loaded mostly in the second pass.
-Where an optimizer steps in shares, ranks are alike behind it, whatever they were before: each has sent what it made of
-its own values. So they are weighed where its step begins, and what was looked at is kept until the others have spoken.
-Ranks without batches, or that gave up the pass between, say nothing. Where others do not compare in the same passes,
-their steps do not end behind the same ones: of a closure that runs another number of backwards on each rank, say.
+[Note: spot checks]  At the end of the optimizer's step after passes 1, 2, 4, 8 and so on, a few elements of each
+parameter are weighed. Ranks hold the same values there, even if each moves its weights for a backward and back, as with
+SAM. Some bits of the weight travel behind the last bucket of the next pass, so that hardly any device is waited for. If
+the ranks that compare do not all say the same, all ranks learn it at the same pass, compare all parameters together,
+and rank 0 reports it once. If one rank alone has loaded weights or an optimizer's state, that is mostly reported in the
+second pass.
+
+Where an optimizer steps in shares, ranks are alike after the step whatever they were before, since each has sent what
+it made of its own values. So there parameters are weighed where the step begins, and what was found is kept until the
+others have spoken. Ranks without batches, or that gave up the pass in between, say nothing. If other ranks do not
+compare in the same passes, their steps do not end after the same ones: for example, a closure runs another number of
+backwards on each rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Word of steps of optimizers anywhere in the process, for those who ask for it.
+"""Notifies those who ask for it of steps of optimizers anywhere in the process.
 
 [Note: one entry of steps]  torch keeps such hooks in a table of the process and iterates over it in every ``step()``,
-maybe on another thread; a table that changes meanwhile raises in the user's training. Recorders come and go every
-hundred passes, so there is one entry for all of them, as in watch.py. It is found again in torch's table: nothing else
-keeps it. It stays, at one call a step, until a handle is detached and nobody listens any more.
+maybe on another thread; a change of the table meanwhile raises in the user's training. Recorders come and go every
+hundred passes, so there is one entry for all of them, as in watch.py. It is found again in torch's table, since nothing
+else keeps it. It costs one call a step, and stays until a handle is detached and nobody listens any more.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""The streams of accelerators on which gradients arrive: who reads them on one of these has to come behind the others.
+"""The streams of accelerators on which gradients arrive: a stream that reads them must wait for all the others.
 
 [Note: side streams]  The engine accumulates a gradient on the stream that was current when forward first used the
-parameter, and brings all of them together only where backward ends. A bucket is filled and sent before, on the stream
-of whatever arrived last. So where parts of forward ran on streams of their own, as two towers do, that stream waits for
-the others first; and they wait for it behind the copy, since what has been copied is freed, and belongs to them.
+parameter, and brings all streams together only where backward ends. But a bucket is filled and sent before that, on the
+stream of the gradient that arrived last. So where parts of forward ran on streams of their own, as two towers do, that
+stream first waits for the others. They wait for it after the copy, since the copied memory is freed and belongs to
+them.
 
-Nobody stops the host for it, and where all gradients of one device arrive on one stream nothing is done but to see so.
-What is done where a pass begins (memory that takes the place of what a user keeps, zeros for what does not come) is on
-the stream of the first gradient, of any member of a family, or of none of these: that one is noted, too.
+The host never blocks for this, and where all gradients of one device arrive on one stream, the only cost is to notice
+that. The stream on which a pass begins is noted too, because memory that replaces what a user keeps, and zeros for what
+does not come, are written on it. It is the stream of the first gradient of any member of a family, or none of these.
 """
 
 from __future__ import annotations

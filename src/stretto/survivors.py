@@ -2,10 +2,10 @@
 
     module, its parameters, all that has a hook ──(held weakly)──> the last one goes ──> the reducer cuts its circles
 
-The memory of gradients, descriptors and the thread go with the last reference to a reducer. Its own parts call it back;
-Python's collector finds such circles late, since it counts objects and no bytes, and a program that attaches one model
-after the other would hold several. So they are cut when a handle is detached, and when nothing is left that could
-call: a handle holds its module, and gradient hooks live with their parameters.
+The memory of gradients, descriptors and the thread go with the last reference to a reducer. But its own parts refer
+back to it, and Python's collector finds such circles late, since it counts objects and not bytes. A program that
+attaches one model after the other would hold several. So the circles are cut when a handle is detached, and when
+nothing is left that could call the reducer: a handle holds its module, and gradient hooks live with their parameters.
 """
 
 from __future__ import annotations

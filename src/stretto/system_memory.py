@@ -1,4 +1,4 @@
-"""What memory this machine, and the control groups that hold this process, have left; who was killed for want of it."""
+"""How much memory this machine, and the control groups of this process, have left; who was killed for lack of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What lies in a module's tables: the net for what is written there past registration.
+"""What lies in a module's tables: finds changes that bypass registration.
 
-``insert`` of torch's lists is looked for in every pass, whatever else in every ``EVERY``-th. Where all parameters of
-the plan are replaced so, no hook is left to begin a pass; so one of them is looked at before each forward.
+``insert`` of torch's lists is looked for in every pass, all other changes in every ``EVERY``-th. Where all parameters
+of the plan are replaced that way, no hook is left to begin a pass; so one of them is looked at before each forward.
 """
 
 from __future__ import annotations

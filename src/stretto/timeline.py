@@ -2,8 +2,8 @@
 
     read_trace(folder) ──> timeline_of ──> Timeline ──> chrome.py (Perfetto), plots.py (PNG, SVG), page.py, sketch.py
 
-All times are nanoseconds of rank 0's clock since the first thing that is shown. Each rank has two tracks: what it
-computed (activities), and its buckets on their way (transfers).
+All times are nanoseconds of rank 0's clock, counted from the first thing that is shown. Each rank has two tracks: what
+it computed (activities), and its buckets on their way (transfers).
 """
 
 from __future__ import annotations

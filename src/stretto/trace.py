@@ -6,12 +6,12 @@
                            {"end": "closed", "later": ...}            or what ended it; missing after a kill. The clock
                                                                       once more, where it could be compared
 
-A trace that lies in the folder already is moved aside, into ``earlier-1`` and so on: also one that another handle is
-still writing, which goes on there.
+A trace that already lies in the folder is moved aside, into ``earlier-1`` and so on. This includes a trace that another
+handle is still writing, which continues there.
 
 A process that is killed leaves whole lines, and at most a part of a last one. Reading leaves out what is missing, cut
-off or no part of a trace, with one line that names the file and the line; only where nothing can be shown is the folder
-refused. Of a long trace the passes that are asked for are read, and no others. writing.py writes it.
+off or no part of a trace, with one line that names the file and the line; the folder is refused only if nothing can be
+shown. From a long trace, only the passes that are asked for are read. writing.py writes it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Parameters that an optimizer steps beside a handle, and no handle averages: are they alike on all ranks?
+"""Parameters that an optimizer steps beside a handle, but no handle averages: are they alike on all ranks?
 
-A temperature (``log_alpha``) with an optimizer of its own, say, or a second model that nobody attached. It is right
-where the program averages by itself, or where ranks are to differ, and wrong without a word otherwise. So where some
-rank has such parameters, and says so in a word of a pass, all ranks compare theirs, once.
+Examples are a temperature (``log_alpha``) with an optimizer of its own, or a second model that nobody attached. This is
+right where the program averages them itself, or where ranks are meant to differ; otherwise it is silently wrong. So if
+some rank has such parameters, it says so in a word of a pass, and all ranks compare theirs, once.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     has batches  ──> a pass begins ──> announces it ──┐
     has run out  ──> waits in Join for that word ─────┴──> who has batches? ──> pass ──> buffers of one that has some
 
-A pass is announced when it begins, in backward: forward may fail before it, run twice for it, or be another method.
+A pass is announced when it begins, in backward: forward may fail before that, run twice for it, or be another method.
 
-[Note: left]  An exception that leaves ``Join`` tells nobody. That it is over shows when nobody has it any more, at
-another time on each rank maybe: one may keep the exception, or the Join. So each goes on to announce, and says what it
-sees behind the last bucket of a pass; where all say so, it is over for all, at the end of that pass.
+[Note: left]  An exception that leaves ``Join`` tells nobody. That the ``Join`` is over shows only when nobody holds it
+any more, maybe at another time on each rank, since one may keep the exception or the Join. So each rank goes on
+announcing, and says what it sees behind the last bucket of a pass. When all say so, it is over for all, at the end of
+that pass.
 """
 
 from __future__ import annotations

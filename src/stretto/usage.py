@@ -1,7 +1,7 @@
 """Which ranks had a gradient for what: read from the buckets' summed footers, which stay until the next pass.
 
-Parameters that nobody ever uses are named once, since most often a head was forgotten or a loss does not reach it; and
-those that an optimizer steps beside what is averaged, or with what was not.
+Parameters that nobody ever uses are named once, since most often a head was forgotten or a loss does not reach it. So
+are parameters that an optimizer steps although no handle averages them, or with gradients that were not averaged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting in slices, so that between them one can look why it lasts."""
+"""Waiting in slices, with time in between to look why it lasts."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Word of parameters, modules and new buffers that are registered anywhere in the process, for those who ask for it.
+"""Notifies those who ask for it when parameters, modules or new buffers are registered anywhere in the process.
 
 [Note: one entry]  torch keeps registration hooks in a table of the process and iterates over it while modules are being
-built, maybe on another thread; a table that changes meanwhile raises in the user's constructor. So there is one entry
-for all attached models, which stays while there is one. A finalizer of a model would change the table at any moment.
+built, maybe on another thread; a change of the table meanwhile raises in the user's constructor. So all attached models
+share one entry, which stays while there is such a model. A model's finalizer would change the table at any moment.
 
-[Note: buffers]  torch tells also of each that is reassigned, as in every forward of some layers, and its compiler goes
-along into what is called: hence a function that does nothing then. It is the same one for as long as the process lives,
-since a compiled forward looks whether it still is.
+[Note: buffers]  torch also reports each buffer that is reassigned, as some layers do in every forward, and its compiler
+traces into what is called. Hence a function that does nothing in that case. It is the same function for as long as the
+process lives, since a compiled forward checks whether it still is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What stands in ``.grad`` where this rank has only its share of the mean: whoever reads it is told so.
+"""What stands in ``.grad`` where this rank has only its share of the mean. It raises an error when it is read.
 
-A gradient that is missing would be passed over in silence by ``clip_grad_norm_``, and a partial one taken for the mean.
+``clip_grad_norm_`` would silently skip a missing gradient, and a partial one would be taken for the mean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words that ranks say behind the last bucket of a pass, a number each, summed with it: see footer.py."""
+"""The words that ranks say behind the last bucket of a pass, each a number that is summed with it: see footer.py."""
 
 from __future__ import annotations
 

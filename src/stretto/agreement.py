@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ModelMismatchError, SetupError, name_list
-from .specs import describe_ranks, slot_strides
+from .specs import describe_ranks, ranks_by, slot_strides
 
 ADVICE = (
     "Build the model from the same code and options on every rank, and call attach() before anything "
@@ -124,9 +124,7 @@ def _orders(by_rank: list[dict[str, str]]) -> list[str]:
 
 def _holders(name: str, by_rank: list[dict[str, str]]) -> str:
     """Which ranks state what of one fact; empty if all state the same."""
-    holders: dict[str, list[int]] = {}
-    for rank, facts in enumerate(by_rank):
-        holders.setdefault(facts.get(name, "missing"), []).append(rank)
+    holders = ranks_by((rank, facts.get(name, "missing")) for rank, facts in enumerate(by_rank))
     if len(holders) == 1:
         return ""
     return f"  {name}: " + "; ".join(f"{fact} on {describe_ranks(ranks)}" for fact, ranks in holders.items())

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from .buffers import BufferPlaces
 from .errors import ReplicaError, name_list
 from .membership import Membership, wrapping
-from .specs import describe_ranks
+from .specs import describe_ranks, ranks_by
 from .transport.base import as_reals, in_one_row
 
 _PIECE = 1 << 16
@@ -128,11 +128,9 @@ def unlike(
     lines, shown = [], names[:_MOST]
     values = gather({name: _beginning(tensors[name]) for name in shown if name in tensors} if tensors else {})
     for name in shown:
-        camps: dict[object, list[int]] = {}
-        for rank, other in everyone.items():
-            camps.setdefault(other.get(name, ()), []).append(rank)
-        samples = [values[ranks[0]].get(name) for ranks in camps.values()]
-        some, *rest = camps.values()
+        camps = [*ranks_by((rank, other.get(name, ())) for rank, other in everyone.items()).values()]
+        samples = [values[ranks[0]].get(name) for ranks in camps]
+        some, *rest = camps
         told = " and from ".join(map(describe_ranks, rest[:_CAMPS]))
         told += f" and {len(rest) - _CAMPS} others" if len(rest) > _CAMPS else ""
         differ = "differs" if len(some) == 1 else "differ"

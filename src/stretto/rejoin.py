@@ -39,7 +39,7 @@ from .plan import BucketPlan
 from .preset import Preset
 from .sizing import plan_for
 from .sparse import SparseGradients
-from .specs import describe_parameters, describe_ranks
+from .specs import describe_parameters, describe_ranks, ranks_by
 from .tracker import ArrivalTracker
 from .usage import follow_a_change, used_by
 from .withheld import Alive, Withheld, complete, give_back_whole
@@ -160,11 +160,8 @@ class Rejoin:
         queue = self._queue
         mine = self._changes.in_words() if self._loses() else ""
         everyone = queue.peers.gather(mine) if queue.tells else [mine] * queue.transport.world_size
-        changed: dict[str, list[int]] = {}
-        for rank, change in enumerate(everyone):
-            if change:
-                changed.setdefault(change, []).append(rank)
-        told = "; ".join(f"{change} on {describe_ranks(ranks)}" for change, ranks in changed.items())
+        changed = ranks_by(enumerate(everyone)).items()
+        told = "; ".join(f"{change} on {describe_ranks(ranks)}" for change, ranks in changed if change)
         raise SetupError(
             f"{queue.where}: the module has changed since it was attached ({told}), and a comm hook keeps what it "
             "knows by bucket, so the plan cannot follow.\n"

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 
 from .launch import LaunchQueue
-from .specs import describe_ranks
+from .specs import describe_ranks, ranks_by
 from .spot_checks import SpotCheck
 from .words import COUNTS, Control
 
@@ -87,9 +87,7 @@ class SameBatches:
                 self._compare(queue)
 
     def _compare(self, queue: LaunchQueue) -> None:
-        with_same: dict[tuple[int, ...], list[int]] = {}
-        for rank, weights in enumerate(queue.peers.gather(tuple(self._weights))):
-            with_same.setdefault(weights, []).append(rank)
+        with_same = ranks_by(enumerate(queue.peers.gather(tuple(self._weights))))
         changing = [some for weights, some in with_same.items() if all(weights) and len({*weights}) > 1]
         groups = [describe_ranks(some) for some in changing if len(some) > 1]
         if groups and queue.transport.rank == 0:

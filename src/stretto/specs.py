@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from .errors import PlanError
 
 KIB, MIB = 1024, 1024 * 1024
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,14 @@ def counted(number: int, things: str) -> str:
 def describe_ranks(ranks: Sequence[int]) -> str:
     """``rank 1`` or ``ranks 0, 2``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def ranks_by(brought: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Ranks by what they bring, in the order in which it comes first; given as pairs of both."""
+    found: dict[T, list[int]] = {}
+    for rank, one in brought:
+        found.setdefault(one, []).append(rank)
+    return found
 
 
 def format_bytes(count: float) -> str:

@@ -16,7 +16,7 @@ from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
 from .reducer import Reducer
-from .specs import describe_ranks
+from .specs import describe_ranks, ranks_by
 from .trace import TraceError
 from .writing import TraceWriter, header_of, next_aside, set_aside
 
@@ -83,9 +83,7 @@ def _begin(
             opened.callback(writer.close, "another rank cannot write")
         except TraceError as error:
             problem = str(error)
-        problems: dict[str, list[int]] = {}
-        for other, told in enumerate(peers.gather(problem)):
-            problems.setdefault(told, []).append(other)
+        problems = ranks_by(enumerate(peers.gather(problem)))
         problems.pop("", None)
         if problems:
             raise TraceError("; ".join(f"{describe_ranks(ranks)}: {told}" for told, ranks in problems.items()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..errors import SetupError
+from ..specs import ranks_by
 from .speed import Speed, measure_here
 
 PATIENCE = datetime.timedelta(seconds=120)
@@ -68,10 +69,8 @@ def look_together(hostname: str, gloo: str, *, quick: bool) -> Launched:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         everyone: list[tuple[str, str]] = [("", "")] * world_size
         dist.all_gather_object(everyone, (hostname, gloo))
-        by_place: dict[tuple[str, str], list[int]] = {}
-        for number, place in enumerate(everyone):
-            by_place.setdefault(place, []).append(number)
-        places = tuple(RanksOfHost(*place, tuple(ranks)) for place, ranks in by_place.items())
+        by_place = ranks_by(enumerate(everyone)).items()
+        places = tuple(RanksOfHost(*place, tuple(ranks)) for place, ranks in by_place)
         return Launched(rank, world_size, places, measure_here(quick=quick))
 
 

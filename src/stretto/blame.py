@@ -12,7 +12,7 @@ from .errors import CommunicationError, PeerError, SetupError
 from .notes import WAYS_TO_LEAVE, Note
 from .specs import counted, describe_ranks
 from .transport.base import Leftover
-from .whereabouts import count, standing
+from .whereabouts import standing
 
 NORM = "the norm of gradients"
 STEPPED_ELSEWHERE = "what other hosts have stepped"
@@ -113,8 +113,9 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
             f"{where}: rank {note.rank} has left ({how}), so nobody can complete this pass, which it had begun.\n"
             "Look at the first error in its log: it may have failed here, and caught that."
         )
+    done = counted(note.passes, "passes")
     return PeerError(
-        f"{where}: rank {note.rank} finished after {count(note.passes)} ({how}), so nobody can complete this one.\n"
+        f"{where}: rank {note.rank} finished after {done} ({how}), so nobody can complete this one.\n"
         "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If "
         "they had the same number, that rank left one out (continue, except), or this rank took one twice, or the "
         "program of that rank ended early: see its log."
@@ -294,7 +295,7 @@ def refuse_leftovers(where: str, rank: int, handle: str, leftovers: Iterable[Lef
 
 def _counted(progress: Sequence[int], other: Sequence[int]) -> str:
     passes, calls, *steps = progress
-    told = [count(passes)]
+    told = [counted(passes, "passes")]
     if steps:
         told.append(f"{', '.join(map(str, steps))} steps of sharded optimizers")
     if (more := calls - other[1]) > 0:

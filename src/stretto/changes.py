@@ -13,7 +13,7 @@ from .launch import LaunchQueue
 from .membership import STAND_IN, Membership
 from .parts import fits
 from .sparse import SparseGradients
-from .specs import dtype_name
+from .specs import counted, dtype_name
 
 log = logging.getLogger("stretto")
 
@@ -74,8 +74,8 @@ class Changes:
         if not told:
             return "its buffers have changed"
         (first, names), *others = told.items()
-        counted = f"{len(names)} parameter{'s' * (len(names) > 1)} {first} ({name_list(names)})"
-        return ", ".join([counted, *(f"{len(names)} {what} ({name_list(names)})" for what, names in others)])
+        begun = f"{counted(len(names), 'parameters')} {first} ({name_list(names)})"
+        return ", ".join([begun, *(f"{len(names)} {what} ({name_list(names)})" for what, names in others)])
 
     def _by_kind(self) -> dict[str, list[str]]:
         members, everything = self._members, self._members.everything()
@@ -117,14 +117,12 @@ def warn_of_unseen(where: str, told: Iterable[Mapping[str, int]]) -> None:
     for unseen in told:
         passes |= {name: max(number, passes.get(name, 0)) for name, number in unseen.items()}
     if passes:
-        number = max(passes.values())
         log.warning(
             "%s: seen only now: %s, written directly into _parameters or _modules, which torch does not report. "
-            "Gradients were not averaged in up to %s pass%s before this one. From here on all ranks have rank 0's "
+            "Gradients were not averaged in up to %s before this one. From here on all ranks have rank 0's "
             "values, but the state of an optimizer may differ between ranks.\n"
             "Assign the layer, module.name = layer, which is seen at once, or attach again after such a change.",
             where,
             name_list([*passes]),
-            number,
-            "es" * (number > 1),
+            counted(max(passes.values()), "passes"),
         )

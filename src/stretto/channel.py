@@ -31,8 +31,9 @@ from .line import POLL_SECONDS, Lookout
 from .notes import Note, frame_of_child, has_failed, last_words
 from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
+from .specs import counted
 from .transport.base import Leftover
-from .whereabouts import count, myself, standing
+from .whereabouts import myself, standing
 
 
 class Channel(People):
@@ -329,7 +330,7 @@ class Channel(People):
         place, now = standing(sys._current_frames().get(self.me.thread)), None
         while now != (now := (self._progress(handle), self.beside(), self.ended())):
             pass  # or it would mix what was before a pass and behind it
-        begun = f"has begun {count(now[0][0])} and " if now[0] else ""
+        begun = f"has begun {counted(now[0][0], 'passes')} and " if now[0] else ""
         return Answer(f"{begun}is {place}", *now)
 
     def _progress(self, handle: str) -> list[int]:

@@ -221,7 +221,7 @@ class Report:
     def _end(self) -> list[str]:
         lines = []
         if self.left_out:
-            number = f"{self.left_out} pass{'es' if self.left_out > 1 else ''}"
+            number = counted(self.left_out, "passes")
             lines.append(f"{number} recorded under an earlier plan, with other buckets: left out")
         if not self.told:
             lines.append(UNTOLD)

@@ -122,13 +122,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def counted(number: int, things: str) -> str:
-    """``1 bucket``, ``2 buckets``.
+    """``1 bucket``, ``2 buckets``, ``1 pass``.
 
     Args:
         number: of them.
         things: their word in the plural, which ends in s.
     """
-    return f"{number} {things.removesuffix('s') if number == 1 else things}"
+    one = things.removesuffix("es" if things.endswith("sses") else "s")
+    return f"{number} {one if number == 1 else things}"
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -128,8 +128,3 @@ def of_group(transport: Transport) -> str:
     """Its process group, behind a noun; empty where ranks are those of the default group, which need no translation."""
     ranks = transport.global_ranks
     return "" if [*ranks] == [*range(len(ranks))] else f" over process group [{name_list(map(str, ranks))}]"
-
-
-def count(passes: int) -> str:
-    """``1 pass``, ``2 passes``."""
-    return f"{passes} pass" if passes == 1 else f"{passes} passes"

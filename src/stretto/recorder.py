@@ -26,6 +26,7 @@ from .plan import BucketPlan
 from .record import Launch, PassRecord, Span
 from .reducer import Reducer
 from .steps import listen, stepped_by, stop_listening
+from .withheld import Alive
 
 FIRST_PASSES = range(4, 9)
 """Looked at without being asked: the plan is learnt by then, memory is warm."""
@@ -55,7 +56,7 @@ class Recorder:
         self._keep = keep
         self.listens = False
         """Whether passes are being recorded."""
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # an id is given again when its tensor is gone
+        self._parameters = Alive()
         self._forget()
 
     def start(self) -> None:
@@ -64,7 +65,7 @@ class Recorder:
         if self.listens or watched is None:
             return
         self._forget()
-        self._follow(watched)
+        self._parameters = Alive(watched.parameters)
         self.listens = True
         listen(self._stepping)
         watched.start_watching(self)
@@ -77,9 +78,6 @@ class Recorder:
         stop_listening(self._stepping)
         if (watched := self._watched()) is not None:
             watched.stop_watching(self)
-
-    def _follow(self, watched: Reducer) -> None:
-        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in watched.parameters}
 
     def _forget(self) -> None:
         self._began = now()
@@ -103,12 +101,8 @@ class Recorder:
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         if not begins:
             self._close(optimizer, self._optimizer)
-        elif any(map(self._knows, stepped_by(optimizer))):
+        elif any(map(self._parameters.holds, stepped_by(optimizer))):
             self._open.append((optimizer, now()))
-
-    def _knows(self, parameter: torch.Tensor) -> bool:
-        known = self._parameters.get(id(parameter))
-        return known is not None and known() is parameter
 
     def _close(self, what: Any, spans: list[Span]) -> None:
         found = [one for one in self._open if one[0] is what]  # no places: another thread, of another model, comes by
@@ -187,7 +181,7 @@ class Recorder:
     def plan_changed(self, pass_number: int, plan: BucketPlan) -> None:
         """The module may have other parameters now."""
         if (watched := self._watched()) is not None:
-            self._follow(watched)
+            self._parameters = Alive(watched.parameters)
 
     def pass_settled(self, pass_number: int) -> None:
         """The record is complete. Recording may have begun amid the pass: then there is none."""

@@ -161,6 +161,6 @@ def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float |
     lines = [f"rank {rank} {waits} {standing(sys._getframe())}"]
     for other in channel.others():
         lines.append(f"rank {other} {told[other].text if other in told else channel.why_silent(other)}")
-    if channel.is_silent:
+    if channel.line.is_silent:
         lines.append(f"the process group's store{', which rank 0 has,' * channel.rank_0_has_store()} does not answer")
     return "; ".join(lines)

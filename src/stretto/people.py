@@ -118,15 +118,10 @@ class People:
         made = self.attempts_of(rank)  # it may have come and left between two looks, or be here for the next
         return made > attempt or (made == attempt and self.person(rank, fresh=True) is None)
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether the store does not answer."""
-        return self.line.is_silent
-
     def why_silent(self, rank: int) -> str:
         """Of a rank that does not answer; the end of a sentence that begins with it."""
         if (person := self.person(rank)) is None:
-            return "does not answer" if self.is_silent else HAS_NOT_COME
+            return "does not answer" if self.line.is_silent else HAS_NOT_COME
         stopped = person.is_stopped()
         return f"is stopped by a signal or a debugger (pid {person.pid})" if stopped else "does not answer"
 

@@ -124,7 +124,7 @@ class CommHook:
         self.failure = ""
         """What it has failed with, if something had been sent by then: see [Note: a hook that fails]."""
         self._current: HookWork | None = None
-        self._where = _nowhere
+        self._where: Callable[[], str] = str  # empty
 
     def use(self, peers: Peers) -> None:
         """Say in messages where these are. They are not kept: callbacks of futures keep a bucket, and so this hook."""
@@ -208,10 +208,6 @@ class Footers:
         sums = torch.split(self._flat, [len(footer) for footer in self._footers])
         for footer, summed in zip(self._footers, sums, strict=True):
             footer.copy_(summed)
-
-
-def _nowhere() -> str:
-    return ""
 
 
 def fixes_plan(hook: CommHook | None) -> bool:

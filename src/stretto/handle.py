@@ -39,7 +39,7 @@ class Synchronizer(NoModel):
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
-        "module rank world_size sharded sampler _options _peers _idle_plan _last_statistics _transport _closes _events "
+        "module rank world_size sharded sampler _options _peers _idle_plan _last_statistics _transport _closes "
         "_buffer_places _held __weakref__"
     ).split()
 
@@ -60,7 +60,7 @@ class Synchronizer(NoModel):
         self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)
         self._idle_plan, self._last_statistics = plan, Statistics()
         self._transport, self._closes = transport, closes  # one that the user made may carry other handles too
-        self._events, self._buffer_places = Events(self.rank), BufferPlaces(module, options)
+        self._buffer_places = BufferPlaces(module, options)
         self._held: Reducer | None = None
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
@@ -70,7 +70,7 @@ class Synchronizer(NoModel):
             members = Membership(module, options, functools.partial(parameters_of, [one.members for one in inside]))
             inspection = Inspection(members, self._buffer_places, peers.gather)
             rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
-            common = planned, plan, transport, self._events, self._buffer_places, members, scaling, peers
+            common = planned, plan, transport, Events(self.rank), self._buffer_places, members, scaling, peers
             self._held = reducer = Reducer(*common, delay=options.delay, inspection=inspection, sparse=rows)
             self.sampler = Sampler(reducer)
             reducer.start_watching(self.sampler)

@@ -5,7 +5,7 @@ Each function is collective, and every rank calls it with the same names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,68 +82,52 @@ def reduce_dense(
             hand_out(parameters[place], parameters[place].grad, view)
 
 
-class LooseRows:
-    """The same for parameters whose gradients are sparse.
+def reduce_rows(
+    queue: LaunchQueue,
+    parameters: Mapping[str, torch.nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    loose: Sequence[Mapping[str, bool]],
+    used: Mapping[str, int],
+    before: Mapping[str, torch.Tensor],
+    factor: torch.Tensor | float | None,
+    *,
+    release: bool,
+) -> None:
+    """The same for gradients by rows. Two rounds: what is loose, and what ranks on which it is not have got already.
 
     Args:
         queue: has the transport, the scaling and this rank's weight.
         parameters: by name.
         dtypes: in which they travel, as :class:`SparseGradients` has them.
-        factor: for the sum, as in the pass.
+        loose: for each rank, the names that are loose there, and whether there is something new.
+        used: how many ranks had something for each name in the pass, those on which it is loose aside.
         before: what ``.grad`` held before what is new, where a sum must count it once, by name.
+        factor: for the sum, as in the pass.
+        release: False if ``.grad`` is to be left alone.
     """
+    rank, held = queue.transport.rank, {id(one): before.get(name) for name, one in parameters.items()}
 
-    def __init__(
-        self,
-        queue: LaunchQueue,
-        parameters: Mapping[str, torch.nn.Parameter],
-        dtypes: Mapping[str, torch.dtype],
-        factor: torch.Tensor | float | None,
-        before: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._before = {id(one): before[name] for name, one in parameters.items() if name in before}
-        self._queue = queue
-        self._parameters = parameters
-        self._dtypes = dtypes
-        self._factor = factor
-
-    def reduce(self, loose: Sequence[Mapping[str, bool]], used: Mapping[str, int], *, release: bool) -> None:
-        """Two rounds: what is loose, and what the ranks on which it is not loose have got already.
-
-        Args:
-            loose: for each rank, the names that are loose there, and whether there is something new.
-            used: how many ranks had something for each name in the pass, those on which it is loose aside.
-            release: False if ``.grad`` is to be left alone.
-        """
-        rank, scaling = self._queue.transport.rank, self._queue.scaling
-        mine = {name for name, has in loose[rank].items() if has}
-        stands = [*loose[rank]] if release else []  # in .grad with nothing new: it travels as in any pass
-        found = self._exchange(scaling, mine, self._queue.weight_now, self._factor, beside=stands)
-        partly = [name for name in self._parameters if not all(name in one for one in loose) and used.get(name)]
-        first = {name: next(r for r, one in enumerate(loose) if name not in one) for name in partly}
-        plain = Scaling(scaling.world_size, "sum")
-        done = self._exchange(plain, {name for name in partly if first[name] == rank}, 1.0, None) if partly else {}
-        for name, parameter in self._parameters.items() if release else ():
-            parts = [part[name] for part in (found, done) if name in part]
-            if len(parts) == 2 and parts[0].layout != parts[1].layout:
-                parts = [part if part.layout == torch.strided else part.to_dense() for part in parts]
-            if parts:
-                total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-                parameter.grad = total.coalesce() if total.is_sparse else total
-
-    def _exchange(
-        self,
-        scaling: Scaling,
-        names: set[str],
-        weight: float,
-        factor: torch.Tensor | float | None,
-        beside: Sequence[str] = (),
+    def exchange(
+        scaling: Scaling, names: set[str], beside: Iterable[str], weight: float, factor: torch.Tensor | float | None
     ) -> dict[str, torch.Tensor]:
-        rows = SparseGradients(self._parameters, self._queue.transport, scaling, self._dtypes)
+        rows = SparseGradients(parameters, queue.transport, scaling, dtypes)
         rows.claim(names)
-        if self._queue.preset is not None:
-            rows.before = lambda parameter: self._before.get(id(parameter))
-        rows.exchange(rows.prepare(weight, only={*names, *beside}), self._queue.wait_for)
-        found = rows.results(factor, self._queue.wait_for)
-        rows.remove()
-        return found
+        if queue.preset is not None:
+            rows.before = lambda parameter: held.get(id(parameter))
+        rows.exchange(rows.prepare(weight, only={*names, *beside}), queue.wait_for)
+        return rows.results(factor, queue.wait_for)
+
+    mine = {name for name, has in loose[rank].items() if has}
+    stands = loose[rank] if release else ()  # in .grad with nothing new: it travels as in any pass
+    found = exchange(queue.scaling, mine, stands, queue.weight_now, factor)
+    partly = [name for name in parameters if not all(name in one for one in loose) and used.get(name)]
+    first = {name: next(r for r, one in enumerate(loose) if name not in one) for name in partly}
+    plain = Scaling(queue.scaling.world_size, "sum")
+    done = exchange(plain, {name for name in partly if first[name] == rank}, (), 1.0, None) if partly else {}
+    for name, parameter in parameters.items() if release else ():
+        parts = [part[name] for part in (found, done) if name in part]
+        if len(parts) == 2 and parts[0].layout != parts[1].layout:
+            parts = [part if part.layout == torch.strided else part.to_dense() for part in parts]
+        if parts:
+            total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+            parameter.grad = total.coalesce() if total.is_sparse else total

@@ -33,7 +33,7 @@ from .changes import Changes, warn_of_unseen
 from .comm_hooks import fixes_plan
 from .errors import SetupError, name_list
 from .launch import LaunchQueue
-from .loose import Contribution, LooseRows, reduce_dense
+from .loose import Contribution, reduce_dense, reduce_rows
 from .membership import Membership, named, unfit
 from .plan import BucketPlan
 from .preset import Preset
@@ -236,7 +236,7 @@ class Rejoin:
         reduce_dense(queue, had & wanted.keys(), contributions, carried, factor, release=not idle)
         if loose & rows.keys():
             among = {name: one for name, one in rows.items() if name in loose}
-            LooseRows(queue, among, dtypes, factor, self._before).reduce(everyone, rows_used, release=not idle)
+            reduce_rows(queue, among, dtypes, everyone, rows_used, self._before, factor, release=not idle)
         self._arrived, self._before, self._waiting = set(), {}, set()
         self._tell(words, plan, [one.unseen for one in told])
 

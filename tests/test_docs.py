@@ -22,7 +22,7 @@ import warm_programs
 from traces import a_trace, recorded
 
 import stretto
-from stretto.chrome import to_chrome, write_chrome
+from stretto.chrome import write_chrome
 from stretto.page import to_html
 from stretto.plots import save_picture
 from stretto.sketch import sketch
@@ -197,10 +197,7 @@ def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pyte
             "itertools": __import__("itertools"),
             "json": __import__("json"),
             "train_on": lambda batch: model(batch[0]).sum().backward(),
-            **{
-                tool.__name__: tool
-                for tool in (read_trace, timeline_of, to_chrome, write_chrome, save_picture, to_html, sketch)
-            },
+            **{tool.__name__: tool for tool in (read_trace, timeline_of, write_chrome, save_picture, to_html, sketch)},
             "threading": __import__("threading"),
             "plan_buckets": stretto.plan.plan_buckets,
             "describe_parameters": stretto.specs.describe_parameters,

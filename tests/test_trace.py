@@ -22,12 +22,12 @@ from typing import Any
 
 import pytest
 import torch
-from traces import Ladder, a_trace
+from traces import Ladder, a_trace, written_by
 
 import stretto
 from stretto import clocks
 from stretto.analysis import reports_from
-from stretto.chrome import to_chrome, write_chrome
+from stretto.chrome import write_chrome
 from stretto.clocks import Clock
 from stretto.page import to_html
 from stretto.record import PassRecord
@@ -679,7 +679,7 @@ def test_an_end_that_the_transport_does_not_tell_is_marked_everywhere(written: P
     assert timeline.headline().startswith("at most ") and UNTOLD in timeline.notes()
     assert sketch(timeline).splitlines()[-1] == UNTOLD
     assert "when the result was there is not known, seen at " in to_html(timeline)
-    chrome = to_chrome(timeline)
+    chrome = written_by(timeline)
     assert chrome["otherData"]["summary"].startswith("at most ") and UNTOLD in chrome["otherData"]["notes"]
     ways = [event for event in chrome["traceEvents"] if event.get("cat") == "bucket" and event["ph"] == "X"]
     assert ways and all(one["name"].endswith(", until it was seen") for one in ways)
@@ -697,7 +697,7 @@ def test_times_on_accelerators_are_said_to_be_the_hosts(tmp_path: Path) -> None:
     assert report.accelerators == ("cuda",) and "\n" + text in str(report)
     timeline = timeline_of([trace])
     assert timeline.notes() == (text,) and text.replace("'", "&#x27;") in to_html(timeline)
-    labels = [event for event in to_chrome(timeline)["traceEvents"] if event["name"] == "process_labels"]
+    labels = [event for event in written_by(timeline)["traceEvents"] if event["name"] == "process_labels"]
     assert [event["args"] for event in labels] == [{"labels": text}]
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 import stretto
+from stretto.chrome import write_chrome
 from stretto.clocks import Clock
 from stretto.plan import plan_buckets
 from stretto.record import Launch, PassRecord, Span, percent_hidden
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks
+from stretto.timeline import Timeline
 from stretto.trace import RankTrace, read_trace
 
 MS = 1_000_000
@@ -203,3 +208,10 @@ def recorded(
 
     run_ranks(worker, ranks)
     return read_trace(folder)
+
+
+def written_by(timeline: Timeline) -> dict[str, Any]:
+    """What lies in the file for Perfetto."""
+    file = io.StringIO()
+    write_chrome(timeline, file)
+    return json.loads(file.getvalue(), parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))

@@ -41,22 +41,8 @@ COLOURS: dict[Kind, str] = {
 """Names that the viewers know. Perfetto takes colours of its own."""
 
 
-def to_chrome(timeline: Timeline) -> dict[str, Any]:
-    """For ``json.dump``; :func:`write_chrome` needs less memory. Times in it are microseconds, as the format has them.
-
-    Args:
-        timeline: all its passes are written.
-
-    Example::
-
-        with open("trace.json", "w") as file:
-            json.dump(to_chrome(timeline_of(read_trace("trace"))), file)
-    """
-    return {"traceEvents": [*_events(timeline)], **_around(timeline)}
-
-
 def write_chrome(timeline: Timeline, file: TextIO) -> None:
-    """The same, written event by event.
+    """Event by event. Times in it are microseconds, as the format has them.
 
     Args:
         timeline: all its passes are written.
@@ -67,18 +53,14 @@ def write_chrome(timeline: Timeline, file: TextIO) -> None:
         with open("trace.json", "w") as file:
             write_chrome(timeline_of(read_trace("trace")), file)
     """
-    separator = '{"traceEvents": [\n'
+    file.write('{"traceEvents": [\n')
+    separator = ""
     for event in _events(timeline):
         file.write(separator + json.dumps(event, allow_nan=False))
         separator = ",\n"
-    begun = separator.startswith(",")
-    around = json.dumps(_around(timeline), allow_nan=False)
-    file.write(("" if begun else separator) + "\n], " + around.removeprefix("{") + "\n")
-
-
-def _around(timeline: Timeline) -> dict[str, Any]:
     about = {"summary": timeline.headline(), "notes": list(timeline.notes()), "world_size": timeline.world_size}
-    return {"displayTimeUnit": "ms", "otherData": about}
+    around = json.dumps({"displayTimeUnit": "ms", "otherData": about}, allow_nan=False)
+    file.write("\n], " + around.removeprefix("{") + "\n")
 
 
 def _events(timeline: Timeline) -> Iterator[Event]:

@@ -181,10 +181,9 @@ def read_trace(
 def _of_one_run(found: list[RankTrace]) -> tuple[list[RankTrace], list[int]]:
     """Those of the run that has most files, the first of several; and the other ranks."""
     runs = Counter((one.run, one.world_size) for one in found)
-    (most, _), *_ = runs.most_common(1)
-    return [one for one in found if (one.run, one.world_size) == most], [
-        one.rank for one in found if (one.run, one.world_size) != most
-    ]
+    [(most, _)] = runs.most_common(1)
+    others = [one.rank for one in found if (one.run, one.world_size) != most]
+    return [one for one in found if one.rank not in others], others
 
 
 def _clocks_shared(found: list[RankTrace]) -> list[RankTrace]:

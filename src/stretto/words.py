@@ -23,9 +23,9 @@ class Control(IntEnum):
     CHANGED = 4
     """The module has other parameters than the plan: see rejoin.py."""
     FAILED_EARLY = 5
-    """Forward failed on this rank since the last pass, and that was caught: see forward.py."""
+    """Forward, or backward before any gradient, has failed here since the last pass, and was caught: see forward.py."""
     MORE_FORWARDS = 6
-    """This rank ran forward more often than for the pass before."""
+    """This rank ran forward more often for this pass than for any before."""
     BUFFERS = 7
     """This rank's buffers are not what all had: see buffers.py, [Note: at rest]."""
     WITH_OTHERS = 8

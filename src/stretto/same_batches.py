@@ -68,7 +68,7 @@ class SameBatches:
     def says(self, number: int) -> list[int]:
         """What the last bucket of the pass is to tell of the one before."""
         weighed, checks = self._last if self._pass == number else (self._pass, self._checks)
-        self._said = weight_of(checks) if self._wanted and weighed == number - 1 else 0
+        self._said = _weight_of(checks) if self._wanted and weighed == number - 1 else 0
         return [Control.WEIGHED, *[Control.WEIGHT] * (self._said & 1)] if self._said else []
 
     def hear(self, said: Sequence[float]) -> None:
@@ -104,7 +104,7 @@ class SameBatches:
             )
 
 
-def weight_of(checks: list[SpotCheck]) -> int:
+def _weight_of(checks: list[SpotCheck]) -> int:
     """One number for all of a pass, the same in every process; 0 if there were zeros alone."""
     weights = [weight for check in checks for weight in check.weights()]
     return hash(tuple(weights)) if any(weights) else 0

@@ -37,8 +37,6 @@ DRIFT = 20e-6
 NOBODY = b"nobody"
 """In place of a question or an answer: whoever wrote it has gone."""
 
-Now = Callable[[], int]
-
 
 @dataclass(frozen=True)
 class Clock:
@@ -86,7 +84,7 @@ class ClockTalk:
         wait: Callable[[AwaitedKeys, float], object],
         *,
         clock: str | None = None,
-        now: Now = time.perf_counter_ns,
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.clock = identity() if clock is None else clock
         self._line = line

@@ -15,12 +15,11 @@ buckets are cut. A sixteenth is added, so that matrices whose sizes are powers o
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,7 +126,7 @@ def suit_link(options: Options, plan: BucketPlan, transport: Transport, wait_for
             format_bytes(int(cost.bandwidth)),
             format_bytes(cap),
         )
-    return dataclasses.replace(options, bucket_cap_mb=cap / MIB)
+    return replace(options, bucket_cap_mb=cap / MIB)
 
 
 def measure_all_reduce(transport: Transport, wait_for: WaitFor, gather: Gather) -> AllReduceCost:

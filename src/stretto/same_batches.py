@@ -40,7 +40,9 @@ class SameBatches:
 
     def __init__(self, queue: LaunchQueue, *, wanted: bool) -> None:
         self._queue = weakref.ref(queue)
-        self._pass, self._checks, self._last = 0, list[SpotCheck](), (0, list[SpotCheck]())
+        self._pass = 0  # the last that was weighed
+        self._checks: list[SpotCheck] = []  # of its buckets
+        self._last: tuple[int, list[SpotCheck]] = (0, [])  # the same of the one before
         self._said = 0  # what the pass under way tells a bit of
         self._weights: list[int] = []  # of passes in which others may have had the same
         self._common = queue.transport.world_size  # divides all counts so far

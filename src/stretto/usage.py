@@ -182,7 +182,10 @@ class SteppedAlone:
 
     def __init__(self, queue: LaunchQueue, members: Membership, tracker: ArrivalTracker) -> None:
         self._queue, self._members = queue, members
-        self._early_steps, self._steps, self._all_steps, self._looks_alike, self._optimizer = 0, 0, 0, False, ""
+        self._steps = self._all_steps = 0  # since the first pass: of what is averaged, and of any optimizer
+        self._early_steps = 0  # before it, of nothing that a handle averages
+        self._optimizer = ""  # the kind that made the last of these
+        self._looks_alike = False  # whether what it stepped has all the shapes of what is attached
         self._reached = False  # by a backward that was not synchronised
         self._began_with: tuple[int, list[str]] = 0, []
         self._tracker = tracker

@@ -30,6 +30,7 @@ from .engine import left_uncompiled
 from .errors import UnsupportedError, name_list
 from .forward import called_from, lowest
 from .membership import STANDS_FOR
+from .options import gives_rows
 from .withheld import Alive
 
 Substitute = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
@@ -208,7 +209,7 @@ def lower(module: torch.nn.Module, config: _MixedPrecision, ignored: Collection[
         dtype = config.param_dtype
         if dtype is None or dtype is parameter.dtype or not parameter.is_floating_point() or stay.holds(parameter):
             return parameter
-        lowered: torch.Tensor = _Rows.apply(parameter, dtype) if _by_rows(layer) else parameter.to(dtype)  # type: ignore[no-untyped-call]
+        lowered: torch.Tensor = _Rows.apply(parameter, dtype) if gives_rows(layer) else parameter.to(dtype)  # type: ignore[no-untyped-call]
         vars(lowered).update(vars(parameter))  # what a program has noted there
         vars(lowered)[STANDS_FOR] = parameter
         return lowered
@@ -217,10 +218,6 @@ def lower(module: torch.nn.Module, config: _MixedPrecision, ignored: Collection[
         if not stay.holds(parameter):
             _mark(parameter, config.param_dtype if parameter.is_floating_point() else None)
     return cast
-
-
-def _by_rows(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
 
 
 class _Rows(torch.autograd.Function):

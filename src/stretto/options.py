@@ -232,6 +232,11 @@ def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter])
     return tuple(found)
 
 
+def gives_rows(layer: torch.nn.Module) -> bool:
+    """Whether gradients of what it owns are sparse."""
+    return isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+
+
 def names_of_sparse(module: torch.nn.Module, patterns: Iterable[str], *, strict: bool = True) -> set[str]:
     """Parameters whose gradient is expected to be sparse: torch's rule, by owner, and those that were named.
 
@@ -239,7 +244,7 @@ def names_of_sparse(module: torch.nn.Module, patterns: Iterable[str], *, strict:
         SetupError: a pattern matches no parameter; unless ``strict`` is False.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    owners = [m for m in module.modules() if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse]
+    owners = filter(gives_rows, module.modules())
     found = {names[id(parameter)] for owner in owners for parameter in owner.parameters(recurse=False)}
     for pattern in patterns:
         matching = {name for name in names.values() if fnmatchcase(name, pattern)}

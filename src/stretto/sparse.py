@@ -153,7 +153,9 @@ class SparseGradients:
         self._put_hooks()
 
     def _put_hooks(self) -> None:
-        self.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         if self._tell is not None:
             for name, parameter in self.named_parameters().items():
                 hook = functools.partial(self._arrived, name, self._tell)
@@ -165,16 +167,10 @@ class SparseGradients:
             self._seen.add(name)
         tell(name, parameter)
 
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def unhook(self) -> None:
-        """No more gradients are told of, whatever changes."""
-        self.remove()
+        """Take the hooks off: no more gradients are told of, whatever changes."""
         self._owner = self._tell = None
+        self._put_hooks()
 
     # The end of a pass
 

@@ -3,8 +3,8 @@
 a rank fails or ends ──> Note in the store          a rank waits ──> in slices; between them it reads the notes
                                                                  └─> PeerError that quotes them
 
-All waiting for other ranks goes through here. The channel is the process group's store, so that it works when
-collectives do not. Passes that go well never use it.
+All waiting for other ranks goes through here; telling.py has what this rank tells them. The channel is the process
+group's store, so that it works when collectives do not. Passes that go well never use it.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ import os
 import secrets
 import sys
 import time
-import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 from . import blame
 from .alarm import Alarm
-from .channel import Channel, channel_of
+from .channel import Channel
 from .errors import CallsDifferError, CommunicationError, PeerError
 from .inquiry import Inquiry, where_all_are, words_of
-from .line import Line
 from .notes import Note, text_of
-from .seat import Seat, nothing
+from .seat import nothing
+from .telling import Teller
 from .transport.base import Transport, Work, done_within, raised_by_handler
 from .waiting import FIRST_SLICE, SLICE, equal_by_sums, gather_by_sums, takes_time, this_thread, wait_a_while
-from .whereabouts import Person, of_group, place_of_failure
+from .whereabouts import Person
 
 GONE_SECONDS = 1.0  # how long, when a collective failed, for a note or for a process to be seen dead
 
 
-class Peers:
+class Peers(Teller):
     """The other ranks of one attached handle, as far as they tell of themselves.
 
     Creating one is not collective. The first ``gather`` agrees on the handle's name, that which rank 0 brings.
@@ -47,80 +46,15 @@ class Peers:
     """
 
     def __init__(self, transport: Transport, occasion: str = "attach") -> None:
-        self.seat = Seat(group=of_group(transport))
-        self.left = ""
-        """What this rank has told when it said that it cannot take part in passes any more."""
-        self._occasion, self.alarm = occasion, Alarm(self._blame)
+        self.alarm = Alarm(self._blame)
         self._offer, self._pid = secrets.token_hex(8), os.getpid()
-        self._channel: Channel | None = None
-        self.line: Line | None = None  # to the store, once this is open
-        self.use(transport)
-
-    def open(self) -> None:
-        """Tell the others who this is; a wait that lasts long does so. Harmless twice."""
-        if self._channel is None and self._transport.world_size > 1 and (store := self._transport.store) is not None:
-            self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
-            self.line = self._channel.line
-            self._parting = weakref.finalize(self, self._channel.close, self.seat, "dropped")
-            self._parting.atexit = False  # the channel knows when the process ends
-            self._channel.open(self.seat, self.leftovers[:1])
+        super().__init__(transport, occasion)  # last: it begins to use the transport
 
     def use(self, transport: Transport) -> None:
         """Another transport of the same ranks from here on, with the same store."""
-        self._transport, self._patience, self.leftovers = transport, transport.patience, transport.leftovers
+        super().use(transport)
+        self._patience = transport.patience
         self.seat.alarm = self.alarm.look if self._patience is None else nothing
-
-    @property
-    def where(self) -> str:
-        """How messages begin."""
-        return f"rank {self._transport.rank}, {self.seat.when(self._occasion)}"
-
-    # Telling
-
-    def tell_failed(
-        self,
-        phase: str,
-        error: BaseException | None,
-        trace: TracebackType | None = None,
-        *,
-        before: bool = False,
-        leaves: bool = False,
-        refuses: bool = False,
-    ) -> None:
-        """Others will quote it. Never raises: an exception is on its way already.
-
-        Args:
-            phase: in which part of a step.
-            error: if it could be seen.
-            trace: says where.
-            before: the failure is of the next pass, which has not begun.
-            leaves: this rank cannot take part in passes any more, or, where it ``refuses``, in this step alone.
-            refuses: a step.
-        """
-        if refuses:
-            self.seat.refused = sum(self.seat.steps)
-        elif leaves:
-            self.left, self.seat.alarm = text_of(error) or phase, nothing
-        if self._channel is None:
-            return
-        place = "" if trace is None else place_of_failure(trace, sys._getframe())
-        note = self.seat.note(self._transport.rank, phase, text_of(error), place, before=before)
-        leftover = next(([one.handle, *one.used] for one in self.leftovers if one.is_sent_by(note.rank)), [])
-        attempts = leaves and not note.handle and self._occasion == "attach"
-        attempt = self._channel.count_attempt(self.seat) if attempts else 0
-        note = replace(note, leaves=leaves, refused=refuses * self.seat.refused, leftover=leftover, attempt=attempt)
-        (self.seat.unsent.append if note.of_process else self._channel.post)(note)
-
-    def leave(self, phase: str, error: BaseException, trace: TracebackType | None = None, *, sent: bool = True) -> None:
-        """This rank has lost its place: tell it. ``sent``: it may have sent what nobody waits for."""
-        for one in self.leftovers:
-            one.is_of(self._transport.rank, self.seat.handle, text_of(error), is_sent=sent)
-        self.tell_failed(phase, error, trace, leaves=True)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Tell that this rank has done its passes, or has failed before the first. Harmless twice."""
-        if self._channel is not None and self._parting.detach():
-            self._channel.close(self.seat, "detached", stays=failed)
 
     # Meeting
 
@@ -177,11 +111,6 @@ class Peers:
                 channel.go()  # at once: to find out why takes seconds, in which another would find this rank here
             self.lose_place(error)
             raise
-
-    def lose_place(self, error: BaseException) -> None:
-        """Ctrl-C, say: the others wait in vain, and would meet another call here."""
-        if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):
-            self.leave("waiting", error)
 
     def _go(self, work: Work | None = None) -> None:
         """Behind the first of two messages all have come; whoever is done with the second finds that all have gone."""

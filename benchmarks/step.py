@@ -30,11 +30,10 @@ from typing import Any
 import torch
 
 from stretto.bench import Comparison, Contestant, Effort, Quartiles, compare
-from stretto.bench.contestants import ALONE, MESSAGES, alone, steppers, stepping, torch_tuned
+from stretto.bench.contestants import ALONE, MESSAGES, alone, least, sharded, steppers, stepping, torch_tuned
 from stretto.bench.factory import workload_of
 from stretto.bench.models import title_of
 from stretto.bench.result import geometric_mean
-from stretto.bench.sharded import least, sharded
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import count, ends_well, machine, output, show_table

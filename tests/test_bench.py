@@ -27,12 +27,11 @@ from stretto import SetupError
 from stretto.bench import Comparison, Contestant, Effort, Machine, Quartiles, compare, everybody, this_machine
 from stretto.bench.build import Training, build
 from stretto.bench.compare import enter
-from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, REPLICATE, TUNED, alone, chosen, naive
+from stretto.bench.contestants import ALONE, FLOOR, LOCKSTEP, REPLICATE, TUNED, alone, chosen, least, naive
 from stretto.bench.factory import model_of, try_out, workload_of
 from stretto.bench.load import BrokenModelError, load
 from stretto.bench.plots import check, plot
 from stretto.bench.result import geometric_mean
-from stretto.bench.sharded import least
 from stretto.bench.timing import interleave
 from stretto.cli import execute
 from stretto.quiet import quietly

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import warm_programs
 
-from stretto.bench.contestants import ALONE, MESSAGES, TUNED, steppers
-from stretto.bench.sharded import SHARDED, least, sharded
+from stretto.bench.contestants import ALONE, MESSAGES, SHARDED, TUNED, least, sharded, steppers
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -17,6 +17,7 @@ ALONE = "no communication"
 LOCKSTEP = "lockstep"
 FLOOR = "floor of shared memory"
 FLOOR_IN_SHARES = "floor of shared memory, in shares"
+SHARDED = "stretto, sharded step"
 TUNED = "torch DDP, tuned"
 REPLICATE = "FSDP2 replicate"
 FULLY_SHARD = "FSDP2 fully_shard"
@@ -77,6 +78,19 @@ def steppers() -> tuple[Contestant, ...]:
     zero = stepping(replace(torch_tuned(), name=ZERO), "zero")
     found = [stepping(one, "adamw") for one in plain]
     return (*found[:2], zero, *found[2:])
+
+
+def sharded() -> tuple[Contestant, ...]:
+    """stretto with the optimizer's step divided: with and without whole gradients in ``.grad`` afterwards."""
+    return (
+        Contestant(SHARDED, "stretto", {"shard": {}}, optimizer="adamw"),
+        Contestant(f"{SHARDED}, gradients not kept", "stretto", {"shard": {"keep_grads": False}}, optimizer="adamw"),
+    )
+
+
+def least() -> Contestant:
+    """What no way to step in shares on one host can beat: see floor.py."""
+    return Contestant(FLOOR_IN_SHARES, "floor", {"shares": True}, optimizer="adamw")
 
 
 def stepping(contestant: Contestant, optimizer: OptimizerName) -> Contestant:

@@ -156,17 +156,13 @@ class Channel(People):
 
     def post(self, note: Note) -> None:
         """For all others to read. Never raises: the store may be gone."""
-        if not self._is_mine() or self.store_is_gone():
-            return
-        text = json.dumps(asdict(replace(note, process=self.me.name)))
-        with contextlib.suppress(RuntimeError):
-            self.line.run(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
+        if self._is_mine():
+            text = json.dumps(asdict(replace(note, process=self.me.name)))
+            self._try(lambda store: store.set(f"note/{store.add('notes', 1)}", text), later=True)
 
     def read(self) -> None:
         """What is new."""
-        if not self.store_is_gone():
-            with contextlib.suppress(RuntimeError):
-                self.line.run(self._read)
+        self._try(self._read)
 
     def _read(self, store: Store) -> None:
         with self._lock:
@@ -233,9 +229,8 @@ class Channel(People):
 
     def go(self) -> None:
         """See ``come``. Harmless to one that has not come."""
-        if self.can_meet():
-            with contextlib.suppress(RuntimeError):  # some stores cannot forget
-                self.line.run(lambda store: store.delete_key(f"here/{self.rank}"), later=True)
+        if not self.in_one_process:
+            self._try(lambda store: store.delete_key(f"here/{self.rank}"), later=True)  # some stores cannot forget
 
     def why_silent(self, rank: int) -> str:
         """See :class:`People`; with what it has told of an attempt to attach after which it has not come again."""
@@ -337,9 +332,7 @@ class Channel(People):
         return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])
 
     def _set(self, key: str, value: str) -> None:
-        if not self.store_is_gone():
-            with contextlib.suppress(RuntimeError):
-                self.line.put(key, value)
+        self._try(lambda store: store.set(key, value), later=True)
 
 
 def channel_of(store: Store, rank: int, world_size: int) -> Channel:

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -18,6 +18,7 @@ from .sockets import server_of
 from .system_memory import kills_for_want_of_memory
 from .whereabouts import Person
 
+T = TypeVar("T")
 HAS_NOT_COME = "has not come here so far"
 LINGER_SECONDS = 2.0
 """How long the rank that has the store stays for the others to read its last note."""
@@ -104,10 +105,14 @@ class People:
     def attempts_of(self, rank: int) -> int:
         """How often that rank has tried to attach so far; 0 where the store is silent."""
         key = f"attempts/{rank}"
+        return self._try(lambda store: int(store.get(key)) if store.check([key]) else 0) or 0
+
+    def _try(self, do: Callable[[Any], T], *, later: bool = False) -> T | None:
+        """What ``do`` returns; None where the store is gone, or silent. Arguments as of :meth:`Line.run`."""
         if not self.store_is_gone():
             with contextlib.suppress(RuntimeError):
-                return self.line.run(lambda store: int(store.get(key)) if store.check([key]) else 0)
-        return 0
+                return self.line.run(do, later=later)
+        return None
 
     def _all_have_tried(self, attempt: int) -> bool:
         """Whether all others have made that attempt to attach, read why this rank has failed in it, and left."""

@@ -84,7 +84,7 @@ def carrier_of(
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return ProcessGroupTransport(process_group)
-    if launched := _launched():
+    if launched := _started():
         raise SetupError(
             f"WORLD_SIZE={launched} ranks were launched, but no process group is initialised: each "
             "would train alone.\nCall torch.distributed.init_process_group() before stretto.attach(model)."
@@ -92,15 +92,15 @@ def carrier_of(
     return None
 
 
-def _launched() -> str:
-    """How many ranks a launcher has started, if that is more than one."""
-    return "" if (launched := os.environ.get("WORLD_SIZE", "").strip()) in ("", "0", "1") else launched
+def _started(variable: str = "WORLD_SIZE") -> str:
+    """How many processes a launcher has started, as it says in the environment, if that is more than one."""
+    return "" if (started := os.environ.get(variable, "").strip()) in ("", "0", "1") else started
 
 
 def warn_of_group_of_one(base: Transport) -> None:
     """Log where a launcher has started several ranks, and each has made a group of its own."""
     if (
-        (launched := _launched())
+        (launched := _started())
         and dist.is_available()
         and dist.is_initialized()
         and base.process_group is dist.group.WORLD
@@ -127,7 +127,7 @@ def warn_of_tasks() -> None:
         )
         return
     for name in _TASKS:
-        if (started := os.environ.get(name, "").strip()) not in ("", "0", "1"):
+        if started := _started(name):
             log.warning(
                 "%s=%s processes were started, but no process group is initialised: each trains alone.\n"
                 "If they are to train together, call torch.distributed.init_process_group() before "
@@ -184,7 +184,8 @@ def choose(
         return base
     assert page is not None, "every rank has opened its own"
     mine = next(ranks for ranks in hosts if base.rank in ranks)
-    host = Host(page, [peers[rank] for rank in mine], mine.index(base.rank), _patience(base))
+    patience = DEFAULT_PATIENCE if base.patience is None else base.patience
+    host = Host(page, [peers[rank] for rank in mine], mine.index(base.rank), patience)
     if len(hosts) == 1:
         return SharedMemoryTransport(host, base)
     if base.rank == 0:
@@ -293,7 +294,3 @@ def _open(rank: int, offers: Sequence[Offer]) -> tuple[dict[int, Peer], str]:
         except OSError as error:
             problem = problem or f"the memory of rank {other} cannot be opened: {error.strerror or error}"
     return peers, problem
-
-
-def _patience(base: Transport) -> float:
-    return DEFAULT_PATIENCE if base.patience is None else base.patience

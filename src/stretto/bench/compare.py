@@ -113,8 +113,8 @@ def compare(
 
         machine = this_machine()
         found = spawn(measure, ranks, job, network=network, timeout=timeout, meanwhile=look)[0]
-    told = (found.seconds, found.stands_for, found.skipped, about_batch)
-    return Comparison(workload, ranks, words_for(network), threads, found.steps, machine, *told)
+    told = {"machine": machine, "about_batch": about_batch, **vars(found)}
+    return Comparison(workload, ranks, words_for(network), threads, **told)
 
 
 def spawn(

@@ -65,9 +65,8 @@ class Comparison:
     @property
     def title(self) -> str:
         """What was compared, in one line."""
-        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{title_of(self.workload)}: {ranks} x {threads}, {self.network}"
+        many = f"{counted(self.ranks, 'ranks')} x {counted(self.threads, 'threads')}"
+        return f"{title_of(self.workload)}: {many}, {self.network}"
 
     @property
     def remarks(self) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..specs import MIB
+from ..specs import MIB, describe_ranks
 from .base import Transport, Work
 from .counterparts import Counterparts
 from .host import Host
@@ -167,8 +167,7 @@ class Team:
 
 
 def _of_others(ranks: Sequence[int]) -> str:
-    one, *more = map(str, ranks)
-    return f"ranks {', '.join((one, *more))} of other hosts" if more else f"rank {one} of another host"
+    return f"{describe_ranks(ranks)} of {'another host' if len(ranks) == 1 else 'other hosts'}"
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ class ProcessGroupTransport(Transport):
         group: object = process_group if process_group is not None else dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise UnsupportedError("this rank is not in process_group=: call attach only on the ranks that are")
+        if group is None:
+            raise UnsupportedError("there is no process group: call torch.distributed.init_process_group() before")
         if not isinstance(group, dist.ProcessGroup):
             kind = type(group).__name__
-            if group is None:
-                raise UnsupportedError("there is no process group: call torch.distributed.init_process_group() before")
             raise UnsupportedError(f"process_group= takes what torch.distributed.new_group() returns, not {kind}")
         # Weak: torch's registry owns the group. Held by hooks on a model past destroy_process_group(), it would live to
         # the end of the program, where Gloo's threads can abort the interpreter's exit.
@@ -57,10 +57,11 @@ class ProcessGroupTransport(Transport):
         self.global_ranks = dist.get_process_group_ranks(group)
         self.name = f"process_group ({dist.get_backend(group)})"
         # NCCL's start-up cost is hidden by larger messages. What suits Gloo depends on the link, and is measured.
-        self.caps_follow_link = _waits_on_host(group) and "stretto" not in dist.get_backend(group)
-        self.bucket_cap_bytes = 4 * MIB if _waits_on_host(group) else 25 * MIB
+        waits_on_host = _waits_on_host(group)
+        self.caps_follow_link = waits_on_host and "stretto" not in dist.get_backend(group)
+        self.bucket_cap_bytes = 4 * MIB if waits_on_host else 25 * MIB
         self.last_bucket_cap_bytes = self.bucket_cap_bytes // 4
-        self.patience = _timeout_of(group) if _waits_on_host(group) else None
+        self.patience = _timeout_of(group) if waits_on_host else None
         self.leftovers = (_leftovers.setdefault(group, Leftover(_named(self.global_ranks))),)
         self._sum = dist.AllreduceOptions()  # its default is a sum
         self._in_flight = InFlight()
@@ -149,7 +150,7 @@ class ProcessGroupTransport(Transport):
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return "" if len(ranks) == dist.get_world_size() else f"[{', '.join(map(str, ranks))}]"
+    return "" if len(ranks) == dist.get_world_size() else str([*ranks])
 
 
 def _waits_on_host(group: dist.ProcessGroup) -> bool:

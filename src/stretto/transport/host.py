@@ -10,33 +10,27 @@ machine: published by this rank, begun when those it needs have published, ended
 the host is done, over when its own part, or for some everybody's, has ended. Nothing but ``wait`` ever waits, so a late
 peer stops nobody's backward.
 
-[Note: broken]  A rank whose sequence of messages has come to an end (they called something else, there is no memory,
-Ctrl-C stopped it amid a message, its patience is over) is broken: it publishes nothing any more, and says why in its
-page. Whoever waits looks every 0.2 s whether a rank that is behind has died or is broken, and is broken then too.
-
-See futex.py for [Note: memory order] and [Note: nobody sleeps].
+See breaking.py for how messages come to an end, futex.py for [Note: memory order] and [Note: nobody sleeps].
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 
-from ..errors import CallsDifferError, CommunicationError, PeerError
-from ..listeners import in_children
+from ..errors import CallsDifferError, CommunicationError
 from . import memory
 from .base import SHORTEST_SECONDS, raised_by_handler
-from .mapped import not_mapped
+from .breaking import Breakable
 from .memory import Location
 from .message import Message, Posted
 from .ordinary import Routes
-from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, RETIRED, Entry, Missing, Page, Peer, behind, first_dead
+from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, RETIRED, Entry, Missing, Page, Peer, behind
 from .prompt import woken_first
 
 _SPINS = 36
@@ -47,7 +41,7 @@ _OUTSIDE_SECONDS = 0.002
 """How long it waits for what goes on outside, while messages wait for peers: one cannot sleep on both."""
 
 
-class Host:
+class Host(Breakable):
     """The ranks of one host, seen from one of them.
 
     Args:
@@ -58,35 +52,18 @@ class Host:
     """
 
     def __init__(self, page: Page, peers: Sequence[Peer], local_rank: int, patience: float) -> None:
-        self.page, self.local_rank, self.patience = page, local_rank, patience
-        self.peers = list(peers)
-        self._futex = page.futex
-        self._others = [peer for peer in peers if peer is not peers[local_rank]]
-        self._me = peers[local_rank]
+        super().__init__(page, peers, local_rank)
+        self.patience = patience
         self._number = 0
         self._waiting: collections.deque[Posted] = collections.deque()  # for others to publish
         self._outside: collections.deque[Posted] = collections.deque()  # begun, and not ended
         self._held: collections.deque[Posted] = collections.deque()  # ended here, and not by all
         self.abroad = "other hosts"  # what fails outside names an address, and no rank
-        self.broken: str | None = None
-        """Why nothing will ever be done again: see [Note: broken]."""
-        self._cause: BaseException | None = None
-        self._by_peer = False
         self.routes = Routes()
         """What messages keep from one time to the next, as long as memory stays where it is."""
         first = self.peers[0].address
         with contextlib.suppress(OSError):  # that rank has left already
             self.page.arena.take_turns_at(memory.open_file(first.pid, first.fd))
-        self._pid = os.getpid()
-        in_children().change(more=self._forked)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """As of the arena. If there is no memory, the others are told: they may have it, and wait for this rank."""
-        try:
-            return self.page.arena.allocate(nbytes)
-        except CommunicationError as error:
-            self.break_off(f"{error}", error)
-            raise
 
     # Posting
 
@@ -278,18 +255,7 @@ class Host:
             self._futex.wait(peer.base + word, seen, seconds)
         return peer.words[word // 4] != seen
 
-    # Breaking off: see [Note: broken]
-
-    def break_off(self, reason: str, cause: BaseException | None = None, *, by_peer: bool = False) -> None:
-        """Nothing will ever be done again. Those who wait for this rank are told why."""
-        if self.broken is None:
-            self.broken, self._cause, self._by_peer = reason, cause, by_peer
-            if not by_peer:
-                reason = reason.splitlines()[0].rstrip(".").removeprefix(f"rank {self._me.rank}: ")
-                reason = f"rank {self._me.rank} cannot go on: {reason}"
-            self.page.say_broken(reason)
-            self._futex.wake(self._me.base + PUBLISHED)
-            self._futex.wake(self._me.base + FINISHED)
+    # Breaking off: see breaking.py
 
     def lose_patience(self, reason: str) -> str:
         """Nobody waits any more: the memory may be filled again, and whoever comes late would sum that.
@@ -306,45 +272,3 @@ class Host:
                 with contextlib.suppress(RuntimeError):
                     posted.outside.wait()
         return late
-
-    def _stopped_by(self, error: BaseException) -> None:
-        if isinstance(error, OSError):  # in opening somebody's memory
-            if (dead := first_dead([peer.address for peer in self._others])) is not None:
-                gone = next(peer for peer in self._others if peer.address == dead)
-                return self.break_off(_died(gone), error, by_peer=True)
-            self.break_off(not_mapped(self._me.rank, error), error)
-        elif isinstance(error, RuntimeError):
-            self.break_off(f"{error}", error)
-        else:
-            self.break_off(f"stopped by {type(error).__name__}", error)
-
-    def dead(self) -> list[Peer]:
-        """Those whose process has ended without a word."""
-        return [peer for peer in self._others if peer.is_dead() and not peer.reason()]
-
-    def _look_at_peers(self, posted: Posted, word: int) -> None:
-        """Whether one that is behind with the message will never come."""
-        late = [peer for peer in self._others if behind((peer,), word, posted.number)]
-        for peer in late:
-            if reason := peer.reason():  # also of one that has ended since
-                return self.break_off(reason, by_peer=True)
-        for peer in late:
-            if peer.is_dead() and behind((peer,), word, posted.number):  # it may have come, and ended then
-                return self.break_off(_died(peer), by_peer=True)
-
-    def _forked(self) -> None:
-        """In a child of this process."""
-        self.broken = f"this process was forked from process {self._pid}, which alone can reduce"
-        self.page.arena.make_private()
-        for peer in self.peers:
-            peer.memory.make_private()
-
-    def _error(self) -> CommunicationError:
-        if not self._by_peer:
-            differ = isinstance(self._cause, CallsDifferError)
-            return (CallsDifferError if differ else CommunicationError)(self.broken)
-        return PeerError(f"rank {self._me.rank}: {self.broken}.\nRemove the cause and start again, on all ranks.")
-
-
-def _died(peer: Peer) -> str:
-    return peer.reason() or f"rank {peer.rank} (pid {peer.pid}) died without a word"

@@ -871,7 +871,7 @@ def test_a_demo_that_cannot_run_is_one_line(capsys, monkeypatch: pytest.MonkeyPa
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("rank 0:\nTraceback (most recent call last):\nMemoryError: too much\n")
 
-    monkeypatch.setattr("stretto.cli.ranks.work", fails)
+    monkeypatch.setattr(importlib.import_module("stretto.cli.demo"), "work", fails)
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     assert execute(["demo"]) == 1
     text = "the demo failed: MemoryError: too much"

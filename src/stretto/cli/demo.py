@@ -8,16 +8,18 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..analysis import reports_from
 from ..cores import cores
-from ..report import ms, share
+from ..report import Report, ms, share
+from ..sketch import sketch
 from ..specs import columns
+from ..timeline import timeline_of
+from ..trace import read_trace
 from .console import FINE, WRONG, AsJson, CommandError, note, say, say_json
-
-if TYPE_CHECKING:
-    from ..report import Report
-    from .digits import Trained
+from .digits import STEPS, WAYS, Trained, train
+from .ranks import RANKS, work
 
 ENOUGH = 0.9
 """Of unseen digits that have to be read right; a guess is right in a tenth."""
@@ -50,9 +52,6 @@ def demo(as_json: AsJson = False) -> int:
 
 
 def _train(folder: str) -> dict[str, Trained]:
-    from .digits import STEPS, WAYS, train
-    from .ranks import RANKS, work
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         found = work("training three times", STEPS * len(WAYS), train, folder, RANKS, timeout=TIMEOUT)
@@ -62,11 +61,6 @@ def _train(folder: str) -> dict[str, Trained]:
 
 
 def _look_at(folder: str) -> tuple[dict[str, Report], dict[str, str]]:
-    from ..analysis import reports_from
-    from ..sketch import sketch
-    from ..timeline import timeline_of
-    from ..trace import read_trace
-
     reports, sketches = {}, {}
     for way in ("before", "after"):
         traces = read_trace(Path(folder, way))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,12 +13,10 @@ from ..report import ms
 from ..specs import columns, counted, format_bytes
 from ..terminal import progress
 from .console import FINE, WRONG, AsJson, CommandError, say, say_json
-
-if TYPE_CHECKING:
-    from .launched import Launched
-    from .machine import Interface, LocalMachine
-    from .reach import GlooInterface, Reached
-    from .speed import Speed
+from .launched import Launched, is_launched, look_together
+from .machine import Interface, LocalMachine, is_loopback, look_at_machine
+from .reach import GlooInterface, Reached, reach_the_store, what_gloo_chooses
+from .speed import Speed, measure
 
 LITTLE_MEMORY = 512 * 1024**2
 SEVERAL_HOSTS = (
@@ -78,11 +76,6 @@ def examine(interface: str | None, *, quick: bool) -> Findings:
     Raises:
         CommandError: there is no such interface.
     """
-    from .launched import is_launched, look_together
-    from .machine import look_at_machine
-    from .reach import reach_the_store, what_gloo_chooses
-    from .speed import measure
-
     with progress("looking"):
         machine = look_at_machine()
         looked_at = _chosen(interface, machine.interfaces)
@@ -148,8 +141,6 @@ def _of_memory(findings: Findings) -> str:
 
 
 def _of_host_name(findings: Findings) -> str:
-    from .machine import is_loopback
-
     outward = [one.name for one in findings.machine.interfaces if one.up and one.addresses and not one.is_loopback]
     chosen = findings.gloo
     if chosen.by == "GLOO_SOCKET_IFNAME" or chosen.address is None or not is_loopback(chosen.address):

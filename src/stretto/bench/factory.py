@@ -25,6 +25,12 @@ from ..errors import SetupError
 from .load import BrokenModelError, call, load
 from .models import BUILT_IN, Loss, Workload
 
+FORMS = (
+    f"A built-in model ({', '.join(BUILT_IN)}), or a function of yours: script.py:factory or package.module:factory. "
+    "It is called without arguments and returns model, (model, batch) or (model, batch, loss), with loss(model, batch) "
+    "the loss of a step."
+)
+"""What commands that take a model say of it."""
 SEED = 0
 MADE_UP = 32
 """Examples in a batch that is made up."""

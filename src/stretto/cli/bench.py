@@ -9,16 +9,16 @@ import typer
 
 from ..bench import Comparison, Effort, compare
 from ..bench.compare import UNLIMITED
+from ..bench.factory import FORMS
 from ..bench.plots import check, plot
 from ..terminal import show_cursor
 from .console import FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, write
-from .forms import MODEL
 from .link import parse_bandwidth
 from .ranks import check_room
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help=MODEL)] = "gpt2",
+    model: Annotated[str, typer.Argument(help=FORMS)] = "gpt2",
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes on this machine.")] = 2,
     threads: Annotated[int, typer.Option(help="That torch may use in each.")] = 1,
     rounds: Annotated[int, typer.Option(help="At most; in each everybody runs once.")] = 30,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from torch.nn.parameter import is_lazy
 
-from ..bench.factory import model_of
+from ..bench.factory import FORMS, model_of
 from ..errors import name_list
 from ..options import names_of_sparse
 from ..plan import BucketPlan, plan_buckets
@@ -19,7 +19,6 @@ from ..sizing import PROBE_BYTES, AllReduceCost
 from ..specs import MIB, ParameterSpec, columns, describe_parameters, format_bytes
 from ..terminal import progress
 from .console import FINE, AsJson, CommandError, say, say_json
-from .forms import MODEL
 from .link import Link, parse_bandwidth, parse_latency
 
 DEFAULT_CAP_MB = 4.0
@@ -28,7 +27,7 @@ OTHER_CAPS = (0.25, 1.0, 4.0, 25.0)
 
 
 def plan(
-    target: Annotated[str, typer.Argument(help=f"{MODEL} Of these, the model is looked at.")],
+    target: Annotated[str, typer.Argument(help=f"{FORMS} Of these, the model is looked at.")],
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many take part.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of the link, each way: 1gbit, 100mbit, 125MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="Of one message: 100us, 0.2ms.")] = "100us",
@@ -94,7 +93,8 @@ def _sizes(made: BucketPlan) -> list[int]:
 
 
 def _costs(made: BucketPlan, link: Link, words: str) -> str:
-    sizes, total = _sizes(made), link.all_reduces(_sizes(made))
+    sizes = _sizes(made)
+    total = link.all_reduces(sizes)
     rows = [("bucket", "size", "latency", "transfer", "all-reduce")]
     rows += [
         (str(number), format_bytes(size), ms(link.waiting()), ms(link.moving(size)), ms(link.all_reduce(size)))

@@ -56,8 +56,7 @@ class Breakable:
 
     def _stopped_by(self, error: BaseException) -> None:
         if isinstance(error, OSError):  # in opening somebody's memory
-            if (dead := first_dead([peer.address for peer in self._others])) is not None:
-                gone = next(peer for peer in self._others if peer.address == dead)
+            if (gone := first_dead(self._others)) is not None:
                 return self.break_off(_died(gone), error, by_peer=True)
             self.break_off(not_mapped(self._me.rank, error), error)
         elif isinstance(error, RuntimeError):

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -177,6 +178,7 @@ class Peer:
 
 Missing = tuple[Peer, int, int]
 """Somebody who has to go on first, the word that will say so, and what it says now."""
+Whose = TypeVar("Whose", Peer, Address)
 
 
 def behind(peers: Sequence[Peer], word: int, number: int) -> Missing | None:
@@ -188,13 +190,13 @@ def behind(peers: Sequence[Peer], word: int, number: int) -> Missing | None:
     return None
 
 
-def first_dead(addresses: Sequence[Address]) -> Address | None:
+def first_dead(those: Sequence[Whose]) -> Whose | None:
     """One whose process has ended. Its files and sockets go a moment before it, so a moment is waited for."""
     until = time.monotonic() + DYING_SECONDS
     while True:
-        for address in addresses:
-            if Life(address.pid).is_over():
-                return address
+        for one in those:
+            if Life(one.pid).is_over():
+                return one
         if time.monotonic() > until:
             return None
         time.sleep(0.001)

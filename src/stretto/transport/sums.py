@@ -82,7 +82,6 @@ class SumOfSlices(Message):
     def __init__(self, host: Host, tensor: torch.Tensor, averaged: int) -> None:
         self.action = action("mean" if averaged else "sum", tensor.dtype)
         self.numel = tensor.numel()
-        self.dtype = tensor.dtype
         self.tensor = tensor
         self._averaged = averaged
         self._host = host
@@ -104,7 +103,7 @@ class SumOfSlices(Message):
     def _route(self, entries: Sequence[bytes]) -> list[Block]:
         places = len(self._host.peers)
         low, high = slice_of(self.numel, self._host.local_rank, places)
-        return blocks(self._host, entries, self.dtype, low, high, self._averaged, places)
+        return blocks(self._host, entries, self.tensor.dtype, low, high, self._averaged, places)
 
 
 class SumOfShare(SumOfSlices):
@@ -127,8 +126,8 @@ class SumOfShare(SumOfSlices):
     def _route(self, entries: Sequence[bytes]) -> list[Block]:
         places = len(self._host.peers)
         low, high = slice_of(self._shared, self._host.local_rank, places)
-        behind = Block(views(self._host, entries, self.dtype, self._shared, self.numel), 1)
-        return [*blocks(self._host, entries, self.dtype, low, high, high, places), behind]
+        behind = Block(views(self._host, entries, self.tensor.dtype, self._shared, self.numel), 1)
+        return [*blocks(self._host, entries, self.tensor.dtype, low, high, high, places), behind]
 
     def release(self) -> None:
         """Nobody reads any more what this rank brought."""

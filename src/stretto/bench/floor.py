@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..sharding.kinds import bare_step
+from ..sharding.rebuilt import bare_step
 from ..transport.ordinary import elements
 from ..transport.shared_memory import SharedMemoryTransport
 from .models import LEARNING_RATE

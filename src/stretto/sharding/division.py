@@ -18,10 +18,11 @@ from ..transport import Transport
 from .aliases import move
 from .groups import Groups
 from .inner import Inner
-from .kinds import Kind, groups_of
+from .kinds import Kind
 from .layout import Layout
 from .meetings import Meetings
 from .ownership import Piece, pieces_of, whole_pieces_of
+from .rebuilt import groups_of
 from .spread import Spread
 from .state import Kept, State
 from .stretches import Stretches, most_elements, part_of_state, states_of_pieces

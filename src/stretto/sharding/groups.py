@@ -23,7 +23,7 @@ from ..launch import LaunchQueue
 from ..peers import Peers
 from ..specs import describe_ranks, dtype_name
 from .attributes import are_same, comparable, is_scalar
-from .kinds import options_of
+from .rebuilt import options_of
 from .state import State
 from .turns import turns
 

@@ -16,7 +16,7 @@ import torch
 
 from .attributes import given, hand_on
 from .groups import Groups
-from .kinds import bare_step, build_like, options_of
+from .rebuilt import bare_step, build_like, options_of
 from .state import State
 from .stretches import Stretch, Stretches, part_of_state
 

@@ -28,8 +28,8 @@ from ..launch import LaunchQueue
 from ..peers import Peers
 from ..transport import Transport
 from .groups import Groups, unlike
-from .kinds import options_of
 from .meetings import Coming, Meetings, Met
+from .rebuilt import options_of
 
 if TYPE_CHECKING:
     from .shares import Shares

@@ -8,7 +8,8 @@ from itertools import groupby
 import torch
 
 from .division import Division
-from .kinds import Kind, groups_of, states_after_steps
+from .kinds import Kind
+from .rebuilt import groups_of, states_after_steps
 from .state import Held, Kept, State, by_element
 from .stretches import part_of_state
 

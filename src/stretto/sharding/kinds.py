@@ -12,27 +12,22 @@ state could be told from any other one (a list of buffers, a scale for every 256
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..errors import SetupError, UnsupportedError
-from .attributes import are_same, become_ours, comparable, hand_on, is_plain, numbers_on
-from .probe import equal, gradients, joined, numbers, random_state_kept
+from .attributes import are_same, comparable, is_plain, numbers_on
+from .probe import STEPS, equal, gradients, joined, numbers, random_state_kept
+from .rebuilt import bare_step, build_like, options_of, tried_options_of
 from .state import by_element
 from .turns import refuse_to_step, turn
 
-_STEPS = 7
-"""Some optimizers begin otherwise than they go on (RAdam, for five steps)."""
-_SCALES = (*[1.0] * _STEPS, 2.0**-13, 2.0**13)
+_SCALES = (*[1.0] * STEPS, 2.0**-13, 2.0**13)
 """Of the gradients in the steps of a trial; exact in float32."""
 
 
@@ -112,135 +107,6 @@ def _character(value: object) -> object:
     if isinstance(value, (int, float)):
         return value != 0
     return tuple(map(_character, value)) if isinstance(value, tuple) else type(value)
-
-
-def build_like(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], name: str = "shard"
-) -> torch.optim.Optimizer:
-    """Another optimizer of the same class and options, for other groups.
-
-    Raises:
-        UnsupportedError: its constructor asks for what is not among its defaults; it keeps on itself what cannot be
-            handed on.
-    """
-    kind = type(optimizer)
-    options = {key: optimizer.defaults[key] for key in _keywords(kind, optimizer.defaults)}
-    try:
-        like = kind([dict(group) for group in groups], **options)
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedError(
-            f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"
-            "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
-        ) from error
-    become_ours(like, optimizer)
-    if (other := hand_on(optimizer, like)) is not None:
-        raise UnsupportedError(
-            f"{name}: {kind.__name__} cannot be built again for a part of its parameters: what it keeps as {other} "
-            "is not a plain value, and not what its constructor makes from its defaults.\n"
-            "Keep options in the parameter groups, and what belongs to a parameter in state, as torch's do."
-        )
-    return like
-
-
-def bare_step(optimizer: torch.optim.Optimizer) -> functools.partial[Any]:
-    """Its step, without torch's wrapper around it, which calls the hooks of all optimizers."""
-    step = type(optimizer).step
-    wrapped = getattr(step, "__code__", None) is _WRAPPER
-    return functools.partial(step.__wrapped__ if wrapped else step, optimizer)  # type: ignore[attr-defined]
-
-
-_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a parameter group but its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def tried_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The same to try an optimizer with, which may write into them: a list of what it has computed, a tensor."""
-    return {key: _copied(value) for key, value in options_of(group).items()}
-
-
-def _copied(value: Any) -> Any:
-    if not isinstance(value, (torch.Tensor, list, dict, set, tuple, deque)):
-        return value
-    with_graphs = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor) and not one.is_leaf]
-    return copy.deepcopy(value, {id(one): one.detach().clone() for one in with_graphs})  # torch copies none of these
-
-
-def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The number of the group of each parameter, by ``id``."""
-    return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-
-
-def states_after_steps(
-    optimizer: torch.optim.Optimizer,
-    tensors: Sequence[torch.Tensor],
-    groups: Sequence[int],
-    states: Sequence[dict[str, Any]] = (),
-    *,
-    sparse: bool = False,
-    steps: int = 1,
-) -> list[dict[str, Any]]:
-    """What such an optimizer keeps for tensors after steps with zeros: which keys, of which shapes and dtypes.
-
-    Args:
-        optimizer: with its groups; nothing of it is stepped.
-        tensors: of their shapes and dtypes; their values are not looked at.
-        groups: the parameter group of each.
-        states: from which it goes on, one for each, which may be written to; default, none.
-        sparse: whether gradients come by rows.
-        steps: how many.
-    """
-    parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
-    for one in parameters:
-        one.grad = torch.zeros_like(one).to_sparse(1) if sparse else torch.zeros_like(one)
-    divided: list[dict[str, Any]] = [{**tried_options_of(group), "params": []} for group in optimizer.param_groups]
-    for one, group in zip(parameters, groups, strict=True):
-        divided[group]["params"].append(one)
-    like = build_like(optimizer, divided)
-    like.state.update({one: state for one, state in zip(parameters, states, strict=bool(states)) if state})
-    if parameters:
-        turn("train", like)
-        with random_state_kept():
-            for _ in range(steps):
-                bare_step(like)()
-    return [like.state.get(one, {}) for one in parameters]
-
-
-def keys_by_element(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
-) -> dict[torch.Tensor, set[str]]:
-    """What such an optimizer keeps for each element of a parameter, learnt from another size.
-
-    Args:
-        optimizer: with its groups; nothing of it is stepped.
-        parameters: of its groups.
-    """
-    if not parameters:
-        return {}
-    group_of = groups_of(optimizer)
-    like = [one.detach().new_empty(2) for one in parameters]
-    states = states_after_steps(optimizer, like, [group_of[id(one)] for one in parameters], steps=_STEPS)
-    return {
-        one: {key for key, value in state.items() if torch.is_tensor(value) and value.shape == (2,)}
-        for one, state in zip(parameters, states, strict=True)
-    }
-
-
-def _keywords(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> set[str]:
-    """What the constructor takes by name of these; one that hands on ``**options`` takes what the next class does."""
-    found: set[str] = set()
-    for one in kind.__mro__:
-        if one is torch.optim.Optimizer:  # which takes them all; this one torch puts there itself, in load_state_dict
-            return {*defaults} - ({"differentiable"} - found)
-        if "__init__" in vars(one):
-            parameters = inspect.signature(one.__init__).parameters  # type: ignore[misc]
-            found |= parameters.keys()
-            if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-                break
-    return found & defaults.keys()
 
 
 def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str) -> Kind:
@@ -324,7 +190,7 @@ def _stepped(
     before, elements, steps = [*map(numbers_on, optimizers)], [], [*map(bare_step, optimizers)]
     turn("train", *optimizers)
     for number, scale in enumerate(_SCALES):
-        if number == _STEPS:
+        if number == STEPS:
             elements.append(joined(parameters.values()))
         for value, made in zip(values, gradients(values, number, scale), strict=True):
             parameters[id(value)].grad = made

@@ -18,9 +18,9 @@ from ..steps import stepped_by
 from ..withheld import Withheld
 from .elsewhere import Elsewhere, Guard
 from .joining import Joins
-from .kinds import bare_step
 from .members import refuse_memory, refuse_others, refuse_taken
 from .other_steps import OtherSteps
+from .rebuilt import bare_step
 from .shares import Shares
 from .turns import turns
 

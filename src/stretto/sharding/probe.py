@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+STEPS = 7
+"""Of a trial: some optimizers begin otherwise than they go on (RAdam, for five)."""
 _SHAPES = {
     0: ((), ()),
     1: ((7,), (48,)),

@@ -21,9 +21,9 @@ import torch
 from ..bucket import Bucket
 from ..slots import lies_in, which_lie_in
 from ..withheld import Withheld
-from .kinds import keys_by_element
 from .layout import Layout
 from .ownership import Piece
+from .rebuilt import keys_by_element
 from .state import State, by_element, flat_state, laid_flat
 
 

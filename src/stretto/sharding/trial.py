@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .division import Division
-from .kinds import Kind, groups_of, keys_by_element, states_after_steps
+from .kinds import Kind
+from .rebuilt import groups_of, keys_by_element, states_after_steps
 from .state import State
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from ..steps import OURS
-
 _OF_TORCH = frozenset(
     {
         "defaults",
@@ -86,12 +84,6 @@ def hand_on(
             return key
         vars(other)[key] = copy.deepcopy(value)
     return None
-
-
-def become_ours(like: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """What was built like the program's optimizer has all of its defaults, and its steps are none of the program's."""
-    like.defaults = dict(optimizer.defaults)
-    vars(like)[OURS] = True
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

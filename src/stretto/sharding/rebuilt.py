@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedError
-from .attributes import become_ours, hand_on
+from ..steps import OURS
+from .attributes import hand_on
 from .probe import STEPS, random_state_kept
 from .turns import turn
 
@@ -36,7 +37,8 @@ def build_like(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"
             "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
         ) from error
-    become_ours(like, optimizer)
+    like.defaults = dict(optimizer.defaults)
+    vars(like)[OURS] = True  # its steps are none of the program's
     if (other := hand_on(optimizer, like)) is not None:
         raise UnsupportedError(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: what it keeps as {other} "

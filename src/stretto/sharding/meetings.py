@@ -73,9 +73,14 @@ class Meetings:
         self.is_spoiled = False
         """Whether parameters refuse to be looked at."""
 
-    def refuse_misplaced(self) -> None:
-        """See :meth:`Peers.refuse_misplaced`."""
+    def refuse_broken(self, where: str) -> None:
+        """Raise if no step can follow, or not in this process. ``where``: how the message begins."""
         self._peers.refuse_misplaced()
+        if self.broken is not None:
+            left = "the model may be stepped in part" if self.is_spoiled else "no other can follow; the model is whole"
+            raise CommunicationError(
+                f"{where}: a step of this optimizer has failed, so {left}.\nStart again from the last checkpoint."
+            ) from self.broken
 
     def meet(self, what: str) -> None:
         """Wait until all ranks have come here. Collective.

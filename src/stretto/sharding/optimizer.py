@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from ..engine import left_uncompiled
-from ..errors import CommunicationError, SetupError, StrettoError
+from ..errors import SetupError, StrettoError
 from ..report import Footprint
 from ..steps import stepped_by
 from ..withheld import Withheld
@@ -190,13 +190,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
                 f"{self._where}: this sharded optimizer has ended with detach() or unshard().\n"
                 "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
             )
-        self._shares.meetings.refuse_misplaced()
-        if self._shares.meetings.broken is not None:
-            spoiled = self._shares.meetings.is_spoiled
-            left = "the model may be stepped in part" if spoiled else "no other can follow; the model is whole"
-            raise CommunicationError(
-                f"{self._where}: a step of this optimizer has failed, so {left}.\nStart again from the last checkpoint."
-            ) from self._shares.meetings.broken
+        self._shares.meetings.refuse_broken(self._where)
         return self._shares
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
 
 import torch
 
@@ -151,15 +150,15 @@ def refuse_taken(
         )
 
 
-def refuse_where_one_cannot(problem: StrettoError | None, asked: Any, peers: Peers) -> list[Any]:
-    """What all ranks ask, unless one says what speaks against it: then all raise. Collective."""
-    told = peers.gather((asked, problem and str(problem)))
+def wanted_by_any(problem: StrettoError | None, wanted: bool, peers: Peers) -> bool:
+    """Whether a rank wants to follow, unless one says what speaks against it: then all raise. Collective."""
+    told = peers.gather((wanted, problem and str(problem)))
     if problem is not None:
         raise problem
     for rank, (_, theirs) in enumerate(told):
         if theirs is not None:
             raise SetupError(f"{peers.where}: rank {rank} cannot follow what its optimizer has now.\n  {theirs}")
-    return [one for one, _ in told]
+    return any(one for one, _ in told)
 
 
 def refuse_unreduced(

@@ -9,13 +9,12 @@ See meetings.py for [Note: two meetings] and [Note: half a step].
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from ..errors import PeerError, StrettoError
-from ..failing import refuse_to_send, wait_in_call
+from ..failing import refuse_to_send
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
@@ -28,7 +27,7 @@ from .joining import Attendance, lent
 from .kinds import Kind, KindWatch
 from .layout import Layout
 from .meetings import ALIKE, Meetings, Met
-from .members import all_reduced, refuse_duplicates, refuse_unreduced, refuse_where_one_cannot
+from .members import all_reduced, refuse_duplicates, refuse_unreduced, wanted_by_any
 from .memory import describe_shares, footprint_of
 from .ownership import Piece
 from .spread import Spread
@@ -162,7 +161,7 @@ class Shares:
                 self._refuse(self.layout.strayed(), has_moved=has_moved)
         except StrettoError as error:
             problem = error
-        if (lags or ask) and any(refuse_where_one_cannot(problem, lags, self._peers)):
+        if (lags or ask) and wanted_by_any(problem, lags, self._peers):
             self._groups.refuse_others(self._peers)
             self._spread.finish()
             self._follow()
@@ -278,8 +277,8 @@ class Shares:
         Whoever fails meanwhile has to tell, see ``tells``.
         """
         specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
-        held, wait = keeping.held(self._division), functools.partial(wait_in_call, self._peers)
-        for index, flats, rest in whole_states(held, specs, self.transport, self._peers.gather, wait):
+        held = keeping.held(self._division)
+        for index, flats, rest in whole_states(held, specs, self.transport, self._peers):
             if id(parameter := self.layout.parameters[index]) in known or departed:
                 yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
         for parameter in self._division.apart:
@@ -306,9 +305,9 @@ class Shares:
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
         """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
-        refuse_unlike(places, problem, self._peers.gather, self._peers.where)
+        refuse_unlike(places, problem, self._peers)
         self._catch_up(ask=True)
-        refuse_unlike(places, misfit(self._division, states), self._peers.gather, self._peers.where)
+        refuse_unlike(places, misfit(self._division, states), self._peers)
         with self.tells():
             self._spread.finish()
             try:

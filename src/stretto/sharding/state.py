@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import SetupError
+from ..failing import wait_in_call
+from ..peers import Peers
 from ..specs import ParameterSpec, counted
-from ..transport import Transport, Work
+from ..transport import Transport
 
 State = dict[str, Any]
 """What an optimizer keeps for a parameter; of a flat one, one-dimensional tensors are by element, the rest for all."""
@@ -46,8 +48,7 @@ def whole_states(
     held: Mapping[int, Sequence[Held]],
     specs: Mapping[int, ParameterSpec],
     transport: Transport,
-    gather: Callable[[Any], list[Any]],
-    wait_for: Callable[[Work, str], None],
+    peers: Peers,
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], State]]:
     """For each parameter its index, its by-element tensors, flat and whole, and the rest. Collective; exhaust it.
 
@@ -55,15 +56,14 @@ def whole_states(
         held: what this rank keeps, by parameter.
         specs: of all parameters, by the same numbers on all ranks.
         transport: carries what is kept by element, one message a parameter.
-        gather: the values of all ranks, for the rest.
-        wait_for: waits for a collective, named by a noun.
+        peers: the other ranks; they gather the rest.
     """
     told: dict[int, tuple[dict[str, torch.dtype], State]] = {}
     mine = {
         index: ({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
         for index, parts in held.items()
     }
-    for theirs in gather(mine):
+    for theirs in peers.gather(mine):
         told = theirs | told
     for index in sorted(told):
         numel, (dtypes, rest) = specs[index].numel, told[index]
@@ -74,30 +74,27 @@ def whole_states(
             for key, value in part.flat.items():
                 flats[key][part.first : part.first + part.numel] = value
         if len(message):
-            wait_for(transport.all_reduce(message), "the optimizer's state")
+            wait_in_call(peers, transport.all_reduce(message), "the optimizer's state")
         yield index, flats, rest
 
 
-def refuse_unlike(
-    places: Sequence[int], problem: Exception | None, gather: Callable[[Any], list[Any]], where: str
-) -> None:
+def refuse_unlike(places: Sequence[int], problem: Exception | None, peers: Peers) -> None:
     """Compare whole states that ranks were given to load. Collective.
 
     Args:
         places: the parameters with a state here, by place in the groups.
         problem: why nothing can be loaded on this rank.
-        gather: the values of all ranks.
-        where: how the message begins.
+        peers: the other ranks.
 
     Raises:
         SetupError: a rank cannot load, or has the state of other parameters than rank 0. On all ranks.
     """
     failed = problem and f"{type(problem).__name__}: {problem}"
-    told: list[tuple[str | None, list[int]]] = gather((failed, [] if failed else [*places]))
+    told: list[tuple[str | None, list[int]]] = peers.gather((failed, [] if failed else [*places]))
     for rank, (failure, _) in enumerate(told):
         if failure is not None:
             raise SetupError(
-                f"{where}: rank {rank} cannot load the state that it was given, so no rank does.\n  {failure}\n"
+                f"{peers.where}: rank {rank} cannot load the state that it was given, so no rank does.\n  {failure}\n"
                 "Load what state_dict() of an optimizer with the same parameter groups has returned, of a sharded one "
                 "on rank 0."
             ) from problem
@@ -105,8 +102,8 @@ def refuse_unlike(
     for rank, (_, theirs) in enumerate(told):
         if theirs != first:
             raise SetupError(
-                f"{where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to load, rank 0 "
-                f"that of {len(first)}.\nGive each rank the whole state that rank 0's state_dict() returned; with "
+                f"{peers.where}: rank {rank} was given the state of {counted(len(theirs), 'parameters')} to load, rank "
+                f"0 that of {len(first)}.\nGive each rank the whole state that rank 0's state_dict() returned; with "
                 "torch.distributed.checkpoint, use stateful()."
             )
 

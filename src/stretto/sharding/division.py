@@ -32,9 +32,8 @@ class Division:
     """What one optimizer steps, along the plan in use. Collective to make; if that fails parameters lie where they lay.
 
     Args:
-        optimizer: the user's.
         kind: how it can be divided.
-        groups: its groups.
+        groups: of the optimizer.
         queue: has the plan, and the gradients.
         meetings: of the optimizer.
         spread: makes what sends the pieces of each rank, given in rank order.
@@ -45,7 +44,6 @@ class Division:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         kind: Kind,
         groups: Groups,
         queue: LaunchQueue,
@@ -55,8 +53,7 @@ class Division:
         states: Mapping[torch.Tensor, State],
         before: Division | None = None,
     ) -> None:
-        self.optimizer, self.kind = optimizer, kind
-        self._groups, self._queue = groups, queue
+        self.kind, self.groups, self.queue = kind, groups, queue
         self.layout = layout = Layout(queue.plan, self._mine(), queue.transport, queue.wait_for)
         layout.fill()
         if layout.is_shared:
@@ -77,10 +74,10 @@ class Division:
             raise
 
     def _mine(self) -> dict[int, torch.nn.Parameter]:
-        known = {id(one) for one in self._groups.parameters}
+        known = {id(one) for one in self.groups.parameters}
         return {
             index: parameter
-            for bucket in self._queue.buckets
+            for bucket in self.queue.buckets
             for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
             if id(parameter) in known and parameter.numel()
         }
@@ -96,7 +93,7 @@ class Division:
     def _apart(self) -> list[torch.nn.Parameter]:
         """Frozen ones, empty ones, and those with sparse gradients: every rank steps them, in memory of its own."""
         inside = {id(parameter) for parameter in self.layout.parameters.values()}
-        return [one for one in self._groups.parameters if id(one) not in inside]
+        return [one for one in self.groups.parameters if id(one) not in inside]
 
     # This rank's share
 
@@ -116,7 +113,7 @@ class Division:
 
     def _by_piece(self, states: Mapping[torch.Tensor, State]) -> dict[Piece, State]:
         pieces = self.pieces if self.kind is Kind.ELEMENTWISE else []
-        return states_of_pieces(pieces, self.optimizer, self.layout, states)
+        return states_of_pieces(pieces, self.groups.optimizer, self.layout, states)
 
     def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State], before: Inner | None) -> Inner:
         """Make the stretches of this rank's share, and the optimizer that steps them. If it fails all is as it was.
@@ -126,13 +123,13 @@ class Division:
             whole: of parameters that this rank steps as they are.
             before: what stepped the share so far, and has no stretches any more if this has succeeded.
         """
-        mine, is_whole, group_of = self.layout.parameters, self.kind is Kind.WHOLE, groups_of(self.optimizer)
-        stretches = Stretches(self.layout, self._queue.buckets)
+        mine, is_whole, group_of = self.layout.parameters, self.kind is Kind.WHOLE, groups_of(self.groups.optimizer)
+        stretches = Stretches(self.layout, self.queue.buckets)
         steps_whole = {id(one) for one in (*self.apart, *(mine[piece.index] for piece in self.pieces if is_whole))}
         try:
             pieces = () if is_whole else self.pieces
             stretches.cut(pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
-            made = Inner(self.optimizer, self._groups, stretches, steps_whole, whole, before)
+            made = Inner(self.groups, stretches, steps_whole, whole, before)
         except BaseException:
             stretches.forget()
             raise

@@ -48,7 +48,7 @@ class Groups:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, queue: LaunchQueue) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._queue = queue
         self._seen = _LastLook(0, (), 0)
         self.departed: dict[torch.Tensor, tuple[State, torch.dtype]] = {}
@@ -58,7 +58,7 @@ class Groups:
     @property
     def all(self) -> list[dict[str, Any]]:
         """As they are now."""
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
     @property
@@ -125,7 +125,7 @@ class Groups:
     def _number(self, *, has_moved: bool) -> int:
         mark = self._mark
         if has_moved or self._queue.plan is not self._plan:  # what is remembered goes with the layout
-            mark = Groups(self._optimizer, self._queue)._mark
+            mark = Groups(self.optimizer, self._queue)._mark
         values = [*chain.from_iterable(group.values() for group in self.all)]
         seen = self._seen
         if mark == seen.mark and are_same(values, seen.values):
@@ -159,7 +159,7 @@ class Groups:
     def facts(self) -> list[Any]:
         """See the function of this name."""
         names = {id(one()): name for name, one in zip(self._queue.names, self._queue.references, strict=True)}
-        return facts(self._optimizer, names)
+        return facts(self.optimizer, names)
 
     def refuse_patchwork(self, stepped: Sequence[Sequence[int]], rank: int, where: str) -> None:
         """Raise if ranks have stepped different optimizers, or with groups that are not alike.
@@ -177,7 +177,7 @@ class Groups:
             )
         if not (others := [other for other, (groups, _) in enumerate(stepped) if groups != stepped[rank][0]]):
             return
-        calls = ", or was a train() or an eval() on some" if turns(self._optimizer) else ""
+        calls = ", or was a train() or an eval() on some" if turns(self.optimizer) else ""
         raise ModelMismatchError(
             f"{where}: the last step was taken with other parameter groups on {describe_ranks(others)} than here "
             f"({self._in_words()}){calls}, so the model is a patchwork.\n"

@@ -25,8 +25,7 @@ class Inner:
     """It has the state of this rank's share, and in each step the options that the user's groups have then.
 
     Args:
-        optimizer: the user's.
-        groups: its groups.
+        groups: of the user's optimizer.
         stretches: of parameters that are divided.
         whole: parameters that this rank steps as they are, by ``id``.
         states: of those, where there is one.
@@ -35,7 +34,6 @@ class Inner:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
         groups: Groups,
         stretches: Stretches,
         whole: set[int],
@@ -55,7 +53,7 @@ class Inner:
                     own.append(one)
                     first[one] = states.get(one, {})
         built = [{**options_of(group), "params": own} for group, own in zip(groups.all, parameters, strict=True)]
-        self._optimizer: torch.optim.Optimizer = build_like(before._optimizer if before else optimizer, built)
+        self._optimizer: torch.optim.Optimizer = build_like(before._optimizer if before else groups.optimizer, built)
         self.state.update({parameter: state for parameter, state in first.items() if state})
         self._given = given(self._optimizer)
         self._step = bare_step(self._optimizer)  # hooks have been called by now

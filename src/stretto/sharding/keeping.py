@@ -40,7 +40,7 @@ def kept(division: Division) -> list[Kept]:
     by_piece = {id(one.parameter) for one in found} if division.kind is Kind.ELEMENTWISE else set[int]()
     others = [kept_whole(one, inner.state.get(one)) for one in division.apart]
     found += [one for one in others if not one.is_new or one.parameter.requires_grad]
-    return with_first_states(division.optimizer, found, by_piece)
+    return with_first_states(division.groups.optimizer, found, by_piece)
 
 
 def _joined(parts: Sequence[Held]) -> Held:

@@ -107,7 +107,6 @@ class Shares:
             before: what is replaced.
         """
         made = Division(
-            self._optimizer,
             self._kind,
             self._groups,
             self._reducer.queue,

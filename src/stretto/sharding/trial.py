@@ -25,7 +25,7 @@ def misfit(division: Division, states: Mapping[torch.Tensor, State]) -> Exceptio
         division: of the optimizer. Nothing of it is stepped.
         states: whole ones, by parameter. Where there is none, the optimizer begins with its first.
     """
-    whole, optimizer = division.kind is Kind.WHOLE, division.optimizer
+    whole, optimizer = division.kind is Kind.WHOLE, division.groups.optimizer
     own = {piece.index for piece in division.pieces} if whole else division.layout.parameters.keys()
     parameters = {division.layout.plan.parameters[index].name: division.layout.parameters[index] for index in own}
     given = {name: one for name, one in parameters.items() if states.get(one)}

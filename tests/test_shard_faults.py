@@ -456,7 +456,7 @@ def fail_about_the_state(rank: int, tell: Tell, way: Way, call: str) -> Any:
     if rank == 1 and call == "load_state_dict":
         Division._by_piece = no_room_at_all  # type: ignore[method-assign]
     elif rank == 1:
-        stretto.sharding.shares.shaped = no_room  # type: ignore[attr-defined]
+        stretto.sharding.keeping.shaped = no_room  # type: ignore[attr-defined]
     try:
         told = tried(lambda: getattr(optimizer, call)(*state[: call == "load_state_dict"]))
     except MemoryError as error:

@@ -1,8 +1,8 @@
-"""What a rank keeps of an optimizer's state, parameter by parameter, as it would be put together or written down."""
+"""What a rank keeps of an optimizer's state, parameter by parameter; as all put it together, and as each writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .division import Division
 from .kinds import Kind
 from .rebuilt import groups_of, states_after_steps
-from .state import Held, Kept, State, by_element
+from .state import Held, Kept, State, by_element, shaped, whole_states
 from .stretches import part_of_state
 
 
@@ -30,8 +30,23 @@ def held(division: Division) -> dict[int, list[Held]]:
     return found
 
 
+@torch.inference_mode(False)  # what is made here outlives an evaluation
+def put_together(division: Division, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
+    """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it."""
+    layout, groups, queue = division.layout, division.groups, division.queue
+    specs, known = dict(enumerate(layout.plan.parameters)), {id(one) for one in groups.parameters}
+    for index, flats, rest in whole_states(held(division), specs, queue.transport, queue.peers):
+        if id(parameter := layout.parameters[index]) in known or departed:
+            yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
+    for parameter in division.apart:
+        if (id(parameter) in known or departed) and (state := division.inner.state.get(parameter)):
+            yield parameter, dict(state)
+    gone = groups.departed.items()
+    yield from ((one, dict(state)) for one, (state, _) in gone if departed or id(one) in known)
+
+
 def kept(division: Division) -> list[Kept]:
-    """The same for each parameter of which this rank steps anything, in what form ever nothing is kept so far."""
+    """What this rank keeps for each parameter of which it steps anything, in what form ever nothing is kept so far."""
     layout, inner, mine, found = division.layout, division.inner, held(division), list[Kept]()
     for index, pieces in groupby(division.pieces, lambda piece: piece.index):
         spec, one = layout.plan.parameters[index], layout.parameters[index]

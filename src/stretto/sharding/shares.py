@@ -31,7 +31,7 @@ from .members import all_reduced, refuse_duplicates, refuse_unreduced, wanted_by
 from .memory import describe_shares, footprint_of
 from .ownership import Piece
 from .spread import Spread
-from .state import Kept, State, follow_dtype, refuse_unlike, shaped, whole_states
+from .state import Kept, State, follow_dtype, refuse_unlike
 from .trial import misfit
 from .withholding import Withholding
 from .writings import Writings
@@ -269,22 +269,12 @@ class Shares:
             self._peers.lose_place(error)
             raise
 
-    @torch.inference_mode(False)  # what is made here outlives an evaluation
     def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
         """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it.
 
         Whoever fails meanwhile has to tell, see ``tells``.
         """
-        specs, known = dict(enumerate(self.layout.plan.parameters)), {id(one) for one in self._groups.parameters}
-        held = keeping.held(self._division)
-        for index, flats, rest in whole_states(held, specs, self.transport, self._peers):
-            if id(parameter := self.layout.parameters[index]) in known or departed:
-                yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
-        for parameter in self._division.apart:
-            if (id(parameter) in known or departed) and (kept := self.inner.state.get(parameter)):
-                yield parameter, dict(kept)
-        gone = self._groups.departed.items()
-        yield from ((one, dict(state)) for one, (state, _) in gone if departed or id(one) in known)
+        return keeping.put_together(self._division, departed=departed)
 
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""

@@ -31,10 +31,10 @@ from stretto.sharding.awaited import Arrival
 from stretto.sharding.division import Division
 from stretto.sharding.layout import Layout
 from stretto.sharding.meetings import Meetings
-from stretto.sharding.shares import Shares
 from stretto.sharding.spread import Spread
 from stretto.sharding.state import shaped
 from stretto.sharding.stretches import Stretches
+from stretto.sharding.succession import Succession
 from stretto.testing_network import SeparateHosts
 from stretto.transport import ProcessGroupTransport, choose
 from stretto.transport.counterparts import Counterparts
@@ -261,7 +261,7 @@ SHARED = {
     "while parameters are laid out": Place(Layout, "fill", (1,), None),
     "while parameters are laid out again": Place(Layout, "fill", (2,), True),
     "before they lie there": Place(Layout, "adopt", (2,), False),  # the others go on, and step
-    "before it looks for a new plan": Place(Shares, "lay_out_again", (1,), True),
+    "before it looks for a new plan": Place(Succession, "lay_out_again", (1,), True),
     "before it says that it has come somewhere": Place(Host, "_say", tuple(range(30, 70, 2)), None),
 }
 APART = {

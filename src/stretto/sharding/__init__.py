@@ -1,6 +1,6 @@
 """Optimizers stepped in shares, by all ranks together.
 
-kinds ──> ownership ──> layout ──> stretches ──> inner ──> division ──> shares ──> optimizer
+kinds ──> ownership ──> layout ──> stretches ──> inner ──> division ──> succession ──> shares ──> optimizer
 """
 
 from .begin import Asked, begin, refuse_anew, refuse_half_joined, refuse_idle

@@ -1,6 +1,6 @@
-"""One optimizer, stepped in shares: the plan's layout, this rank's share, and the optimizer that steps it.
+"""One optimizer, stepped in shares: what all ranks do together in a step, and about the state.
 
-    step    ranks meet ──> plan, groups or memory changed? lay out anew, state goes along
+    step    ranks meet ──> plan, groups or memory changed? lay out anew, see succession.py
             ──> gradients of this rank's stretches ──> the user's kind of optimizer ──> ranks meet, or spread
 
 See meetings.py for [Note: two meetings] and [Note: half a step].
@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..errors import PeerError, StrettoError
+from ..errors import StrettoError
 from ..failing import refuse_to_send
 from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
 from . import keeping
-from .compiled import CompilerWatch
 from .division import Division
 from .groups import Groups
 from .inner import Inner
@@ -29,9 +28,9 @@ from .layout import Layout
 from .meetings import ALIKE, Meetings, Met
 from .members import all_reduced, refuse_duplicates, refuse_unreduced, wanted_by_any
 from .memory import describe_shares, footprint_of
-from .ownership import Piece
 from .spread import Spread
-from .state import Kept, State, follow_dtype, refuse_unlike
+from .state import Kept, State, refuse_unlike
+from .succession import Succession
 from .trial import misfit
 from .withholding import Withholding
 from .writings import Writings
@@ -59,12 +58,9 @@ class Shares:
         keep_grads: bool,
         overlap: bool,
     ) -> None:
-        self._optimizer, self._kind, self._overlap = optimizer, kind, overlap
-        self._kinds, self._compiler = KindWatch(optimizer, kind), CompilerWatch()
-        self._reducer, self._peers = reducer, peers
-        self.transport, self.rank = reducer.transport, reducer.transport.rank
+        self._optimizer, self._reducer, self._peers, self.rank = optimizer, reducer, peers, reducer.transport.rank
+        self._groups, self._kinds = Groups(optimizer, reducer.queue), KindWatch(optimizer, kind)
         self.meetings, self._writings = Meetings(reducer.transport, peers, optimizer), Writings()
-        self._groups = Groups(optimizer, reducer.queue)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
         self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
@@ -72,11 +68,11 @@ class Shares:
         peers.seat.steps.append(0)
         self.withholding.follow()
         try:
-            self._division = self._divide(self._optimizer.state)
+            self._divisions = Succession(kind, self._groups, reducer, self.meetings, overlap=overlap)
         except BaseException:
             self.withholding.end()
             raise
-        self._optimizer.state.clear()  # Adagrad has one before its first step
+        optimizer.state.clear()  # Adagrad has one before its first step
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
@@ -86,75 +82,25 @@ class Shares:
     @property
     def layout(self) -> Layout:
         """Where the parameters lie."""
-        return self._division.layout
+        return self._divisions.now.layout
 
     @property
     def inner(self) -> Inner:
         """What steps this rank's share."""
-        return self._division.inner
+        return self._divisions.now.inner
 
     @property
     def _spread(self) -> Spread:
-        return self._division.spread
+        return self._divisions.now.spread
 
-    # Dividing
-
-    def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None = None) -> Division:
-        """Divide along the plan in use, and remember the groups. Collective.
-
-        Args:
-            states: what the optimizer keeps, as it would of whole parameters.
-            before: what is replaced.
-        """
-        made = Division(
-            self._kind,
-            self._groups,
-            self._reducer.queue,
-            self.meetings,
-            self._new_spread,
-            self._reducer.members.all_parameters,
-            states,
-            before,
-        )
-        self._groups.remember()
-        return made
-
-    def _new_spread(self, layout: Layout, owned: Sequence[Sequence[Piece]]) -> Spread:
-        return Spread(
-            layout,
-            owned,
-            self.transport,
-            self._peers.wait_for,
-            self._lost,
-            self._compare,
-            self._compiler,
-            overlap=self._overlap,
-        )
-
-    def _follow(self) -> None:
-        """The plan, or the groups, if they have changed since the last step."""
-        before = self._division
-        try:
-            self.lay_out_again()
-        except BaseException as error:  # this rank's parameters lie where no rank has stepped, or where the others will
-            self.meetings.fail(error)
-            if self.layout.is_shared and (self._division is not before or self.layout.strayed()):
-                self._spoil(error)
-            raise
-
-    def lay_out_again(self) -> None:
-        """Along the plan in use now; state goes with its elements. Collective."""
-        before, states = self._division, dict[torch.Tensor, State](self.states(departed=True))
-        for parameter, state in states.items():
-            follow_dtype(state, self._groups.dtype_before(parameter), parameter.dtype)
-        self._division = self._divide(states, before)
-        self.layout.has_told |= before.layout.has_told
-        self._groups.part_from(states, self._reducer.members.all_parameters())
+    @property
+    def _division(self) -> Division:
+        return self._divisions.now
 
     def _catch_up(self, *, ask: bool) -> None:
         """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
         has_moved, problem = self._groups.have_moved(), None
-        lags = has_moved or self._reducer.plan is not self.layout.plan
+        lags = has_moved or self._divisions.lags
         try:
             if lags:
                 self._refuse(self.layout.strayed(), has_moved=has_moved)
@@ -163,7 +109,7 @@ class Shares:
         if (lags or ask) and wanted_by_any(problem, lags, self._peers):
             self._groups.refuse_others(self._peers)
             self._spread.finish()
-            self._follow()
+            self._divisions.follow()
             self._has_moved |= has_moved
 
     # The step
@@ -176,7 +122,7 @@ class Shares:
         meets = self.layout.is_shared or joins or idle
         with self.meetings.tell_in_time(self.layout.parameters.values(), meets=meets):
             has_moved = self._groups.have_moved()
-            moves = has_moved or self._reducer.plan is not self.layout.plan
+            moves = has_moved or self._divisions.lags
             strayed = self.layout.strayed()
             self._refuse(strayed, has_moved=has_moved, turn=turn)
             others = self._reducer.members.all_parameters
@@ -185,17 +131,17 @@ class Shares:
         begun = False
         try:
             met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
-            known = self._groups, self.transport, self._peers, self._fail
+            known = self._groups, self._reducer.transport, self._peers, self._divisions.fail
             with lent(*known, idle=idle) if met.idle else contextlib.nullcontext():
                 begun = True
                 if moves:
-                    self._follow()
+                    self._divisions.follow()
                 said = self._groups.number(has_moved=False) if idle else number
                 self.layout.bring_back([] if moves else strayed, copies)
                 self._step_share(said, turn)
         except BaseException as error:  # see [Note: half a step]; Ctrl-C right behind the meeting, too
             if begun or (meets and not isinstance(error, StrettoError)):
-                self._fail(error)
+                self._divisions.fail(error)
             raise
         self._has_moved |= has_moved
         if self._has_moved and not turn:  # not before: what is there now is in the shares of this pass
@@ -224,11 +170,6 @@ class Shares:
             self._groups.refuse_others(self._peers, call)
         return met
 
-    def _fail(self, error: BaseException) -> None:
-        if self.meetings.broken is None:
-            self.meetings.fail(error, sent=self._spread.is_under_way)
-            self._spoil(error)
-
     def _step_share(self, number: int, turn: str) -> None:
         self.inner.follow(turn)
         step = self.inner.step_in_turn if self._spread.in_turn and not turn else None
@@ -244,20 +185,6 @@ class Shares:
     def _everything(self) -> list[torch.nn.Parameter]:
         return [*self.layout.parameters.values()]
 
-    def _compare(self, stepped: Sequence[Sequence[int]]) -> None:
-        """What each rank has stepped, and with which groups. Raises ``ModelMismatchError`` if that was not alike."""
-        self._groups.refuse_patchwork(stepped, self.rank, self._peers.where)
-
-    def _spoil(self, error: BaseException) -> None:
-        self._spread.drop()
-        self.meetings.spoil(error, self._everything())
-
-    def _lost(self, error: BaseException) -> None:
-        """What other ranks have stepped will not come; nor do they know, unless it was told them before."""
-        if not isinstance(error, PeerError):
-            self._peers.tell_failed("step", error, error.__traceback__, leaves=True)
-        self._spoil(error)
-
     # State
 
     @contextlib.contextmanager
@@ -269,12 +196,9 @@ class Shares:
             self._peers.lose_place(error)
             raise
 
-    def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
-        """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it.
-
-        Whoever fails meanwhile has to tell, see ``tells``.
-        """
-        return keeping.put_together(self._division, departed=departed)
+    def states(self) -> Iterator[tuple[torch.Tensor, State]]:
+        """What the optimizer would hold of each. Collective: exhaust it. Whoever fails meanwhile has to tell."""
+        return keeping.put_together(self._division)
 
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
@@ -314,7 +238,7 @@ class Shares:
     def describe(self) -> str:
         """What is done with them, in plain words."""
         numels = sum(piece.numel for piece in self._division.pieces), sum(map(torch.numel, self.layout.views.values()))
-        whole, late = self._kind is Kind.WHOLE, self._spread.is_late
+        whole, late = self._division.kind is Kind.WHOLE, self._spread.is_late
         told = describe_shares(self.layout, numels, self.footprint()[0].state, whole=whole, late=late)
         return "; ".join(filter(None, (told, self.describe_gradients())))
 

@@ -1,0 +1,121 @@
+"""The divisions of one optimizer, one after the other: another where the plan, or the groups, have changed.
+
+State goes with its elements. What becomes of the model where a rank fails, amid that or in a step: see meetings.py,
+[Note: half a step].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..errors import PeerError
+from ..reducer import Reducer
+from .compiled import CompilerWatch
+from .division import Division
+from .groups import Groups
+from .keeping import put_together
+from .kinds import Kind
+from .layout import Layout
+from .meetings import Meetings
+from .ownership import Piece
+from .spread import Spread
+from .state import State, follow_dtype
+
+
+class Succession:
+    """Has the division in use. Collective where it begins.
+
+    Args:
+        kind: how the optimizer can be divided.
+        groups: of the optimizer.
+        reducer: has the plan, and the gradients.
+        meetings: of the optimizer.
+        overlap: between hosts, let what was stepped travel while forward goes on.
+    """
+
+    def __init__(self, kind: Kind, groups: Groups, reducer: Reducer, meetings: Meetings, *, overlap: bool) -> None:
+        self._kind, self._groups, self._meetings, self._overlap = kind, groups, meetings, overlap
+        self._queue, self._members, self._compiler = reducer.queue, reducer.members, CompilerWatch()
+        self.now = self._divide(groups.optimizer.state)
+
+    def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None = None) -> Division:
+        """Divide along the plan in use, and remember the groups. Collective.
+
+        Args:
+            states: what the optimizer keeps, as it would of whole parameters.
+            before: what is replaced.
+        """
+        made = Division(
+            self._kind,
+            self._groups,
+            self._queue,
+            self._meetings,
+            self._new_spread,
+            self._members.all_parameters,
+            states,
+            before,
+        )
+        self._groups.remember()
+        return made
+
+    def _new_spread(self, layout: Layout, owned: Sequence[Sequence[Piece]]) -> Spread:
+        return Spread(
+            layout,
+            owned,
+            self._queue.transport,
+            self._queue.wait_for,
+            self._lost,
+            self._compare,
+            self._compiler,
+            overlap=self._overlap,
+        )
+
+    @property
+    def lags(self) -> bool:
+        """Whether there is another plan by now."""
+        return self._queue.plan is not self.now.layout.plan
+
+    def follow(self) -> None:
+        """The plan, or the groups, which have changed. Collective."""
+        before = self.now
+        try:
+            self.lay_out_again()
+        except BaseException as error:  # this rank's parameters lie where no rank has stepped, or where the others will
+            self._meetings.fail(error)
+            layout = self.now.layout
+            if layout.is_shared and (self.now is not before or layout.strayed()):
+                self._spoil(error)
+            raise
+
+    def lay_out_again(self) -> None:
+        """Along the plan in use now."""
+        before, states = self.now, dict[torch.Tensor, State](put_together(self.now, departed=True))
+        for parameter, state in states.items():
+            follow_dtype(state, self._groups.dtype_before(parameter), parameter.dtype)
+        self.now = self._divide(states, before)
+        self.now.layout.has_told |= before.layout.has_told
+        self._groups.part_from(states, self._members.all_parameters())
+
+    # Failures
+
+    def fail(self, error: BaseException) -> None:
+        """Of this rank, where others may have stepped. Nothing if another was first."""
+        if self._meetings.broken is None:
+            self._meetings.fail(error, sent=self.now.spread.is_under_way)
+            self._spoil(error)
+
+    def _spoil(self, error: BaseException) -> None:
+        self.now.spread.drop()
+        self._meetings.spoil(error, self.now.layout.parameters.values())
+
+    def _lost(self, error: BaseException) -> None:
+        """What other ranks have stepped will not come; nor do they know, unless it was told them before."""
+        if not isinstance(error, PeerError):
+            self._queue.peers.tell_failed("step", error, error.__traceback__, leaves=True)
+        self._spoil(error)
+
+    def _compare(self, stepped: Sequence[Sequence[int]]) -> None:
+        """What each rank has stepped, and with which groups. Raises ``ModelMismatchError`` if that was not alike."""
+        self._groups.refuse_patchwork(stepped, self._queue.transport.rank, self._queue.peers.where)

@@ -11,7 +11,8 @@ import torch
 from ..errors import name_list
 from ..report import Footprint, Report
 from ..specs import format_bytes
-from .layout import Layout
+from .division import Division
+from .kinds import Kind
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
@@ -22,18 +23,9 @@ def state_bytes(state: Mapping[str, Any]) -> int:
     return sum(value.nbytes for value in state.values() if torch.is_tensor(value) and value.dim())
 
 
-def footprint_of(
-    layout: Layout,
-    states: Mapping[torch.Tensor, Mapping[str, Any]],
-    apart: Sequence[torch.Tensor],
-) -> tuple[Footprint, Footprint]:
-    """What a rank holds of one optimizer; and without shares, but for the state that other ranks have.
-
-    Args:
-        layout: of the parameters that are divided.
-        states: what this rank keeps.
-        apart: parameters that every rank steps.
-    """
+def footprint_of(division: Division) -> tuple[Footprint, Footprint]:
+    """What a rank holds of one optimizer; and without shares, but for the state that other ranks have."""
+    layout, states, apart = division.layout, division.inner.state, division.apart
     own, of_every_rank = sum(map(state_bytes, states.values())), sum(state_bytes(states.get(one, {})) for one in apart)
     whole = sum(one.nbytes for one in apart)
     dense = sum(layout.plan.parameters[index].nbytes for index in layout.parameters)
@@ -64,18 +56,12 @@ def _added(several: Sequence[Footprint]) -> Footprint:
     return Footprint(*(sum(getattr(one, name) for one in several) for name in ("parameters", "gradients", "state")))
 
 
-def describe_shares(layout: Layout, numels: tuple[int, int], nbytes: int, *, whole: bool, late: bool) -> str:
-    """What is done with the shares of an optimizer, in plain words.
-
-    Args:
-        layout: of the parameters that are divided.
-        numels: elements that it steps, and that all step together.
-        nbytes: of state that it keeps.
-        whole: whether parameters stay whole.
-        late: whether what was stepped travels while forward runs.
-    """
-    host = layout.host
-    how = "each parameter whole on one rank" if whole else "in equal shares of each bucket"
+def describe_shares(division: Division) -> str:
+    """What is done with the shares of an optimizer, in plain words."""
+    layout, host, late = division.layout, division.layout.host, division.spread.is_late
+    own, everything = sum(piece.numel for piece in division.pieces), sum(map(torch.numel, layout.views.values()))
+    nbytes = footprint_of(division)[0].state
+    how = "each parameter whole on one rank" if division.kind is Kind.WHOLE else "in equal shares of each bucket"
     where = [f"lie once for ranks {', '.join(map(str, host))}"] if len(host) > 1 else []
     if len(layout.hosts) > 1:
         when = "while the next forward runs" if late else "before step() returns"
@@ -83,6 +69,6 @@ def describe_shares(layout: Layout, numels: tuple[int, int], nbytes: int, *, who
             when = f"before step() returns, since {name_list(names)} are shown by tensors that do not wait (p.detach())"
         where.append(f"come from {'other hosts' if where else 'other ranks'} {when}")
     return (
-        f"{how}: this rank steps {numels[0]} of {numels[1]} elements and keeps {format_bytes(nbytes)} of state; "
+        f"{how}: this rank steps {own} of {everything} elements and keeps {format_bytes(nbytes)} of state; "
         f"parameters {' and '.join(where)}"
     )

@@ -237,10 +237,7 @@ class Shares:
 
     def describe(self) -> str:
         """What is done with them, in plain words."""
-        numels = sum(piece.numel for piece in self._division.pieces), sum(map(torch.numel, self.layout.views.values()))
-        whole, late = self._division.kind is Kind.WHOLE, self._spread.is_late
-        told = describe_shares(self.layout, numels, self.footprint()[0].state, whole=whole, late=late)
-        return "; ".join(filter(None, (told, self.describe_gradients())))
+        return "; ".join(filter(None, (describe_shares(self._division), self.describe_gradients())))
 
     def describe_gradients(self) -> str:
         """How they arrive, if in shares was asked for."""
@@ -248,7 +245,7 @@ class Shares:
 
     def footprint(self) -> tuple[Footprint, Footprint]:
         """What this rank holds; and without shares, but for the state that other ranks have."""
-        return footprint_of(self.layout, self.inner.state, self._division.apart)
+        return footprint_of(self._division)
 
     @torch.inference_mode(False)
     def release(self) -> None:

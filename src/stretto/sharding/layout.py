@@ -105,14 +105,14 @@ class Layout:
     def _view(self, index: int) -> torch.Tensor:
         spec = self.plan.parameters[index]
         number, start = self._places[index]
-        view = shaped(self.flat(number, start, start + spec.numel, index), spec)
+        view = shaped(self.flat(Piece(index, number, start, start + spec.numel, first=0)), spec)
         return immovable(view.data)  # without a base, which would use the storage too
 
-    def flat(self, bucket: int, start: int, stop: int, index: int) -> torch.Tensor:
-        """Elements of a bucket from ``start`` on, the first of them of the parameter ``index``."""
-        dtype = self.plan.buckets[bucket].dtype
-        begin = self._begin[bucket] + (start + self._at[index]) * dtype.itemsize
-        tensor: torch.Tensor = self._memories[self._devices[bucket]].tensor(begin, stop - start, dtype)
+    def flat(self, first: Piece, last: Piece | None = None) -> torch.Tensor:
+        """The elements of a piece; or of several that lie one behind the other, from the first to the last."""
+        dtype, stop = self.plan.buckets[first.bucket].dtype, (last or first).stop
+        begin = self._begin[first.bucket] + (first.start + self._at[first.index]) * dtype.itemsize
+        tensor: torch.Tensor = self._memories[self._devices[first.bucket]].tensor(begin, stop - first.start, dtype)
         return tensor
 
     def follows(self, one: Piece, other: Piece) -> bool:
@@ -128,7 +128,7 @@ class Layout:
                 rows[-1].append(piece)
             else:
                 rows.append([piece])
-        return [self.flat(row[0].bucket, row[0].start, row[-1].stop, row[0].index) for row in rows]
+        return [self.flat(row[0], row[-1]) for row in rows]
 
     # Parameters
 
@@ -235,7 +235,7 @@ class Layout:
         meet between copying and this.
         """
         for piece, copy in copies.items():
-            self.flat(piece.bucket, piece.start, piece.stop, piece.index).copy_(copy)
+            self.flat(piece).copy_(copy)
         move([(self.parameters[index], self.views[index]) for index in strayed], self.views.values())
 
     def give_way(self, later: Layout, others: Iterable[torch.nn.Parameter]) -> None:

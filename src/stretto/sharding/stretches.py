@@ -14,6 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ class Stretches:
 
     def _stretch(self, pieces: Sequence[Piece], group: int, state: State) -> Stretch:
         first, last = pieces[0], pieces[-1]
-        flat = self._layout.flat(first.bucket, first.start, last.stop, first.index)
+        flat = self._layout.flat(first, last)
         slots = self._buckets[first.bucket].memory.stretch(first.start, last.stop)
         return Stretch(pieces, group, torch.nn.Parameter(flat), slots, state)
 
@@ -209,15 +210,7 @@ class Stretches:
 
     def _alike(self, stretch: Stretch, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> Sequence[Stretch]:
         """The stretch, or parts of it whose gradients are alike: in their slots, elsewhere, or none."""
-        runs: list[list[Piece]] = []
-        before: object = None
-        for piece in stretch.pieces:
-            where = self._where(piece)
-            if runs and where is before:
-                runs[-1].append(piece)
-            else:
-                runs.append([piece])
-            before = where
+        runs = [[*run] for _, run in groupby(stretch.pieces, self._where)]
         if len(runs) == 1:
             return [stretch]
         parts = [self._stretch(run, stretch.group, {}) for run in runs]

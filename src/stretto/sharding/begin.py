@@ -62,20 +62,34 @@ def begin(
     if reducer is None or peers is None:
         if peers is not None:
             raise SetupError("shard: this handle has been detached.\nShard the optimizer before detach().")
-        kind_of(_refused(optimizer, module, others, "shard"), "shard")
+        _refuse(optimizer, module, others, "shard")
+        kind_of(optimizer, "shard")
         reduced = [one for one in module.parameters() if one.requires_grad]
         refuse_others(optimizer, module, reduced, "shard")
         return ShardedOptimizer(optimizer, module, None, beside, "shard")
     kind, stated, problem = Kind.ELEMENTWISE, list[Any](), None
     where = f"rank {reducer.transport.rank}, shard"
     try:
-        kind = kind_of(_refused(optimizer, module, others, where), where)
+        _refuse(optimizer, module, others, where)
+        kind = kind_of(optimizer, where)
         refuse_others(optimizer, module, all_reduced(reducer), where)
         refuse_memory(optimizer, module, reducer.transport.hosts, where)
         refuse_converted(optimizer, reducer, where)
         stated = [asked, kind.name, *_facts(optimizer, module)]
     except Exception as error:  # whatever it is: the other ranks are to hear of it
         problem = error
+    _refuse_unlike(stated, problem, peers, where)
+    lying = {name: one for name, one in _stepped(optimizer, module).items() if one.is_cpu and has_memory(one)}
+    if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
+        warn_of_other_processes(where, elsewhere)
+    shares = _shares(optimizer, kind, reducer, peers, asked)
+    sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
+    vars(sharded)[IN_SHARES] = True
+    return sharded
+
+
+def _refuse_unlike(stated: list[Any], problem: Exception | None, peers: Peers, where: str) -> None:
+    """Raise if one rank cannot, or has something else. Collective: on all of them."""
     told = peers.gather((str(problem) if isinstance(problem, StrettoError) else text_of(problem), stated))
     if problem is not None:
         raise problem
@@ -84,13 +98,6 @@ def begin(
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if other != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, other, told[0][1])}\nBuild the same on all ranks.")
-    lying = {name: one for name, one in _stepped(optimizer, module).items() if one.is_cpu and has_memory(one)}
-    if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
-        warn_of_other_processes(where, elsewhere)
-    shares = _shares(optimizer, kind, reducer, peers, asked)
-    sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
-    vars(sharded)[IN_SHARES] = True
-    return sharded
 
 
 def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
@@ -103,10 +110,10 @@ def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peer
         raise
 
 
-def _refused(
+def _refuse(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[ShardedOptimizer], where: str
-) -> torch.optim.Optimizer:
-    """The optimizer, unless it cannot be sharded whatever the ranks are."""
+) -> None:
+    """Raise if it cannot be sharded, whatever the ranks are."""
     it: Any = optimizer
     if not isinstance(it, torch.optim.Optimizer):
         given = f"the class {it.__name__}" if isinstance(it, type) else type(it).__name__
@@ -124,7 +131,6 @@ def _refused(
         )
     refuse_taken(optimizer, module, others, where)
     refuse_duplicates(optimizer, module.named_parameters(), where)
-    return optimizer
 
 
 def _has_stepped(state: dict[str, Any]) -> bool:

@@ -121,30 +121,18 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     except UnsupportedError:
         raise
     except Exception as error:
-        raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: a step with gradients alone "
-            f"raised {type(error).__name__}: {error}\nUse it as it is, without stretto.shard()."
-        ) from error
+        why = f"a step with gradients alone raised {type(error).__name__}: {error}"
+        raise _refusal(optimizer, name, why) from error
     if strange := [key for key in together.kept if not torch.is_tensor(key)]:
-        raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: what it keeps in state under "
-            f"{strange[0]!r} belongs to no parameter.\nUse it as it is, without stretto.shard()."
-        )
+        raise _refusal(optimizer, name, f"what it keeps in state under {strange[0]!r} belongs to no parameter.")
     if together.takes_gradients:
-        raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step sets gradients to None, and "
-            "each rank would do so for its share only.\nCall zero_grad() after step(), and not in it."
-        )
+        why = "its step sets gradients to None, and each rank would do so for its share only."
+        raise _refusal(optimizer, name, why, "Call zero_grad() after step(), and not in it.")
     if (key := _unlike(together, alone, again)) is not None:
-        raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: its step makes {key} from all its "
-            "parameters, and each rank would make it from its share only.\nUse it as it is, without stretto.shard()."
-        )
+        why = f"its step makes {key} from all its parameters, and each rank would make it from its share only."
+        raise _refusal(optimizer, name, why)
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
-        raise UnsupportedError(
-            f"{name}: {type(optimizer).__name__} cannot be divided over ranks: how it steps a parameter depends on "
-            "the others.\nUse it as it is, without stretto.shard()."
-        )
+        raise _refusal(optimizer, name, "how it steps a parameter depends on the others.")
     flat = joined(whole)  # neighbours are stepped as one: see stretches.py
     cuts = {*range(20, min(len(flat), 260), 20), *(len(flat) * part // 5 for part in (2, 3))}
     parts = [*torch.tensor_split(flat, sorted(cuts))]
@@ -154,6 +142,15 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
         return Kind.WHOLE  # Muon takes matrices alone
     alike = equal(together.elements, divided.elements) and _unlike(together, divided, again) is None
     return Kind.ELEMENTWISE if divided.is_by_element and alike else Kind.WHOLE
+
+
+def _refusal(
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    why: str,
+    advice: str = "Use it as it is, without stretto.shard().",
+) -> UnsupportedError:
+    return UnsupportedError(f"{name}: {type(optimizer).__name__} cannot be divided over ranks: {why}\n{advice}")
 
 
 class _Outcome(NamedTuple):

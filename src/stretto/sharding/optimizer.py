@@ -248,31 +248,36 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
                 shape, or a part is missing), or for other parameters than rank 0's; all ranks raise it. Or the handle
                 was detached. Nothing has changed then.
         """
-        shares = None if self._has_it_whole() else self._usable()
-        groups, problem = self.original.param_groups, None
-        if shares is not None:
-            shares.inner.hand_back(self.original)  # of which it may load a part
+        groups = self.original.param_groups
         try:
-            try:
-                if state_dict.get(_GROUPS_ALONE, 0) not in (0, shares and shares.rank):  # its own is told of below
-                    raise SetupError(
-                        f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), the groups alone. "
-                        "Save what rank 0 gets; all ranks call state_dict()"
-                    )
-                with self._own_use():
-                    self.original.load_state_dict(state_dict)
-            except Exception as error:
-                if shares is None:
-                    raise
-                problem = error
-            if shares is not None:
-                shares.load(dict(self.original.state), problem)
+            if self._has_it_whole():
+                self._load_original(state_dict)
+            else:
+                self._load_shares(self._usable(), state_dict)
         except BaseException:
             self.original.param_groups = groups
             raise
+
+    def _load_original(self, state_dict: dict[str, Any], rank: int = 0) -> None:
+        if state_dict.get(_GROUPS_ALONE, 0) not in (0, rank):  # its own is told of where ranks compare
+            raise SetupError(
+                f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), the groups alone. "
+                "Save what rank 0 gets; all ranks call state_dict()"
+            )
+        with self._own_use():
+            self.original.load_state_dict(state_dict)
+
+    def _load_shares(self, shares: Shares, state_dict: dict[str, Any]) -> None:
+        shares.inner.hand_back(self.original)  # of which it may load a part
+        problem = None
+        try:
+            try:
+                self._load_original(state_dict, shares.rank)
+            except Exception as error:
+                problem = error
+            shares.load(dict(self.original.state), problem)
         finally:
-            if shares is not None:
-                self.original.state.clear()
+            self.original.state.clear()
 
     def stateful(self) -> ShardedState:
         """The state for ``torch.distributed.checkpoint``: each rank writes, and reads, its own share. Not collective.

@@ -534,8 +534,9 @@ def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: fl
                 "inside no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, "
                 "which shifts its passes; weights or an optimizer's state that only some ranks have loaded; another "
                 "learning rate, as from a scheduler that looks at one rank's loss; LBFGS, whose closure runs more "
-                "often on one rank, because of its own loss; a random number. Or they were never equal: "
-                "attach(init_sync=False), where each rank had drawn its own.\n"
+                "often on one rank, because of its own loss; a random number, as of weights that are drawn in the "
+                "first forward (run one before attach). Or they were never equal: attach(init_sync=False), where each "
+                "rank had drawn its own.\n"
                 "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the "
                 "optimizer on all ranks.",
             )

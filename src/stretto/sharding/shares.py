@@ -30,6 +30,7 @@ from .members import all_reduced, refuse_duplicates, refuse_unreduced, wanted_by
 from .memory import describe_shares, footprint_of
 from .spread import Spread
 from .state import Kept, State, refuse_unlike
+from .strays import mark_of, refuse_strays
 from .succession import Succession
 from .trial import misfit
 from .withholding import Withholding
@@ -130,7 +131,7 @@ class Shares:
             number = self._groups.number(has_moved=has_moved, turn=turn)
         begun = False
         try:
-            met = self._agree(number, moves=moves, meets=meets, idle=idle, call=turn or "step")
+            met = self._agree(number, strayed, moves=moves, meets=meets, idle=idle, call=turn or "step")
             known = self._groups, self._reducer.transport, self._peers, self._divisions.fail
             with lent(*known, idle=idle) if met.idle else contextlib.nullcontext():
                 begun = True
@@ -140,8 +141,11 @@ class Shares:
                 self.layout.bring_back([] if moves else strayed, copies)
                 self._step_share(said, turn)
         except BaseException as error:  # see [Note: half a step]; Ctrl-C right behind the meeting, too
-            if begun or (meets and not isinstance(error, StrettoError)):
+            is_ours_alone = not isinstance(error, StrettoError)
+            if begun or (meets and is_ours_alone):
                 self._divisions.fail(error)
+            elif is_ours_alone:  # nothing was written or sent, and the others wait for it
+                self.meetings.fail(error)
             raise
         self._has_moved |= has_moved
         if self._has_moved and not turn:  # not before: what is there now is in the shares of this pass
@@ -160,14 +164,17 @@ class Shares:
         if has_moved or any(one.grad is not None for one in self._division.apart):
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 
-    def _agree(self, number: int, *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
+    def _agree(self, number: int, strayed: Sequence[int], *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
         """All have come, with groups that are alike: without shared memory that is seen in what they send."""
         written = self._writings.found(self.layout)
+        number ^= mark_of(strayed)
         met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
         if met.have_written > len(self.layout.hosts):  # as of one rank for each memory, all is well
             self._writings.tell(met.have_written, written, self.layout, self._peers.where, speaks=not self.rank)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(self._peers, call)
+        if not met.idle and not met.alike:
+            refuse_strays(self.layout, strayed, self._peers)
         return met
 
     def _step_share(self, number: int, turn: str) -> None:
@@ -200,6 +207,7 @@ class Shares:
         """What the optimizer would hold of each. Collective: exhaust it. Whoever fails meanwhile has to tell."""
         return keeping.put_together(self._division)
 
+    @torch.inference_mode(False)
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
         self._catch_up(ask=False)

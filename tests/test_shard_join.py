@@ -130,11 +130,46 @@ def test_groups_must_be_alike_where_there_are_batches():
             (
                 "ModelMismatchError",
                 f"rank {rank}, pass 2: parameter group 0 has lr=0.2 on rank 2, lr=0.1 on rank 1.\n"
-                "No rank has stepped. Set the same on all ranks, schedules included; then all can go on.",
+                "No rank has stepped. Set the same on all ranks, schedules included; leave Join on all ranks, as those "
+                "without batches have; then all can go on.",
             )
         ]
         for rank in range(3)
     ]
+
+
+def goes_on_inside(rank, refused):
+    """Rank 0 has fewest batches; the error of step() is caught inside by those that have some."""
+    model, optimizer = build("AdamW", True, "auto")
+    found = []
+
+    def run():
+        with Join([model, optimizer]):
+            for step in range(1 + 2 * (rank > 0)):
+                optimizer.zero_grad()
+                backward(model, rank, step)
+                if step == 1 and refused == "on all":
+                    optimizer.param_groups[0]["lr"] = 0.1 * rank
+                if step == 1 and refused == "on one" and rank == 1:
+                    optimizer.param_groups[0]["params"].append(model.module.last.weight)
+                found.append(outcome(optimizer.step))
+
+    return outcome(run), found
+
+
+@pytest.mark.parametrize("refused", ["on all", "on one"])
+def test_who_goes_on_inside_join_behind_a_refused_step_is_told_to_leave(refused):
+    """Ranks without batches have left with the error; the others waited for them until the time-out."""
+    first, *others = spawn_ranks(goes_on_inside, 3, refused, timeout=40)
+    assert first[0][0] == ("ModelMismatchError" if refused == "on all" else "PeerError")
+    assert "leave Join on all ranks, as those without batches have; then all" in first[0][1]
+    for rank, ((kind, said), found) in enumerate(others, 1):
+        assert found[0] == "no error" and found[1][0] in ("ModelMismatchError", "PeerError", "SetupError")
+        assert kind == "SetupError"
+        assert said == (
+            f"rank {rank}, pass 2: the last step was refused inside Join, and ranks without batches have left Join "
+            "with that.\nLeave it on all ranks behind an error of step(), and enter another one to go on."
+        )
 
 
 def refused(rank):

@@ -23,6 +23,7 @@ from ..launch import LaunchQueue
 from ..peers import Peers
 from ..specs import describe_ranks, dtype_name
 from .attributes import are_same, comparable, is_scalar
+from .meetings import leave_join
 from .rebuilt import options_of
 from .state import State
 from .turns import turns
@@ -216,14 +217,17 @@ def facts(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[An
     return [options, *members]
 
 
-def unlike(where: str, rank: int, theirs: list[Any], first: list[Any], from_rank: int = 0) -> ModelMismatchError:
+def unlike(
+    where: str, rank: int, theirs: list[Any], first: list[Any], from_rank: int = 0, *, idle: int = 0
+) -> ModelMismatchError:
     """An error for groups that are not alike where no rank has stepped. ``where``: how the message begins."""
     several = (
         "" if theirs[1:] == first[1:] else " Step several optimizers in one order, inside Join in that of its list."
     )
     return ModelMismatchError(
         f"{where}: {difference(rank, theirs, first, from_rank)}\n"
-        f"No rank has stepped. Set the same on all ranks, schedules included; then all can go on.{several}"
+        f"No rank has stepped. Set the same on all ranks, schedules included; {leave_join(idle)}then all can go on."
+        f"{several}"
     )
 
 

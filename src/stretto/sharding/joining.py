@@ -9,6 +9,9 @@ share of a rank without batches is stepped otherwise. Here such a rank has no sa
 [Note: a step a pass]  A rank without batches waits for a step behind each pass. Others that leave one out, as gradient
 scalers do, find out in their next pass and fail. It cannot go on otherwise: ``Join``'s own messages begin before
 anybody could tell it, and over a process group two messages that cross end the process.
+
+[Note: parted]  A step that is refused ends ``Join`` on ranks without batches: the error comes out of it there. Others
+may catch it inside, and would wait in their next pass for ranks that are gone: they are told to leave as well.
 """
 
 from __future__ import annotations
@@ -61,12 +64,23 @@ class Joins(Joinable):
         """Whether it is, as far as this rank sees: see uneven.py, [Note: left]."""
         return self.joins and self._hook is not None and self._hook() is not None
 
-    def joins_a_step(self) -> bool:
-        """The same of a step that begins. Raises ``SetupError`` if it follows no pass."""
+    def step_shares(self, shares: Shares) -> None:
+        """A step. Collective.
+
+        Raises:
+            SetupError: inside ``Join`` it follows no pass, or is the first of the list.
+        """
+        if not self._join_config.enable:
+            shares.step()
+            return
         joins = self.joins
-        if self.is_inside and self._shares is not None:
-            self._shares.attendance.refuse_without_pass()
-        return joins
+        if self.is_inside:
+            shares.attendance.refuse_without_pass()
+        try:
+            shares.step(joins=joins)
+        except Exception:
+            shares.attendance.part()
+            raise
 
     def join_hook(self, **_: Any) -> JoinHook:
         """For ``Join``. Raises ``SetupError`` if gradients are not kept: there would be none to lend."""
@@ -113,6 +127,8 @@ class Attendance:
         self._queue = queue
         self._whole_grads = whole_grads
         self._answered = 0
+        self._have_parted = False
+        """Whether ranks without batches are gone: see [Note: parted]."""
 
     def begins(self) -> None:
         """``Join`` does. Raises ``SetupError`` if there would be no gradients to lend."""
@@ -122,6 +138,11 @@ class Attendance:
                 "could step for a rank without batches.\nLeave keep_grads=False out, or give all ranks equally many."
             )
         self._answered = self._queue.pass_number
+        self._have_parted = False
+
+    def part(self) -> None:
+        """A step that has begun on this rank failed, or was refused."""
+        self._have_parted = self._meetings.idle > 0
 
     def meet(self, parameters: Sequence[torch.nn.Parameter], number: int, *, idle: bool, has_written: bool) -> Met:
         """Before a step. Collective; see :meth:`Meetings.meet_before`."""
@@ -148,7 +169,14 @@ class Attendance:
             raise error
 
     def refuse_to_leave_out(self) -> None:
-        """Raise ``SetupError`` if the last pass was not stepped. The others are told."""
+        """Raise ``SetupError`` if the last pass was not stepped, or nobody is there to. The others are told."""
+        if self._have_parted:
+            error = SetupError(
+                f"{self._queue.where}: the last step was refused inside Join, and ranks without batches have left Join "
+                "with that.\nLeave it on all ranks behind an error of step(), and enter another one to go on."
+            )
+            self._meetings.fail(error)
+            raise error
         if self._queue.pass_number > self._answered and not self.is_void:
             error = SetupError(
                 f"{self._queue.where} was not followed by a step of the sharded optimizer: inside Join, ranks "
@@ -206,7 +234,7 @@ def _lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> 
     _, wanted, (options, kinds) = offers[lender]
     for rank, (is_idle, stated, _) in enumerate(offers):
         if stated[1:] != wanted[1:] or (stated != wanted and not is_idle):
-            raise unlike(peers.where, rank, stated, wanted, lender)
+            raise unlike(peers.where, rank, stated, wanted, lender, idle=sum(one for one, *_ in offers))
     gradients = _broadcast(groups.parameters, kinds, transport, peers, lender)
     if not idle:
         yield

@@ -52,6 +52,11 @@ class Met(NamedTuple):
 ALIKE = Met(alike=True, idle=0, have_written=0)
 
 
+def leave_join(idle: int) -> str:
+    """What to do besides behind a refused step; ``idle``: how many ranks without batches have left ``Join`` with it."""
+    return "leave Join on all ranks, as those without batches have; " if idle else ""
+
+
 class Meetings:
     """Those of one optimizer.
 
@@ -68,6 +73,8 @@ class Meetings:
         self._said = array.array("q", (0, 0))  # to index a tensor costs some microseconds
         self._words = torch.frombuffer(self._said, dtype=torch.int64)
         """How many ranks have come otherwise than to step, by ``Coming``, and the sum of what groups say."""
+        self.idle = 0
+        """How many came to the last first meeting without gradients."""
         self.broken: BaseException | None = None
         """Why no step can follow."""
         self.is_spoiled = False
@@ -117,10 +124,10 @@ class Meetings:
             raise
         others, total = self._said
         have_written, others = divmod(others, Coming.HAS_WRITTEN)
-        idle, refused = divmod(others, Coming.IDLE)
+        self.idle, refused = divmod(others, Coming.IDLE)
         if refused and coming != Coming.TO_REFUSE:
             self._refuse_with(refused)
-        return Met(total == number * self._transport.world_size, idle, have_written)
+        return Met(total == number * self._transport.world_size, self.idle, have_written)
 
     def _refuse_with(self, count: int) -> NoReturn:
         told = self._peers.failures(count, ["step"])
@@ -128,7 +135,7 @@ class Meetings:
         quoted = "".join(f"  {note}\n" for note in told)
         raise PeerError(
             f"{self._peers.where}: the step of an optimizer was refused on {ranks}, before any rank had stepped.\n"
-            f"{quoted}Remove the cause; then all ranks can go on."
+            f"{quoted}Remove the cause; {leave_join(self.idle)}then all ranks can go on."
         )
 
     @contextlib.contextmanager

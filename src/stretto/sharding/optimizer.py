@@ -134,9 +134,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shares = self._usable()
         with torch.no_grad():
-            shares.step(joins=self._join_config.enable and self.joins_a_step())
+            self.step_shares(self._usable())
         return loss
 
     @left_uncompiled

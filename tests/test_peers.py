@@ -751,6 +751,27 @@ def test_a_handler_of_signals_makes_no_call_of_all_ranks_while_its_rank_waits(
 
 
 @pytest.mark.ranks
+def test_a_handler_whose_refused_call_ends_a_backward_is_told_of(tmp_path: Path) -> None:
+    """It was taken for an error that all ranks raise: the others went on with a pass that this one does not have."""
+    body = """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step()
+        if rank == 0:
+            signal.signal(signal.SIGALRM, lambda *_: sync.check())
+            signal.setitimer(signal.ITIMER_REAL, 0.8)
+        else:
+            time.sleep(2)
+        told(step)
+        told(step)
+    """
+    (_, mine, _), (_, other, _) = ranks(tmp_path, body, patience=10.0, transport="process_group")
+    first, later = mine.split("CommunicationError after")
+    assert within(first, "SetupError", 2).startswith("rank 0, pass 2: a call that all ranks make, amid another")
+    assert "this rank has failed and left, so it has lost its place among the others" in later
+    assert "rank 0, pass 2, backward: SetupError: rank 0, pass 2: a call that all ranks make" in other
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("meeting", "end", "late"), [("tcp", True, 2.5), ("tcp", True, 0), ("file", False, 2.5)])
 def test_a_run_that_goes_well_ends_without_a_sound(tmp_path: Path, meeting: str, end: bool, late: float) -> None:
     body = f"""

@@ -220,6 +220,27 @@ def test_memory_of_another_tensor_of_the_module_is_refused(other: str) -> None:
     ]
 
 
+def test_groups_that_are_added_are_followed_amid_an_evaluation(carrier: Any) -> None:
+    """By whoever saves then: what was made there could not be stepped behind it, over a process group."""
+
+    def worker(transport: Any) -> None:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([*parameters][:2], lr=0.01)
+
+        model, sharded, _, plain, optimizer = pair(transport, make)
+        train(model, sharded, transport.rank, range(2))
+        train(plain, optimizer, transport.rank, range(2))
+        with_more(model, sharded)
+        with_more(plain, optimizer)
+        with torch.inference_mode():
+            sharded.stateful().state_dict()
+        train(model, sharded, transport.rank, range(2, 5))
+        train(plain, optimizer, transport.rank, range(2, 5))
+        assert_same(model, plain)
+
+    carrier(worker, 2)
+
+
 def test_what_is_made_amid_an_evaluation_is_trained_with_behind_it(carrier: Any) -> None:
     """A tensor that is made in inference mode is written in no backward: the first one behind ``attach`` failed."""
 

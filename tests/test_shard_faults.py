@@ -35,6 +35,7 @@ from stretto.sharding.spread import Spread
 from stretto.sharding.state import shaped
 from stretto.sharding.stretches import Stretches
 from stretto.sharding.succession import Succession
+from stretto.sharding.writings import Writings
 from stretto.testing_network import SeparateHosts
 from stretto.transport import ProcessGroupTransport, choose
 from stretto.transport.counterparts import Counterparts
@@ -433,6 +434,46 @@ def test_a_step_that_fails_on_one_rank_is_told_to_all(tmp_path: Path, way: Way, 
                 f"  rank 1, pass 12, step: {own.removesuffix(': ')} (test_shard_faults.py:LINE in step)\n"
                 "Remove the cause and start again, on all ranks."
             )
+
+
+def stop_before_the_step(rank: int, tell: Tell, way: Way) -> Any:
+    """Ctrl-C on rank 1, behind all that can be refused."""
+    model, _, optimizer = build(way)
+    step(model, optimizer, rank)
+    backward(model, optimizer, rank)
+    before, began = fingerprint(model), time.monotonic()
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    if rank == 1:
+        Writings.found = stop  # type: ignore[method-assign]
+    try:
+        optimizer.step()
+        fingerprint(model)  # waits for what others have stepped
+    except KeyboardInterrupt:
+        time.sleep(1.5)
+        return "stopped", tried(lambda: fingerprint(model)) == "" and fingerprint(model) == before, 0.0
+    except stretto.PeerError as error:
+        return str(error), False, time.monotonic() - began
+    return "stepped", False, 0.0
+
+
+def ranks_of_which_one_is_stopped(folder: str, way: Way) -> list[Any]:
+    ranks = fork_ranks(stop_before_the_step, 3, folder, way)
+    return [(*rank.hear(), rank.end()) for rank in ranks]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_ctrl_c_right_before_the_step_is_told(tmp_path: Path, transport: str) -> None:
+    """Over a process group, where no meeting comes before it, the others waited for that rank's share for ever."""
+    found = in_warm_process(ranks_of_which_one_is_stopped, str(tmp_path), Way(transport, True))
+    for rank, (said, is_whole, took, code) in enumerate(found):
+        assert code == 0 and took < 3.5
+        if rank == 1:
+            assert said == "stopped" and is_whole == (transport == "process_group")
+        else:
+            assert "rank 1, pass 2, step: KeyboardInterrupt" in said
 
 
 def fail_about_the_state(rank: int, tell: Tell, way: Way, call: str) -> Any:

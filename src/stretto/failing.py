@@ -19,7 +19,7 @@ from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
 from .peers import Peers
-from .transport.base import FLUSH_SECONDS, Work
+from .transport.base import FLUSH_SECONDS, Work, raised_by_handler
 
 log = logging.getLogger("stretto")
 
@@ -66,7 +66,7 @@ class Failing:
         self._queue.peers.seat.in_pass = False
         if self._is_told:
             return
-        if not isinstance(error, StrettoError):
+        if not isinstance(error, StrettoError) or raised_by_handler(error):  # the others know nothing of a handler's
             self.lose(error, trace)
         elif self.is_lost:
             self._part()

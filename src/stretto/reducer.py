@@ -199,9 +199,9 @@ class Reducer:
 
     def _next_pass(self) -> None:
         """Deal with what the last pass left, and count."""
+        self.queue.peers.refuse_misplaced()
         self.queue.peers.seat.in_pass = True
         refuse_compiled(self.queue)
-        self.queue.peers.refuse_misplaced()
         refuse_to_send(self.queue.peers, "backward")
         if self.uneven is not None:
             self.uneven.begin(self.queue, self._beside.places)

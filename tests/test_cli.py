@@ -1293,6 +1293,7 @@ def test_bad_input_is_one_line(
         ("trace nowhere --json", "nowhere: no such folder"),
         ("plan policy --json --foo", "No such option: --foo (stretto plan --help)"),
         ("run --ranks 0 --json script.py", "--ranks 0: at least one rank runs"),
+        ("run --nproc-per-node 0 --json script.py", "--ranks 0: at least one rank runs"),
         ("run -m --json no.such.module", "there is no module 'no.such.module'"),
         ("run -n 2 nowhere.py --json", None),
         ("run --foo nowhere.py --json", None),

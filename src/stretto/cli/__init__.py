@@ -23,7 +23,7 @@ from .console import BAD_INPUT, FINE, WRONG, CommandError, note, say, say_json
 from .demo import demo
 from .doctor import doctor
 from .plan import plan
-from .run import run
+from .run import TAKE_A_VALUE, run
 from .trace import trace
 
 INTERRUPTED = 130
@@ -163,7 +163,7 @@ def _asks_for_json(arguments: Sequence[str]) -> bool:
     for word in words:
         if word == "--json":
             return True
-        if command == "run" and word in ("-n", "--ranks"):
+        if command == "run" and word in TAKE_A_VALUE:
             next(words, None)
         elif command == "run" and not word.startswith("-"):  # the script: the rest is its own
             return False

@@ -18,7 +18,8 @@ from .ranks import check_descriptors, check_room
 
 _USAGE = 2
 """What a program exits with that does not know an option."""
-_OPTIONS = ("--ranks", "-n", "--nproc-per-node", "--nproc_per_node", "--json")
+_RANKS = ("--ranks", "-n", "--nproc-per-node", "--nproc_per_node")
+_OPTIONS = (*_RANKS, "--json")
 _HOSTS = ("--nnodes", "--node-rank", "--node_rank")
 _MEETING = tuple(
     f"--{part}{mark}{rest}"
@@ -27,6 +28,8 @@ _MEETING = tuple(
     for mark in "-_"
 )
 """What torchrun wants to know of several hosts, and where ranks of one may be told to meet."""
+TAKE_A_VALUE = (*_RANKS, *_HOSTS, *_MEETING)
+"""The options behind which a word is no script."""
 
 
 def _refuse_hosts(value: str | None) -> None:
@@ -45,9 +48,7 @@ def _refuse_meeting(value: str | None) -> None:
 def run(
     program: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="For the script, as they are.")] = None,
-    ranks: Annotated[
-        int, typer.Option("--ranks", "-n", "--nproc-per-node", "--nproc_per_node", help="How many, all on this host.")
-    ] = 2,
+    ranks: Annotated[int, typer.Option(*_RANKS, help="How many, all on this host.")] = 2,
     module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,
     as_json: AsJson = False,
     _hosts: Annotated[str | None, typer.Option(*_HOSTS, hidden=True, callback=_refuse_hosts)] = None,

@@ -37,7 +37,7 @@ class ParameterSpec:
         if not isinstance(self.name, str) or not all(isinstance(size, int) and size >= 0 for size in sizes):
             raise PlanError(f"parameter {self.name!r} cannot have shape {self.shape} and strides {self.strides}")
         if not isinstance(self.device, str):
-            raise PlanError(f"parameter {self.name}: device {self.device!r} must be a string, as 'cpu' or 'cuda:0'")
+            raise PlanError(f"parameter {self.name}: device {self.device!r} must be a string, such as 'cpu' or 'cuda'")
         if len(self.shape) != len(self.strides):
             raise PlanError(f"parameter {self.name}: shape {self.shape} and strides {self.strides} differ in length")
 

@@ -267,13 +267,10 @@ def changed_in_place(model: torch.nn.Module) -> None:
             one += 1
 
 
-@pytest.mark.parametrize(
-    ("run_all", "change"),
-    [(run_ranks, changed_in_place), (run_ranks, changed_in_memory_of_its_own), (shared, changed_in_memory_of_its_own)],
-)
+@pytest.mark.parametrize("change", [changed_in_place, changed_in_memory_of_its_own])
 @pytest.mark.parametrize(("behind", "told_in"), [(0, 2), (3, 5)])
 def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_again(
-    caplog: pytest.LogCaptureFixture, run_all: Any, change: Any, behind: int, told_in: int
+    caplog: pytest.LogCaptureFixture, change: Any, behind: int, told_in: int
 ) -> None:
     """Behind such a step nothing is to be seen: rank 1's half of the model had been loaded, and rank 0's not."""
 
@@ -286,7 +283,7 @@ def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_aga
         one.step(9)
         check_replicas(dict(one.model.named_parameters()), transport.all_gather_object, "")
 
-    run_all(worker, 2)
+    run_ranks(worker, 2)
     assert warnings_of(caplog) == [
         f"pass {told_in} of Sequential: before the last step the ranks held different values of 0.weight, 0.bias, "
         "2.weight. Each rank has stepped its share from its own values, so the model is equal on all ranks again, "

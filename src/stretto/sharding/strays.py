@@ -39,7 +39,7 @@ def refuse_strays(layout: Layout, strayed: Sequence[int], peers: Peers) -> None:
     if names:
         raise ModelMismatchError(
             f"{peers.where}: {name_list(names)} have been given other memory (parameter.data = ...) on some ranks "
-            "alone, and hold other values there.\n"
+            "only, and hold other values there.\n"
             + "\n".join(lines)
             + "\nNo rank has stepped. Assign the same on all ranks; "
             "then all can go on."

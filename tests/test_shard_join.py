@@ -139,8 +139,9 @@ def test_groups_must_be_alike_where_there_are_batches():
 
 
 def goes_on_inside(rank, refused):
-    """Rank 0 has fewest batches; the error of step() is caught inside by those that have some."""
+    """Rank 0 has fewest batches; the error of step() is caught inside by those that have some. Then all go on."""
     model, optimizer = build("AdamW", True, "auto")
+    (parameters,) = (group["params"] for group in optimizer.param_groups)
     found = []
 
     def run():
@@ -151,25 +152,101 @@ def goes_on_inside(rank, refused):
                 if step == 1 and refused == "on all":
                     optimizer.param_groups[0]["lr"] = 0.1 * rank
                 if step == 1 and refused == "on one" and rank == 1:
-                    optimizer.param_groups[0]["params"].append(model.module.last.weight)
+                    parameters.append(parameters[0])
+                if step == 1 and refused == "for values" and rank == 1:
+                    model.module.last.bias.data = torch.ones(3)
                 found.append(outcome(optimizer.step))
 
-    return outcome(run), found
+    error = outcome(run)
+    if refused == "on one" and rank == 1:
+        parameters.pop()
+    optimizer.param_groups[0]["lr"] = 0.1
+    model.module.last.bias.data = torch.ones(3)
+    with Join([model, optimizer]):
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+    return error, found, [one.clone() for one in model.parameters()]
 
 
-@pytest.mark.parametrize("refused", ["on all", "on one"])
-def test_who_goes_on_inside_join_behind_a_refused_step_is_told_to_leave(refused):
+@pytest.mark.parametrize(
+    ("refused", "kind"),
+    [("on all", "ModelMismatchError"), ("for values", "ModelMismatchError"), ("on one", "PeerError")],
+)
+def test_who_goes_on_inside_join_behind_a_refused_step_is_told_to_leave(refused, kind):
     """Ranks without batches have left with the error; the others waited for them until the time-out."""
-    first, *others = spawn_ranks(goes_on_inside, 3, refused, timeout=40)
-    assert first[0][0] == ("ModelMismatchError" if refused == "on all" else "PeerError")
-    assert "leave Join on all ranks, as those without batches have; then all" in first[0][1]
-    for rank, ((kind, said), found) in enumerate(others, 1):
+    idle, *others = spawn_ranks(goes_on_inside, 3, refused, timeout=40)
+    assert idle[1] == ["no error"] and idle[0][0] == kind
+    assert "leave Join on all ranks, as those without batches have; then all" in idle[0][1]
+    for rank, (error, found, parameters) in enumerate(others, 1):
         assert found[0] == "no error" and found[1][0] in ("ModelMismatchError", "PeerError", "SetupError")
-        assert kind == "SetupError"
-        assert said == (
+        assert error == (
+            "SetupError",
             f"rank {rank}, pass 2: the last step was refused inside Join, and ranks without batches have left Join "
-            "with that.\nLeave it on all ranks behind an error of step(), and enter another one to go on."
+            "with that error.\nLeave it on all ranks when step() raises; then all can go on, also in another one.",
         )
+        assert all(map(torch.equal, parameters, idle[2]))
+
+
+def goes_on_without(rank):
+    """What is kept of the error, or the Join itself, keeps a rank inside as far as it can see."""
+    model, optimizer = build("AdamW", True, "auto")
+    kept, found = [Join([model, optimizer])], []
+
+    def run():
+        with kept[0]:
+            for step in range(1 + (rank > 0)):
+                backward(model, rank, step)
+                optimizer.param_groups[0]["lr"] = 0.1 * rank if step else 0.1
+                optimizer.step()
+
+    def one_pass():
+        optimizer.zero_grad()
+        backward(model, rank, 5)
+        optimizer.step()
+
+    found.append(outcome(run)[0])
+    optimizer.param_groups[0]["lr"] = 0.1
+    found.append(outcome(one_pass) if rank else "no error")
+    kept.clear()
+    for _ in range(3):
+        one_pass()
+    return found, [one.clone() for one in model.parameters()]
+
+
+def test_who_left_join_behind_a_refused_step_can_go_on_without():
+    (idle, one), *others = spawn_ranks(goes_on_without, 3, timeout=40)
+    assert idle == ["ModelMismatchError", "no error"]
+    for found, other in others:
+        assert found[0] == "ModelMismatchError" and found[1][0] == "SetupError"
+        assert all(map(torch.equal, one, other))
+
+
+def two_of_them(rank):
+    """The step of the first is refused, and that is caught: the second waited for ranks that have left."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    first, second = (
+        stretto.shard(torch.optim.SGD(one.parameters(), lr=0.1), model)
+        for one in (model.module.first, model.module.last)
+    )
+
+    def run():
+        with Join([model, first, second]):
+            for step in range(1 + (rank > 0)):
+                backward(model, rank, step)
+                if step:
+                    first.param_groups[0]["lr"] = 0.1 * rank
+                told = outcome(first.step)
+                second.step()
+                assert told == "no error"
+
+    return outcome(run)[0]
+
+
+def test_a_second_optimizer_does_not_step_behind_a_refused_one():
+    assert spawn_ranks(two_of_them, 3, timeout=40) == ["ModelMismatchError", "SetupError", "SetupError"]
 
 
 def refused(rank):

@@ -131,11 +131,13 @@ class SpotChecks:
         mine = self._mine
         if not any(id(one) in mine for one in stepped_by(optimizer)):
             return
-        self._depth += 1 if begins else -1
         in_shares = IN_SHARES in vars(optimizer)
-        if begins if in_shares else (not begins and self._depth <= 0 and not self._has_looked):
+        self._depth = 1 if in_shares and begins else self._depth + (1 if begins else -1)
+        if in_shares and not begins:
+            self.stop()
+        elif begins if in_shares else (not begins and self._depth <= 0 and not self._has_looked):
             self._has_looked = True
-            if in_shares or not self._peers.seat.steps:  # else nobody steps in shares
+            if not (in_shares or self._peers.seat.steps):  # nobody steps in shares
                 self.stop()
             with torch.no_grad():
                 self._look(keep=in_shares)
@@ -157,7 +159,7 @@ class SpotChecks:
     def says(self, number: int) -> list[int]:
         """What the last bucket of the pass is to tell."""
         taken, self._taken = self._taken, None
-        if taken is None or taken[0] != number - 1:
+        if taken is None or taken[0] != number - 1 or (taken[2] and self._depth):  # that step in shares was refused
             self._kept = {}
             return []
         self._kept = taken[2]

@@ -3,7 +3,8 @@
 [Note: one number]  Each rank steps its share with its own groups. Were they not alike, the model would be a patchwork,
 in silence. So ranks compare a number where they meet anyhow: made of plain options and of whose parameters are in which
 group, with Python's own hash, which for numbers is the same in each process, and which is made again only where some
-option is another object than before. It leaves out objects, and tensors of an accelerator.
+option is another object than before. It leaves out objects, and tensors of an accelerator. In the first meeting of a
+step it also stands for the parameters that were given other memory: see strays.py.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class Joins(Joinable):
     """What ``Join`` asks of a sharded optimizer: ``with Join([model, optimizer]): ...``, the drop-in first."""
 
     _shares: Shares | None
+    beside: Any
+    """All sharded optimizers of the model, this one included."""
     _hook: Any = None
     """Weakly, what Join holds as long as this rank is inside: see uneven.py, [Note: left]."""
     joins_over: Any = None
@@ -75,6 +77,9 @@ class Joins(Joinable):
             return
         joins = self.joins
         if self.is_inside:
+            for one in self.beside:
+                if one.is_inside and one._shares is not None:
+                    one._shares.attendance.refuse_parted()
             shares.attendance.refuse_without_pass()
         try:
             shares.step(joins=joins)
@@ -168,15 +173,17 @@ class Attendance:
             self._meetings.fail(error)
             raise error
 
+    def refuse_parted(self) -> None:
+        """Raise ``SetupError`` if ranks without batches are gone. The others raise the same; nothing is lost."""
+        if self._have_parted:
+            raise SetupError(
+                f"{self._queue.where}: the last step was refused inside Join, and ranks without batches have left Join "
+                "with that error.\nLeave it on all ranks when step() raises; then all can go on, also in another one."
+            )
+
     def refuse_to_leave_out(self) -> None:
         """Raise ``SetupError`` if the last pass was not stepped, or nobody is there to. The others are told."""
-        if self._have_parted:
-            error = SetupError(
-                f"{self._queue.where}: the last step was refused inside Join, and ranks without batches have left Join "
-                "with that.\nLeave it on all ranks behind an error of step(), and enter another one to go on."
-            )
-            self._meetings.fail(error)
-            raise error
+        self.refuse_parted()
         if self._queue.pass_number > self._answered and not self.is_void:
             error = SetupError(
                 f"{self._queue.where} was not followed by a step of the sharded optimizer: inside Join, ranks "

@@ -109,6 +109,8 @@ class Shares:
             problem = error
         if (lags or ask) and wanted_by_any(problem, lags, self._peers):
             self._groups.refuse_others(self._peers)
+            if self.layout.is_shared:
+                refuse_strays(self.layout, self.layout.strayed(), self._peers)
             self._spread.finish()
             self._divisions.follow()
             self._has_moved |= has_moved
@@ -173,8 +175,8 @@ class Shares:
             self._writings.tell(met.have_written, written, self.layout, self._peers.where, speaks=not self.rank)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(self._peers, call)
-        if not met.idle and not met.alike:
-            refuse_strays(self.layout, strayed, self._peers)
+        if met.idle or not met.alike:  # a rank without batches brings no number, and assigns nothing
+            refuse_strays(self.layout, strayed, self._peers, met.idle)
         return met
 
     def _step_share(self, number: int, turn: str) -> None:

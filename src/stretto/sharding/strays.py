@@ -14,6 +14,7 @@ from ..check import unlike
 from ..errors import ModelMismatchError, name_list
 from ..peers import Peers
 from .layout import Layout
+from .meetings import leave_join
 
 
 def mark_of(strayed: Sequence[int]) -> int:
@@ -21,26 +22,27 @@ def mark_of(strayed: Sequence[int]) -> int:
     return crc32(repr(strayed).encode()) if strayed else 0
 
 
-def refuse_strays(layout: Layout, strayed: Sequence[int], peers: Peers) -> None:
-    """Compare what has strayed on some ranks alone. Collective.
+def refuse_strays(layout: Layout, strayed: Sequence[int], peers: Peers, idle: int = 0) -> None:
+    """Compare what has strayed, where that is not the same on all ranks. Collective.
 
     Args:
         layout: of the parameters.
         strayed: of this rank, indices in the plan.
         peers: the other ranks.
+        idle: how many ranks have no batches.
 
     Raises:
-        ModelMismatchError: it holds other values there. On all ranks.
+        ModelMismatchError: some hold other values. On all ranks.
     """
     everywhere = [set(theirs) for theirs in peers.gather([*strayed])]
-    some = sorted(set.union(*everywhere) - set.intersection(*everywhere))
-    named = {layout.plan.parameters[index].name: layout.parameters[index] for index in some}
-    names, lines = unlike(named, peers.gather)
+    if all(theirs == everywhere[0] for theirs in everywhere):
+        return
+    parameters = {layout.plan.parameters[index].name: layout.parameters[index] for index in set().union(*everywhere)}
+    names, lines = unlike(parameters, peers.gather)
     if names:
+        differences = "\n".join(lines)
         raise ModelMismatchError(
-            f"{peers.where}: {name_list(names)} have been given other memory (parameter.data = ...) on some ranks "
-            "only, and hold other values there.\n"
-            + "\n".join(lines)
-            + "\nNo rank has stepped. Assign the same on all ranks; "
-            "then all can go on."
+            f"{peers.where}: since the last step some ranks only have given other memory, with other values, to "
+            f"{name_list(names)} (parameter.data = ...).\n{differences}\n"
+            f"No rank has stepped. Assign the same on all ranks; {leave_join(idle)}then all can go on."
         )

@@ -20,7 +20,7 @@ SMALL = 256 * 1024
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 IN_MEMORY = "shared_memory"
-"""The transport beside which no comm hook is advised: it would send over the process group, where half the bytes take
+"""With this transport no comm hook is advised: a hook would send over the process group, where half the bytes take
 longer than all of them in memory."""
 
 
@@ -106,7 +106,7 @@ def _too_much(report: Report) -> Said:
 
 
 def _waits(report: Report, tied: Mapping[str, str]) -> Said:
-    """One late gradient holds a bucket, and what is full behind it."""
+    """One late gradient holds up its bucket, and full ones after it."""
     waits = [
         (one.full - one.before_last, one)
         for one in report.buckets

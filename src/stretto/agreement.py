@@ -24,7 +24,7 @@ SAME_MODEL = "hold the same model"
 _MOST = 12
 """Lines of a difference that are shown."""
 _NOT_ASKED_FOR = frozenset({"option plan", "option attached already", "option sparse parameters"})
-"""What ranks state beside their tensors that is no argument of theirs."""
+"""What ranks state in addition to tensors and arguments."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def agree(
 
 
 def difference(tables: list[tuple[tuple[str, str], ...]], occasion: str, advice: str, wanted: str) -> str:
-    """The difference between ranks' facts: what is missing where, what differs how, the same text on every rank."""
+    """The difference between ranks' facts (what is missing, what differs), as the same text on every rank."""
     by_rank = [dict(table) for table in tables]
     names = dict.fromkeys(name for table in tables for name, _ in table if name != "option plan")
     differing = {name: line for name in names if (line := _holders(name, by_rank))}
@@ -123,7 +123,7 @@ def _orders(by_rank: list[dict[str, str]]) -> list[str]:
 
 
 def _holders(name: str, by_rank: list[dict[str, str]]) -> str:
-    """Which ranks state what of one fact; empty if all state the same."""
+    """Which ranks state what about one fact; empty if all state the same."""
     holders = ranks_by((rank, facts.get(name, "missing")) for rank, facts in enumerate(by_rank))
     if len(holders) == 1:
         return ""

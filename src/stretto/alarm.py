@@ -55,6 +55,6 @@ class Alarm:
         if (blame := self._blame()) is None:
             return None
         error, sure = blame(far=True)
-        if not sure:  # who has left in peace may have done all that there was to do
+        if not sure:  # a rank that left properly may have finished its work
             error, _ = blame(far=True, by_itself=True)
         return error

@@ -176,7 +176,7 @@ def breakdown_of(records: Sequence[PassRecord]) -> Breakdown:
 
 
 def _middle(records: Sequence[PassRecord]) -> list[PassRecord]:
-    """The half of the passes whose steps took neither longest nor shortest."""
+    """The middle half of the passes, by the time of their steps."""
     ordered = sorted(records, key=lambda one: one.step)
     return ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
 
@@ -277,7 +277,7 @@ class RankView:
     ends: Mapping[int, tuple[int, int]]
     """By pass: when its backward had ended and when it had settled, by rank 0's clock."""
     middle: frozenset[int]
-    """The passes of which the breakdown is the mean."""
+    """The passes that the breakdown averages."""
     uncertainty: int | None
     """Nanoseconds by which these times may be wrong; None if they are not by rank 0's clock."""
 
@@ -297,7 +297,7 @@ def _seen_lately(rank: int, records: Sequence[PassRecord], clock: Clock | None) 
 
 
 def side_by_side(everyone: Sequence[RankView]) -> tuple[RankReport, ...]:
-    """Who was how late, over the passes that all these ranks have recorded."""
+    """How late each rank was, over the passes that all these ranks have recorded."""
     common = set.intersection(*(set(one.ends) for one in everyone)) if everyone else set()
     if not common or any(one.uncertainty is None for one in everyone):
         return tuple(RankReport(one.rank, one.breakdown, None, None) for one in everyone)

@@ -26,8 +26,8 @@ class Arrivals:
 
     Args:
         parameters: to hook; not held.
-        owner: who put the hooks there, for ``owner_of``.
-        first: called with a parameter whose gradient arrives while the gate is closed, in place of the append.
+        owner: the object that put the hooks there, for ``owner_of``.
+        first: called, instead of the append, with a parameter whose gradient arrives while the gate is closed.
         look: called, after the append, for the parameters that were named to ``look_at``.
     """
 
@@ -91,12 +91,12 @@ class Arrivals:
                 self._looking[index] = hook_gradient(parameter, self._look, last=True)
 
     def is_last(self, parameter: torch.Tensor) -> bool:
-        """Whether ``look`` is called behind all hooks of the program, which are to see the gradient as it arrived."""
+        """Whether ``look`` is called after all hooks of the program, which must see the gradient as it arrived."""
         hooks: Any = parameter._post_accumulate_grad_hooks
         return next(reversed(hooks.values())) is self._look
 
     def put_last(self, index: int, parameter: torch.Tensor) -> None:
-        """Call ``look`` behind them from the next arrival on. Only a table that torch has made needs it."""
+        """Call ``look`` after them from the next arrival on. Only needed with a hook table that torch has made."""
         if (handle := self._looking.get(index)) is not None:
             handle.remove()
             self._looking[index] = hook_gradient(parameter, self._look, last=True)
@@ -139,7 +139,7 @@ class Hooked(dict[int, tuple[weakref.ref[torch.Tensor], Any]]):
 
 
 def owner_of(parameter: torch.Tensor) -> object | None:
-    """Who counts this parameter's arrivals, if anybody."""
+    """The object that counts this parameter's arrivals, if any."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     for hook in (hooks or {}).values():
         if isinstance(hook, functools.partial) and "owner" in vars(hook):
@@ -171,7 +171,7 @@ def hook_for(parameter: torch.nn.Parameter, owner: object, call: Callable[[torch
 class Hooks(dict[int, Any]):
     """Of one tensor. torch would make an ``OrderedDict``, to list whose values costs 0.1 us more at every gradient.
 
-    One hook stays the last, whatever is registered behind it.
+    One hook stays the last, whatever is registered after it.
     """
 
     __slots__ = ("__weakref__", "last")  # handles hold it weakly
@@ -186,7 +186,7 @@ class Hooks(dict[int, Any]):
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], *, last: bool = False) -> Any:
-    """Call ``hook`` whenever the parameter's gradient is final for a graph task; ``last``, behind all other hooks.
+    """Call ``hook`` whenever the parameter's gradient is final for a graph task; ``last``: after all other hooks.
 
     A table of hooks that torch has made keeps none the last.
     """

@@ -183,7 +183,7 @@ def _choose(module: torch.nn.Module, base: Transport, asked: TransportName, peer
     return chosen
 
 
-@torch.inference_mode(False)  # what is made here is written in every backward
+@torch.inference_mode(False)  # tensors made here are written to in every backward
 def _attach_alone(
     module: torch.nn.Module,
     base: Transport | None,
@@ -257,7 +257,7 @@ def _refuse_kinds(module: object, init_sync: object, unknown: Collection[str]) -
 def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
     """Raise what keeps this module from being attached on this rank, if anything. ``sends``: rank 0's values to all."""
     scripted = [name or "the module" for name, one in module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
-    if scripted:  # its tables are views that torch makes anew at each look: changes of a module could not be followed
+    if scripted:  # its tables are views that torch makes at each access: changes could not be followed
         raise SetupError(
             f"attach: {name_list(scripted)} went through torch.jit.script or torch.jit.trace.\n"
             "Attach the module that you made; to speed it up, torch.compile(module)."

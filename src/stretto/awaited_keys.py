@@ -25,7 +25,7 @@ class AwaitedKeys:
 
     Args:
         line: to a store that all ranks see.
-        keys: what is waited for.
+        keys: the keys that are waited for.
         meanwhile: called again and again while one waits.
         reads: it is complete when it has been read as well: a store may fall silent between the two.
     """

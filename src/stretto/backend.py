@@ -78,7 +78,7 @@ class Done(Work):
         return True
 
     def is_success(self) -> bool:
-        """It is: what fails raises at once."""
+        """Always true: a failure raises at once."""
         return True
 
     def result(self) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         self._transport: SharedMemoryTransport | None = None  # stays for late ranks when it goes, or the program ends
         self._asked = size == 1
         self.begun = 0
-        """Collectives in memory, for those who ask whether there were some."""
+        """Collectives in memory, counted for callers that ask whether there were any."""
         self._collectives: Collectives | WorldOfOne | None = WorldOfOne() if size == 1 else None
 
     def getBackendName(self) -> str:
@@ -173,7 +173,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
         return Done([*output_tensors[0]])
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Work:
-        """``dist.all_gather_single``, formerly ``all_gather_into_tensor``: one behind the other."""
+        """``dist.all_gather_single``, formerly ``all_gather_into_tensor``: results one after the other."""
         options = opts or AllgatherOptions()
         fits = output.dtype == input.dtype and output.numel() == self.size() * input.numel()
         if not fits or (shared := self._shared([output, input])) is None:

@@ -43,19 +43,20 @@ class Beside:
         self.sparse.hook(owner, came)
 
     def prepare(self) -> list[GivenRows] | None:
-        """What this rank has to give. What can fail on one rank alone fails here."""
+        """What this rank contributes. Whatever can fail on one rank only fails here."""
         return self.sparse.prepare(self._queue.weight_now) if self.sparse.any else None
 
     def send(self, rows: list[GivenRows] | None) -> CoalescedMessages:
-        """Put all of it under way; returns the buffers' messages. Collective; ``None`` if there is nothing to give."""
+        """Send all of it, and return the buffers' messages. Collective; ``None`` if there is nothing to give."""
         if self.sparse.any:
             self.sparse.exchange(rows, self._queue.wait_for)
         return self._send_buffers()
 
     def send_given_up(self) -> CoalescedMessages:
-        """The same for a rank that gives up the pass; waits for nobody.
+        """The same for a rank that gives up the pass; does not wait.
 
-        Its own buffers stay: what comes is looked for in the next pass, when another forward has written them.
+        Its own buffers stay unchanged: the received values are dealt with in the next pass, after another forward has
+        written them.
         """
         if self.sparse.any:
             self.sparse.forget()
@@ -73,12 +74,12 @@ class Beside:
     def finish(self, buffers: CoalescedMessages, words: ControlWords, *, release: bool) -> None:
         """Wait for it.
 
-        Buffers stay what they are where the pass has met that of another handle, and where it is known that it was
-        given up: the rank that did so keeps its own, which would count twice in the next mean. So they do where the
-        module has changed, since stand-ins may be among them; rejoin.py sends what there is now.
+        Buffers stay unchanged if the pass met that of another handle, or if it is known that a rank gave up: that rank
+        keeps its own, which would count twice in the next mean. They also stay if the module has changed, since
+        stand-ins may be among them; rejoin.py sends the present ones.
 
         Args:
-            buffers: what is under way of them.
+            buffers: their messages under way.
             words: what ranks said.
             release: put sparse gradients into ``.grad``.
         """
@@ -91,11 +92,11 @@ class Beside:
             buffers.finish(self._queue.wait_for, "the buffers", keep=keep)
 
     def says(self) -> list[Control]:
-        """What this rank has to say of its buffers."""
+        """What this rank reports about its buffers."""
         return [Control.BUFFERS] if self.places.have_moved() else []
 
     def hear(self, *, some_have_moved: bool) -> None:
-        """Buffers of some rank are not what all had, or of none. Collective."""
+        """Send all buffers if those of some rank are no longer what all had. Collective."""
         if self.places.hear(self._queue.pass_number, some_have_moved=some_have_moved):
             self._send_buffers().finish(self._queue.wait_for, "the buffers")
 

@@ -53,7 +53,7 @@ def who_is_to_blame(
         passes: the number of this rank's pass; 0 before the first.
         left: notes of ranks that say in them that they have left.
         dead: rank and pid of those that do not run any more.
-        starved: tells whether the kernel has killed somebody here for want of memory.
+        starved: tells whether the kernel has killed a process here for lack of memory.
         by_itself: what is awaited goes on when a rank has left in peace.
     """
     silent = [(rank, pid) for rank, pid in dead if rank not in {note.rank for note in left}]
@@ -150,7 +150,7 @@ def told_of(error: CommunicationError, what: str) -> CommunicationError:
 
 
 def unlike_calls(where: str, error: CommunicationError, places: str) -> CommunicationError:
-    """An error for ranks that met with different calls, of which the transport's tells; ``places`` as below."""
+    """An error for ranks that met with different calls, as the transport's error says; ``places`` as below."""
     all_are = f"{places}.\n" if places else ""
     return CommunicationError(f"{where}: {error}.\n{all_are}{SAME_CALLS}")
 
@@ -217,7 +217,7 @@ def refuse_other_calls(where: str, said: Sequence[str]) -> None:
 
     Args:
         where: how the message begins.
-        said: by rank, the place in this library and, behind a blank, what was called where.
+        said: by rank, the place in this library and, after a space, what was called where.
 
     Raises:
         CommunicationError: on all ranks; nothing was sent.
@@ -234,7 +234,7 @@ def too_late(rank: int, when: str, limit: float) -> str:
 
 
 def refuse_misplaced(where: str, rank: int, parent: int) -> NoReturn:
-    """Raise in a child of the process that attached; else in a handler of signals amid a wait of its thread.
+    """Raise in a child of the process that attached, or in a signal handler during a wait of its thread.
 
     Args:
         where: how the message begins.
@@ -286,7 +286,7 @@ def refuse_leftovers(where: str, rank: int, handle: str, leftovers: Iterable[Lef
                 f"is sent now could meet it.\n  {one.told}\nUse a new group, made on all ranks, and detach() first "
                 f"what is attached: process_group=torch.distributed.new_group({one.group})"
             )
-        if handle:  # who attaches comes together with the others before anything is sent
+        if handle:  # an attaching rank meets the others before anything is sent
             raise CommunicationError(
                 f"{where}: this rank has lost its place in what another handle does over this process group, where "
                 f"others may wait for it.\n  {one.told}\nCall detach() on both, and attach again, on all ranks."

@@ -71,7 +71,7 @@ class Bucket:
         self._mean = transport.all_reduce_mean if scaling.is_plain_mean else None
         self._share = transport.reduce_shares
         self.withheld: Sequence[Withheld] = ()
-        """What becomes ``.grad`` where this rank needs no more than its share of the mean, by place."""
+        """The placeholders for ``.grad`` if this rank needs only its share of the mean, by place."""
         self.loose: set[int] = set()
         """Places of parameters that do not fit their slot (another dtype, another shape): sent as nothing, and
         ``.grad`` left alone. See rejoin.py."""
@@ -114,7 +114,7 @@ class Bucket:
             self.memory.move()
 
     def leave(self) -> None:
-        """Write over no gradient at all, not even what is ``.grad``."""
+        """Overwrite no gradient at all, not even what is in ``.grad``."""
         if self.memory.in_use():
             self.memory.move()
 
@@ -254,7 +254,7 @@ class Bucket:
                 parameter.grad = before
 
     def withhold(self) -> None:
-        """What is in ``.grad`` is not the mean, but for this rank's share: nobody shall take it for that."""
+        """``.grad`` holds the mean only in this rank's share, and must not be taken for the whole mean."""
         if not self.withheld:
             return
         parameters = self.parameters

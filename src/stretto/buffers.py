@@ -38,7 +38,7 @@ class BufferPlaces:
         self._options = options
         self._seen: list[int] | None = None
         self.known: list[torch.Tensor] | None = None
-        """What all ranks had when it was looked at last; None while nobody asks whether they change."""
+        """What all ranks had at the last check; None while changes are not tracked."""
         self.at_rest = False
         """Whether none are sent, since none change: see [Note: at rest]."""
         self.follow(module)
@@ -60,7 +60,7 @@ class BufferPlaces:
         self._to_send: list[torch.Tensor] = []
         self.wake()
         self.changed = False
-        """Whether what is here is not what was agreed."""
+        """Whether this rank's buffers differ from what was agreed."""
 
     def moved(self, module: torch.nn.Module) -> bool:
         """Whether the module keeps its buffers in other places than before, and that matters to anybody."""
@@ -127,7 +127,7 @@ class BufferPlaces:
     # See [Note: at rest]
 
     def have_moved(self) -> bool:
-        """Whether this rank's are not what all had; False while nobody asks."""
+        """Whether this rank's differ from what all had; False while changes are not tracked."""
         if self.known is None:
             return False
         self.look()
@@ -156,13 +156,13 @@ class BufferPlaces:
 
 
 def _has_mean(buffer: torch.Tensor) -> bool:
-    """Those of one byte are floating, and torch adds none of them."""
+    """One-byte dtypes are floating too, but torch cannot add them."""
     return buffer.is_floating_point() and buffer.itemsize > 1
 
 
 _FIRST_LOOK = 4
 _MOST_BYTES = 256 * MIB
-"""Of buffers that may rest: a copy is kept of them."""
+"""At most so many bytes of buffers may rest, since a copy of them is kept."""
 
 
 def _can_rest(buffers: Sequence[torch.Tensor]) -> bool:

@@ -42,7 +42,7 @@ class Changes:
     def misfits(self) -> dict[str, torch.nn.Parameter]:
         """What the buckets carry no more, by its name in the plan: what fits its slot no more, and came or stayed away.
 
-        Where strides alone have changed, and gradients came as scheduled, nobody looked: the slot has brought the mean.
+        If only strides have changed, and gradients came as scheduled, this was not noticed: the slot has the mean.
         """
         queue, found = self._queue, {}
         for bucket in queue.buckets:
@@ -54,7 +54,7 @@ class Changes:
         return found
 
     def loses(self) -> bool:
-        """Whether gradients of this rank may stay out of what is sent; freezing is harmless to that."""
+        """Whether gradients of this rank may be missing from what is sent; freezing alone does not cause that."""
         return bool(self._queue.loose or self._rows.misfits() or self.outside())
 
     def refuse_orphans(self) -> None:

@@ -37,7 +37,7 @@ from .whereabouts import myself, standing
 
 
 class Channel(People):
-    """See :func:`channel_of`; arguments as of :class:`People`."""
+    """See :func:`channel_of`; arguments as for :class:`People`."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         super().__init__(store, rank, world_size)
@@ -49,7 +49,7 @@ class Channel(People):
         """Those of them that were not there yet."""
         self._seats: list[Seat] = []
         self.begun = 0
-        """Models for which all ranks have agreed on a name, in one order on all of them."""
+        """How many models have a name that all ranks agreed on, in the same order everywhere."""
         self.attempts = 0
         """To attach, also those that came to nothing before another rank heard of it."""
         self._leftovers: set[Leftover] = set()
@@ -94,7 +94,7 @@ class Channel(People):
         return seat.attempt
 
     def catch_up(self, begun: int, attempts: int) -> None:
-        """Another rank counts so many: one without a handle for a while may count anew, and one may fail alone."""
+        """Another rank has this count: one without a handle for a while may restart, and one may fail alone."""
         self.begun = max(self.begun, begun)
         if attempts > self.attempts:
             self.attempts = attempts
@@ -183,7 +183,7 @@ class Channel(People):
             if one.used.intersection(note.leftover[1:]):  # else it is another group
                 one.is_of(note.rank, note.leftover[0], str(note))
         if self.rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():
-            host = self.person(0, store)  # it may be another process by now
+            host = self.person(0, store)  # the rank may be another process by now
             if host is not None and host.name == note.process:
                 self._goes_at = time.monotonic() + LINGER_SECONDS - POLL_SECONDS  # they may be so old already
 
@@ -255,7 +255,7 @@ class Channel(People):
         return keys
 
     def heard(self, keys: dict[int, str]) -> dict[int, Answer]:
-        """What those who have answered so far say."""
+        """The answers so far."""
         told = {}
         for rank, key in keys.items():
             person = self.person(rank, fresh=self.in_one_process)
@@ -276,7 +276,7 @@ class Channel(People):
         return {}
 
     def watch(self, store: Store, is_over: Callable[[], bool]) -> None:
-        """On the thread, until the store goes. Whoever is dead then must be known before, so all are read early."""
+        """On the thread, until the store goes. Dead ranks must be known before that, so all are read early."""
         answered: int | None = None
         while True:
             try:
@@ -324,7 +324,7 @@ class Channel(People):
     def _where(self, handle: str) -> Answer:
         place, now = standing(sys._current_frames().get(self.me.thread)), None
         while now != (now := (self._progress(handle), self.beside(), self.ended())):
-            pass  # or it would mix what was before a pass and behind it
+            pass  # or it would mix states before and after a pass
         begun = f"has begun {counted(now[0][0], 'passes')} and " if now[0] else ""
         return Answer(f"{begun}is {place}", *now)
 

@@ -17,13 +17,13 @@ from .transport.base import as_reals, in_one_row
 _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""
 _MOST = 6
-"""Of so many tensors a message tells."""
+"""A message names at most so many tensors."""
 _CAMPS = 3
 """And for each of so many ranks, or groups of them, that hold other values than the first."""
 _LOOKED_AT = 1 << 16
 """Elements that are sent to tell how far two tensors are apart."""
 _FACTOR = 6364136223846793005
-"""Odd, so that no bit is lost; each piece counts this many times what the one behind it does."""
+"""Odd, so that no bit is lost; each piece counts this many times as much as the next one."""
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int]:

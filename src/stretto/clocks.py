@@ -35,7 +35,7 @@ LAST_PATIENCE = 4.0
 DRIFT = 20e-6
 """Seconds a second by which quartz clocks of two hosts may drift apart; half of it is common."""
 NOBODY = b"nobody"
-"""In place of a question or an answer: whoever wrote it has gone."""
+"""Stands for a question or an answer: the rank that wrote it has gone."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Clock:
 
 
 class ClockTalk:
-    """Rank 0 and those who ask it for the time.
+    """Rank 0 and the ranks that ask it for the time.
 
     Args:
         line: to the store, through which hosts can ask. None: clocks of other hosts are unknown.
@@ -111,7 +111,7 @@ class ClockTalk:
         return [Clock(0, 0) if one == clocks[0] else found[clocks.index(one)] for one in clocks]
 
     def again(self) -> Clock | None:
-        """A second comparison, for those who asked in the first one; None for all others, and where it fails.
+        """A second comparison, for ranks that asked in the first one; None for all others, and if it fails.
 
         Not collective: each rank calls it or not. It lasts ``LAST_PATIENCE`` at most, and raises nothing.
         """
@@ -152,7 +152,7 @@ class ClockTalk:
         self._line.put(key, value)
 
     def _take(self, key: str, until: float, otherwise: str) -> bytes:
-        """Wait for a key, and delete it. Should it not come, leave ``NOBODY`` under another."""
+        """Wait for a key, and delete it. If it does not come, leave ``NOBODY`` under another."""
         assert self._line is not None, "nobody asks without"
         awaited = AwaitedKeys(self._line, key)
         try:

@@ -72,7 +72,7 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> torch.Tensor:
-        """The flat gradients of this rank, undivided, without anything of stretto's behind them."""
+        """The flat gradients of this rank, undivided, without stretto's numbers at the end."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class CommHook:
 
         Args:
             bucket: a full one.
-            wait_for: waits, with errors that say who did not come.
+            wait_for: waits; its errors say which rank did not come.
         """
         if self.failure:
             where = self._where()
@@ -192,7 +192,7 @@ class CommHook:
 class Footers:
     """The footers of all buckets in one message of their own, since a hook moves the payload alone. Collective.
 
-    Sent behind the last bucket: see [Note: one at a time].
+    Sent after the last bucket: see [Note: one at a time].
     """
 
     def __init__(self, buckets: Sequence[Bucket], transport: Transport) -> None:

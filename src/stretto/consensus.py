@@ -46,7 +46,7 @@ class Consensus:
         tracker: knows what has arrived in which order.
         rejoin: follows changes of the module.
         forward: knows how forward went.
-        beside: what travels behind the last bucket.
+        beside: what travels after the last bucket.
         members: the parameters, which are compared now and then.
     """
 
@@ -68,7 +68,7 @@ class Consensus:
         self.spot_checks = SpotChecks(members, queue.peers, speaks=queue.transport.rank == 0)
         """Whether all ranks still have the same parameters."""
         self.unattached = Unattached(members, queue.peers, speaks=queue.transport.rank == 0)
-        """Whether they have the same of what is stepped beside these."""
+        """Whether ranks hold equal values of parameters that are stepped but not reduced here."""
         self._same_batches = SameBatches(queue, wanted=members.options.check_every != 0)
         self._replan_policy = ReplanPolicy()
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
@@ -171,8 +171,8 @@ class Consensus:
             at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
         """
-        error, self._failure_of_peer = self._failure_of_peer, None  # first: it is of no pass behind this one
-        at_once |= self.uneven is not None  # who has run out goes on to the step, unless the pass has failed
+        error, self._failure_of_peer = self._failure_of_peer, None  # first: it belongs to no later pass
+        at_once |= self.uneven is not None  # a rank without batches goes on to the step, unless the pass has failed
         if at_once or words.arrival is None or self._queue.pass_number == 1:
             self.act_on(words, idle=idle)
         else:
@@ -183,7 +183,7 @@ class Consensus:
             self.spot_checks.ended(self._queue.pass_number)
 
     def catch_up(self) -> None:
-        """Before a pass: act on words of the last one that were not there yet."""
+        """Before a pass: act on words of the last one that arrived late."""
         if self._late_words is not None:
             words, self._late_words = self._late_words, None
             try:
@@ -267,7 +267,7 @@ class Consensus:
         return self._passing(f"backward failed on {on}, so the mean of this pass lacks gradients.\n{told}")
 
     def _passing(self, what: str, more: str = "") -> PeerError:
-        """An error behind which all ranks can go on."""
+        """An error after which all ranks can go on."""
         self._queue.peers.seat.void = self._queue.pass_number
         error = PeerError(
             f"{self._queue.where}: {what}Do not step with these gradients: zero_grad() and go on, on all ranks.{more}"
@@ -276,7 +276,7 @@ class Consensus:
         return error
 
     def _refuse_early_failure(self, said: Sequence[float], *, idle: bool) -> None:
-        """Raise the same on all ranks, those that failed included: none of them shall step. Collective."""
+        """Raise the same on all ranks, including those that failed: none must step. Collective."""
         more: list[int] = []
         if not self._on_some(said, Control.FAILED_EARLY):
             often = dict(enumerate(self._queue.peers.gather(None if idle else self._forward.failures)))
@@ -291,7 +291,7 @@ class Consensus:
         raise self._passing(mixes, "" if phase == "backward" else AGAIN)
 
     def _told_of(self, ranks: int, *phases: str, early: bool = False) -> tuple[str, str, str]:
-        """Where something failed, on so many ranks, what they told of it, and in which part of a step."""
+        """What ranks told of a failure, given on how many ranks it happened, and in which part of a step."""
         notes = self._queue.peers.failures(ranks, phases, early=early)
         on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"
         told = "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"

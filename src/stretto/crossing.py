@@ -45,12 +45,12 @@ def waits_for_others(queue: LaunchQueue) -> bool:
 
 
 def group_of(transport: Transport) -> object | None:
-    """The process group beneath a transport; None if there is none, or if it was destroyed."""
+    """The process group under a transport; None if there is none, or if it was destroyed."""
     return None if is_destroyed(transport) else transport.process_group
 
 
 def is_destroyed(transport: Transport) -> bool:
-    """Whether there was a process group beneath it, which is no more. Somebody may hold the object all the same."""
+    """Whether there was a process group under it that has been destroyed. The object may still be referenced."""
     try:
         group = transport.process_group
     except CommunicationError:

@@ -166,7 +166,7 @@ class DistributedDataParallel(TorchSurface):
         return None if config is None else config.reduce_dtype or config.param_dtype
 
     def _set_buffers(self, former: bool | None, flag: bool | None, policy: Buffers | None) -> set[str]:
-        """By torch's flags, the former one too; returns the names of what is neither sent nor compared."""
+        """By torch's flags, old and new; returns the names of what is neither sent nor compared."""
         asked = former is None or bool(former)  # 0 and NumPy's False are off as well
         self.forward_sync_buffers = asked if flag is None else flag
         self._buffers_policy = policy or ("rank0" if self.forward_sync_buffers else "none")

@@ -51,7 +51,7 @@ class TorchSurface(TorchDDP):
     parameters_to_ignore: set[str]
     _substitutes: Substitutes | None
     _weighs_for_join: bool = False
-    """Whether the handle has been attached anew, for the mean over ranks that have batches."""
+    """Whether the handle has been attached again, for the mean over ranks that have batches."""
 
     def _attach(self, *, init_sync: bool, **other: Any) -> None:
         """(Again) put hooks on the module's parameters. A comm hook moves along."""
@@ -162,7 +162,7 @@ class TorchSurface(TorchDDP):
         """Done by ``register_comm_hook``."""
 
     def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """As torch's, which steps what is in a bucket: not parameters with sparse gradients, which are in none."""
+        """As torch's, which steps parameters in buckets; those with sparse gradients are in none."""
         rows = self._synchronizer.sparse_parameters
         asked = {id(parameter) for parameter in (rows.values() if optim_params is None else optim_params)}
         if missed := [name for name, parameter in rows.items() if id(parameter) in asked]:
@@ -217,7 +217,7 @@ class TorchSurface(TorchDDP):
         """Always true when backward has returned."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on with other ranks. The plan starts anew; nothing is sent. A rank outside the group trains alone."""
+        """Go on with other ranks. The plan starts again; nothing is sent. A rank outside the group trains alone."""
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             self._synchronizer.detach()
             return
@@ -237,7 +237,7 @@ class TorchSurface(TorchDDP):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """As torch's. Where it is off, nothing is attached anew."""
+        """As torch's. If it is off, nothing is attached again."""
         return super().join(divide_by_initial_world_size or not enable, enable, throw_on_early_termination)  # type: ignore[no-any-return]
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -261,7 +261,7 @@ class TorchSurface(TorchDDP):
         return ShadowHook(self, self._back_to_options)
 
     def _back_to_options(self) -> None:
-        """Where ``join_hook`` has attached with others, attach anew with the program's. Collective."""
+        """If ``join_hook`` has attached with other options, attach again with the program's. Collective."""
         if self._weighs_for_join:
             self._weighs_for_join = False
             self._attach(init_sync=False, **self._sizes())

@@ -109,7 +109,7 @@ class ReducerFace:
         """Nothing to do."""
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Unused parameters are found in backward; but whoever calls this wants it to reduce."""
+        """Unused parameters are found in backward anyway; but a call of this asks that backward reduces."""
         if (ddp := self._ddp()) is not None:
             ddp._armed.arm()
 

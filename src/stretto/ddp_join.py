@@ -68,14 +68,14 @@ def _announce(reference: weakref.ref[Any]) -> bool:
         _tell(ddp)
         return True
     try:
-        announce_in_forward(ddp)  # of another method than the wrapper's nothing has been told
+        announce_in_forward(ddp)  # for methods other than the wrapper's, nothing has been told
     except RuntimeError as error:  # it is to throw: nothing of the pass has been sent
         raise error if isinstance(error, StrettoError) else CommunicationError(str(error)) from None
     return True
 
 
 def _tell(ddp: Any) -> None:
-    if not ddp._join_config.throw_on_early_termination:  # there nobody is ever without batches
+    if not ddp._join_config.throw_on_early_termination:  # there no rank is ever without batches
         refuse_half_joined(ddp.synchronizer.sharded, f"rank {ddp.synchronizer.rank}")
     # Nobody waits for it, and Gloo's thread is not to be the last that holds it: transport/letting_go.py. The last few,
     # since the thread may not be through with one when the next is sent.
@@ -120,7 +120,7 @@ class ShadowHook(JoinHook):
             _end(self.ddp)
             raise
         finally:
-            self._uneven.has_batches = True  # that of an optimizer may leave Join behind this
+            self._uneven.has_batches = True  # an optimizer's hook may leave Join after this
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""

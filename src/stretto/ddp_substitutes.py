@@ -49,7 +49,7 @@ class _Place:
     """Of the parameter, when the substitute was made."""
 
     def has_lost(self) -> bool:
-        """Whether forward has changed the copy, which nobody sees again, or what was copied."""
+        """Whether forward has changed the copy, which is then dropped, or what was copied."""
         if type(self.instead) is not torch.Tensor or self.instead.is_inference():
             return False  # a DTensor lies where the parameter lies
         written = self.instead._version or self.parameter._version != self.version
@@ -99,7 +99,7 @@ class _InPlace:
         found: Any = _find_tensors(outputs) if self._places else ()  # type: ignore[no-untyped-call]
         for one in found:
             if one.grad_fn is not None:
-                held = [self]  # until this output's part of the graph is freed: who keeps a loss keeps no copies
+                held = [self]  # until this output's part of the graph is freed: keeping a loss keeps no copies
                 one.register_hook(functools.partial(_until_the_end, held))
                 one.grad_fn.register_hook(functools.partial(_let_go, held))
 
@@ -304,7 +304,7 @@ class Called:
             module.__dict__["_compiled_call_impl"] = self
 
     def __reduce__(self) -> Any:
-        """A copy of the module is nobody's."""
+        """A copy of the module belongs to no handle."""
         return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

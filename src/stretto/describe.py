@@ -60,7 +60,7 @@ def describe(
     """Several lines, the plan at the end.
 
     Args:
-        reducer: None where there is one rank, and where there is none any more.
+        reducer: None with one rank, or after the end.
         options: what ``attach`` was asked for.
         places: the module's buffers.
         optimizers: a line for each that is sharded; empty for those that are no more.

@@ -50,7 +50,7 @@ class UnsupportedError(SetupError, TypeError):
 
 
 class WithheldError(StrettoError, RuntimeError):
-    """The program read a gradient of which this rank has only its share (``keep_grads=False``).
+    """The program read a gradient, but this rank has only its share of it (``keep_grads=False``).
 
     It is not a ``TypeError``, because operators swallow those.
     """

@@ -60,7 +60,7 @@ class Observer(Protocol):
         """It was handed over."""
 
     def work_under_way(self, pass_number: int, bucket: int, work: Any) -> None:
-        """What it was exchanged for: a :class:`~stretto.transport.Work`, for those who want to know when it ends."""
+        """What the transport returned: a :class:`~stretto.transport.Work`, for observers of when it ends."""
 
     def backward_ended(self, pass_number: int) -> None:
         """The outermost backward has run; what has not left leaves now, and then this rank waits."""
@@ -85,7 +85,7 @@ Subscription = tuple[object, Callable[..., None]]
 
 
 class Events:
-    """For each event, the methods to call; empty lists when nobody watches."""
+    """For each event, the methods to call; empty lists without observers."""
 
     forward_started: list[Subscription]
     forward_ended: list[Subscription]
@@ -111,7 +111,7 @@ class Events:
         """Call the observer's methods from the next event on.
 
         Raises:
-            SetupError: it has none of them.
+            SetupError: the observer has none of these methods.
         """
         methods = {event: getattr(observer, event, None) for event in EVENTS}
         if not any(map(callable, methods.values())):

@@ -83,7 +83,7 @@ class Failing:
         drop_gradients(self._queue.buckets)
 
     def before(self, phase: str, error: BaseException | None, trace: TracebackType | None = None) -> None:
-        """A pass: something failed for which others may be amid theirs."""
+        """A pass: something failed while others may be in the middle of theirs."""
         self.early += 1
         self._queue.peers.tell_failed(phase, error, trace, before=True)
 
@@ -119,7 +119,7 @@ class Failing:
                 tell(None)
 
     def _early(self) -> None:
-        """As after a failed forward the others may be amid a pass for which this rank will not come."""
+        """As after a failed forward, the others may be in a pass to which this rank will not come."""
 
         def tell(error: BaseException | None, trace: TracebackType | None) -> None:
             if error is not None and not isinstance(error, StrettoError):  # else the end was well, or it is known
@@ -143,7 +143,7 @@ class Failing:
             give_up()
         except BaseException as error:
             self._queue.peers.left = text_of(error)
-            if not isinstance(error, CommunicationError):  # else another rank is to blame, and it is told already
+            if not isinstance(error, CommunicationError):  # else another rank is to blame, and has told so already
                 log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
             return False
         return True
@@ -169,7 +169,7 @@ def refuse_to_send(peers: Peers, phase: str) -> None:
 
 
 def wait_in_call(peers: Peers, work: Work, what: str) -> None:
-    """Wait for ``what``, a noun, in a call that all ranks make. Who is stopped there has lost its place among them."""
+    """Wait for ``what``, a noun, in a call that all ranks make. A rank interrupted there has lost its place."""
     try:
         peers.wait_for(work, what)
     except BaseException as error:

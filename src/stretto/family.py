@@ -112,7 +112,7 @@ class Family:
         return [alive for reference in self._members if (alive := reference()) is not None]
 
     def part(self) -> None:
-        """See who may launch while backward runs; again when a comm hook has come, or a member has left."""
+        """Find out who may launch while backward runs; again after a new comm hook, or when a member has left."""
         members = self.members()
         for place, member in enumerate(members):
             before = [one.queue for one in members[:place]]
@@ -165,7 +165,7 @@ class Family:
         all_of(sorted(due, key=_number), _begin)
 
     def _set_out(self, backward: tuple[int, int], company: Sequence[Family]) -> None:
-        """Be amid a pass, in that backward; see which members are to send nothing before its end."""
+        """Begin a pass, in that backward, and see which members must send nothing before its end."""
         self._backward = backward
         amid().add(self)
         others = [one.queue for family in company if family is not self for one in family.members()]
@@ -177,7 +177,7 @@ class Family:
         return [member for member in self._present() if member.synchronize and not member.running]
 
     def settle(self) -> None:
-        """The outermost backward has ended. Collective. If one fails here, the ones behind it give up."""
+        """The outermost backward has ended. Collective. If one fails here, the later ones give up."""
         running = self._reached()
         for place, member in enumerate(running):
             try:
@@ -204,7 +204,7 @@ class Family:
         announce_all(members)
         try:
             if len(self._company()) == 1:  # what strangers have sent by then an idle rank cannot know
-                all_of(members, _begin_idle)  # as in a pass: all have told who comes before the first sends
+                all_of(members, _begin_idle)  # as in a pass: all have told what will come before the first sends
         except BaseException:
             all_of([one for one in members if not one.failing.is_lost], _shadow)
             raise
@@ -257,7 +257,7 @@ class Family:
         return [member for family in reached for member in family.members() if member.running]
 
     def _reached(self) -> list[Member]:
-        """All that this backward has reached, on any process group: see [Note: other groups]. They are amid no more."""
+        """All that this backward has reached, on any process group: see [Note: other groups]. Their pass is over."""
         if amid() == {self} and len(members := self._members) == 1:  # read once, as above
             amid().discard(self)
             member = members[0]()
@@ -317,12 +317,12 @@ class Family:
 
 @functools.cache
 def amid() -> set[Family]:
-    """Families of this process that are amid a pass, in whatever thread: one backward may have reached several."""
+    """Families of this process with a pass under way, in any thread: one backward may have reached several."""
     return set()
 
 
 def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
-    """Call it for each, also behind one that fails, as other ranks do, but not where this one has lost its place."""
+    """Call it for each, even after one that fails, as other ranks do, but not if this rank has lost its place."""
     for place, member in enumerate(members):
         try:
             call(member)

@@ -42,7 +42,7 @@ class Footer:
         self._complete[len(self.had) :] = 0
         self._weight_words = len(self.weight)  # len() of a tensor runs Python
         self._quiet = [0.0] * len(self._words)
-        """What is read where nobody has said anything."""
+        """What is read if no rank has said anything."""
 
     def bear(self, key: int, world_size: int) -> None:
         """Tell in each pass whose it is, by the handle's key. For the last bucket."""
@@ -55,8 +55,8 @@ class Footer:
 
         Args:
             missing: places of parameters for which this rank has nothing.
-            weight: of this rank in this pass; told behind the last bucket if ranks have weights.
-            says: told behind the last bucket.
+            weight: of this rank in this pass; sent after the last bucket if ranks have weights.
+            says: sent after the last bucket.
         """
         self.flat.copy_(self._complete)
         for place in missing:

@@ -56,7 +56,7 @@ _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 class Passes(Protocol):
-    """What is asked of the reducer."""
+    """What this file needs from the reducer."""
 
     running: bool
     """A pass is under way; what runs forward now is a checkpoint."""
@@ -72,7 +72,7 @@ class ForwardWatch:
     Args:
         module: the attached one; held weakly. None if it was freed already.
         passes: knows what a forward that begins now is for; held weakly.
-        queue: knows the pass, and who watches.
+        queue: knows the pass, and the observers.
         failing: told of an exception that came out of such a forward.
         end: watches a backward that comes to the module's outputs; held weakly by these.
     """
@@ -89,7 +89,7 @@ class ForwardWatch:
         self._passes = weakref.ref(passes)
         self._failing = failing
         self._mark = functools.partial(_reached, weakref.ref(passes), weakref.ref(end))
-        self._mark.__dict__["__torch_unserializable__"] = True  # else who saves an output is warned of it
+        self._mark.__dict__["__torch_unserializable__"] = True  # else saving an output would warn
         self._key = -1 - queue.peers.seat.number  # torch's own count from 0
         self._queue = queue
         self.beneath: Any = None
@@ -97,12 +97,12 @@ class ForwardWatch:
         self._before = self._most = 0
         self._last = 0
         self.runs = (0, 0, False)
-        """How often forward ran before this pass, at most before any earlier one, and whether that was said."""
+        """Forwards before this pass, the most before any earlier pass, and whether a difference was reported."""
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
         self._around: weakref.ref[Any] | None = None
-        """The last wrapper of torch's that has run this forward, and leaves alone what is attached."""
+        """The last wrapper of torch's that has run this forward and does not reduce what is attached."""
         if module is not None:
             self._stand_in(module)
 
@@ -143,7 +143,7 @@ class ForwardWatch:
         return result
 
     def _stand_in(self, module: torch.nn.Module) -> None:
-        """Unless it does already, maybe beneath another."""
+        """Unless it does already, maybe under another one."""
         top = found = module._compiled_call_impl
         while found is not None and found is not self:
             found = getattr(found, "beneath", None)
@@ -247,7 +247,7 @@ def called_from(frame: FrameType, module: torch.nn.Module | None) -> Any:
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:
-    """Also those in containers, of which one may hold itself."""
+    """Also those in containers, which may contain themselves."""
     found, seen, ahead = list[torch.Tensor](), set[int](), [result]
     while ahead:
         one = ahead.pop()
@@ -275,7 +275,7 @@ def _held_by(one: Any) -> Iterable[Any]:
 
 @left_uncompiled
 def _reached(passes: weakref.ref[Passes], end: weakref.ref[OutermostEnd], *_: object) -> None:
-    """The engine has come to an output. After ``detach`` nobody is there any more."""
+    """The engine has come to an output. After ``detach`` there is nothing left to call."""
     reducer, watch = passes(), end()
     if reducer is not None and watch is not None and reducer.synchronize and not reducer.running:
         watch.expect()

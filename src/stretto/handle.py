@@ -64,7 +64,7 @@ class Synchronizer(NoModel):
         self._held: Reducer | None = None
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
-        """Records passes now and then; None where there is one rank."""
+        """Records passes now and then; None with one rank."""
         if transport is not None and peers is not None:
             scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
             members = Membership(module, options, functools.partial(parameters_of, [one.members for one in inside]))
@@ -78,7 +78,7 @@ class Synchronizer(NoModel):
 
     @property
     def _reducer(self) -> Reducer | None:
-        """None where there is one rank, and after ``detach()``, by a wrapper around the same module too."""
+        """None with one rank, and after ``detach()``, which may come from a wrapper around the same module."""
         return None if self._held is None or self._held.detached else self._held
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class Synchronizer(NoModel):
     @buffers.setter
     def buffers(self, policy: Buffers) -> None:
         refuse_unlisted("buffers", policy, Buffers)
-        if self._reducer is not None:  # while each kept its own, nobody asked whether they are alike
+        if self._reducer is not None:  # while each kept its own, they were not compared
             self._reducer.members.suspect |= self.buffers == "none" != policy
         self._buffer_places.use(policy)
 

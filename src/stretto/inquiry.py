@@ -23,7 +23,7 @@ ASK_SECONDS = 5.0
 REPEATS = 6
 """It asks again after so many times as long."""
 ANSWER_SECONDS = 4.0
-"""How long it takes at most until all have answered who can."""
+"""The longest time until all ranks that can answer have answered."""
 NOTE_SECONDS = 2.0
 """How long a rank that knows of a failure waits for the words of the one that failed."""
 
@@ -51,7 +51,7 @@ class Inquiry:
         self._quoted: set[str] = set()
 
     def go_on(self, where: str, channel: Channel, notes: Iterable[Note], waited: float) -> None:
-        """Log what explains that it lasts, as far as that is known by now. Does not block.
+        """Log why the wait lasts, as far as that is known. Does not block.
 
         Args:
             where: how messages begin.
@@ -121,7 +121,7 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
 
 
 def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str], *, early: bool) -> list[Note]:
-    """What so many ranks that failed in this pass told of it, as far as it comes soon enough.
+    """What the ranks that failed in this pass told of it, if it arrives soon enough.
 
     Args:
         channel: to the others, if there is one.
@@ -144,7 +144,7 @@ def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection
 
 
 def where_all_are(rank: int, channel: Channel | None, handle: str) -> str:
-    """As :func:`places`, asked now, for at most 2.5 s; empty where nobody can be asked."""
+    """As :func:`places`, asked now, for at most 2.5 s; empty if no rank can be asked."""
     return "" if channel is None else places(rank, channel, channel.gather(handle, 2.5))
 
 

@@ -70,7 +70,7 @@ class LaunchQueue:
         self.weight, self.weight_now, self.has_weight = 1.0, 1.0, False  # of the next pass, of this one; once it is set
         self.comm_hook: CommHook | None = None
         self.tells = True
-        """Whether ranks learn who had what; not beside torch's ``noop_hook``, which stands for no communication."""
+        """Whether ranks learn which had what; not with torch's ``noop_hook``, which stands for no communication."""
         self.pass_number = self.launched = self.total_launched = self.total_bytes = self.replans = self.sent_before = 0
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
@@ -157,7 +157,7 @@ class LaunchQueue:
 
     @property
     def has_own_channel(self) -> bool:
-        """Whether nobody else's collectives can come between its buckets; a comm hook's go over the process group."""
+        """Whether no other collectives can come between its buckets; a comm hook's go over the process group."""
         return self.comm_hook is None and self.transport.own_channel
 
     def launch_full(self) -> None:
@@ -172,14 +172,14 @@ class LaunchQueue:
             self._launch(bucket)
 
     def announce(self, coming: set[int], *, later: bool) -> None:
-        """At the first gradient of a pass: what of this rank will come, by index. Collective; see presence.py."""
+        """At the first gradient of a pass: what will come on this rank, by index. Collective; see presence.py."""
         self.presence.announce([not coming.isdisjoint(bucket.indices) for bucket in self.buckets], later=later)
         for bucket in self.buckets:
             if absent := [place for place, index in enumerate(bucket.indices) if index not in coming]:
                 bucket.expect_absent(absent)
 
     def launch_rest(self, contributed: set[int], says: Collection[int]) -> None:
-        """Launch the last bucket, those that lack gradients, and those that wait behind them.
+        """Launch the last bucket, those that lack gradients, and those that wait after them.
 
         Args:
             contributed: parameters for which this rank has something; where nothing is pending it may be empty.
@@ -215,7 +215,7 @@ class LaunchQueue:
         self.presence.announce_nothing(len(self.buckets))
         drop_gradients(self.buckets)
         for bucket in self.buckets[self.launched :]:
-            if not bucket.taken:  # the pass may have failed before it was looked who keeps gradients
+            if not bucket.taken:  # the pass may have failed before kept gradients were checked
                 bucket.leave()
             bucket.clear(value)
             if not (self.presence.active and self._skip(bucket)):

@@ -150,7 +150,7 @@ class Lookout(threading.Thread):
 
     @property
     def has_no_connection(self) -> bool:
-        """Whether it has tried to connect in vain."""
+        """Whether it has tried to connect, and failed."""
         return self._tried.is_set() and self.connection is None
 
     @property
@@ -198,7 +198,7 @@ class Lookout(threading.Thread):
             asked.answers.put((None, error))
 
     def _is_over(self) -> bool:
-        """Do what is asked for until it is time for the next look; whether to end."""
+        """Do what is asked for until the next check is due; returns whether to end."""
         until = time.monotonic() + POLL_SECONDS
         while not (self._is_stopped and self.jobs.empty()) and (left := until - time.monotonic()) > 0:
             try:

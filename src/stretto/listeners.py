@@ -13,7 +13,7 @@ Listener = Callable[..., None]
 
 
 class Listeners:
-    """Those who are told. They come and go on any thread, also while others are told.
+    """The methods to call. They come and go on any thread, also while others are being called.
 
     What the garbage collector takes is swept when another one comes or goes.
     """

@@ -47,7 +47,7 @@ def about(shown: Timeline) -> str:
 
 
 def rows_of(passes: Sequence[RankPass]) -> dict[int, str]:
-    """The buckets of some passes of a rank, a row each, and what stands beside it.
+    """The buckets of some passes of a rank, a row each, with its label.
 
     Another plan cuts other buckets, so their sizes are left out where passes differ in them.
     """

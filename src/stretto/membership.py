@@ -53,14 +53,14 @@ def wrapping(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _wraps(one: Any) -> str:
-    """Sparse ones have them in rows and values, quantised ones a scale beside. Empty for what is plain."""
+    """Sparse ones have them in rows and values, quantised ones also have a scale. Empty for plain ones."""
     if is_traceable_wrapper_subclass(one):
         return type(one).__name__
     return str(one.dtype) if one.is_quantized else "" if one.layout is torch.strided else str(one.layout)
 
 
 def unfit(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Why some of them can be neither averaged nor sent; empty if all can."""
+    """Why some of them cannot be averaged or sent; empty if all can."""
     if lazy := [name for name, one in tensors.items() if torch.nn.parameter.is_lazy(one)]:
         return f"{name_list(lazy)} are not initialised yet (lazy modules): run one forward before the next backward"
     if wrapped := wrapping(tensors):
@@ -104,7 +104,7 @@ class Membership:
         self._survivors: Survivors | None = None
         self._planned_alive = Survivors(self._none_planned_left)
         self.is_bare = False
-        """Whether nothing is left of what was planned, and nobody has followed: a forward looks what there is then."""
+        """Whether nothing is left of what was planned, and no pass has followed: then a forward checks."""
         self._hooks = Hooked()
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
@@ -113,7 +113,7 @@ class Membership:
         self._outsiders: set[str] = set()
 
     def watch(self, came: Callable[[], object], none_left: Callable[[], None], preset: Preset | None = None) -> None:
-        """From now on call ``came`` when an outsider gets a gradient. See watch.py for who else is asked.
+        """From now on call ``came`` when an outsider gets a gradient. See watch.py for other callers.
 
         ``none_left`` is called when the module and all its parameters are gone. ``preset``, if any, follows all that
         may get a gradient: a frozen parameter may keep one and be unfrozen.
@@ -130,7 +130,7 @@ class Membership:
         self._hooks.keep(())
 
     def let_go(self) -> None:
-        """Call nobody any more. See survivors.py for what must be left alone."""
+        """Call it no more. See survivors.py for what must be left alone."""
         self._came = None
         self._planned_alive.follow(())
         self.is_bare = False
@@ -246,7 +246,7 @@ class Membership:
             self._survivors.follow(one for one in everything if one is not None)
 
     def drop_withheld(self, planned: Iterable[torch.Tensor]) -> None:
-        """Of those that the module has no more: nobody steps them, and shares cannot be added up."""
+        """Of parameters no longer in the module: none is stepped, and shares cannot be added up."""
         here = {id(one) for one in self.everything().values()}
         for one in planned:
             if id(one) not in here and isinstance(one.grad, Withheld):

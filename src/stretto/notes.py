@@ -52,11 +52,11 @@ class Note:
     leaves: bool = False
     """See [Note: who leaves]."""
     refused: int = 0
-    """It has refused this step, the first is 1, and goes on with those who have refused it, too; 0 if there is none."""
+    """The step that it refused (the first is 1), after which it goes on with ranks that refused it too; else 0."""
     leftover: list[str] = field(default_factory=list)
     """If it has left something under way in a process group, the handle for which that was and all that used it."""
     process: str = ""
-    """Who wrote it: a rank may be another process by now."""
+    """The process that wrote it: the rank may be another one by now."""
     attempt: int = 0
     """To attach, the rank's first is 1: that which the note is about, or by which its handle was attached."""
     counts: dict[str, list[int]] = field(default_factory=dict)

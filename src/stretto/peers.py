@@ -113,7 +113,7 @@ class Peers(Teller):
             raise
 
     def _go(self, work: Work | None = None) -> None:
-        """Behind the first of two messages all have come; whoever is done with the second finds that all have gone."""
+        """After the first of two messages all have come; a rank that completes the second knows that all have left."""
         if work is not None:
             self.wait(work)
         if self._channel is not None and self._occasion == "attach":
@@ -142,7 +142,7 @@ class Peers(Teller):
                 channel.post(replace(note, handle=self.seat.handle))
 
     def refuse_leftovers(self, phase: str) -> None:
-        """Raise, and tell, if what this rank sends now would meet something else, see ``Leftover``, or nobody."""
+        """Raise, and tell, if what this rank sends now would meet another message (see ``Leftover``), or none."""
         self.alarm.refuse()
         try:
             blame.refuse_leftovers(self.where, self._transport.rank, self.seat.handle, self.leftovers)
@@ -152,7 +152,7 @@ class Peers(Teller):
             raise (self._blame()[0] or error) from None
 
     def refuse_misplaced(self) -> None:
-        """Raise in a forked child, and amid a wait of this thread, before anything is touched."""
+        """Raise in a forked child, or during a wait of this thread, before anything is touched."""
         if self._pid != os.getpid() or this_thread.waits:
             blame.refuse_misplaced(self.where, self._transport.rank, self._pid)
 
@@ -163,7 +163,7 @@ class Peers(Teller):
 
         Args:
             work: to wait for.
-            patience: seconds that it may take at most; default, the transport's, behind which it is broken off.
+            patience: seconds that it may take at most; default, the transport's, after which it is broken off.
 
         Raises:
             PeerError: it will never be done.
@@ -173,7 +173,7 @@ class Peers(Teller):
         if limit is None or not takes_time(type(work)):  # type: ignore[arg-type]  # it is hashable
             work.wait()
             return
-        waited = this_thread.waits  # so does who waits in a handler of signals, for what is under way
+        waited = this_thread.waits  # so does a wait in a signal handler, for what is under way
         try:
             this_thread.waits = True
             if self._done_within(work, FIRST_SLICE) or self._comes(work, limit):
@@ -193,7 +193,7 @@ class Peers(Teller):
             this_thread.waits = waited
 
     def wait_for(self, work: Work, what: str) -> None:
-        """The same for ``what``, a noun; raises ``CommunicationError``, which says who did not come."""
+        """The same for ``what``, a noun; raises ``CommunicationError``, which says which rank did not come."""
         try:
             self.wait(work)
         except RuntimeError as error:
@@ -236,7 +236,7 @@ class Peers(Teller):
     # Explaining
 
     def fail(self, what: str, error: RuntimeError, expected: str | None = None, by: str = "") -> NoReturn:
-        """Raise ``PeerError`` with who is to blame, or else ``CommunicationError`` with where the others are."""
+        """Raise ``PeerError`` with the rank to blame, or else ``CommunicationError`` with where the others are."""
         what = f"{self.where}: {what} {f'by {by}' if by else f'over {self._transport.name}'}"
         if raised_by_handler(error):
             raise error

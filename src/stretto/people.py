@@ -50,11 +50,11 @@ class People:
         return [rank for rank in range(self._world_size) if rank != self.rank]
 
     def know(self, people: Sequence[Person | None]) -> None:
-        """Who all ranks are, as they have said in a gather: the one with the store may take it along a moment later."""
+        """All ranks' identities, from a gather: later the store may be gone, together with the rank that has it."""
         self._people.update((rank, one) for rank, one in enumerate(people) if one is not None)
 
     def person(self, rank: int, store: Store | None = None, *, fresh: bool = False) -> Person | None:
-        """Who that is, if it has said so and has a handle."""
+        """The identity of a rank, if it has announced itself and has a handle."""
         if fresh or rank not in self._people:
             over = store or self.line
             with contextlib.suppress(RuntimeError):

@@ -230,7 +230,7 @@ def plan_buckets(
         spec = parameters[index]
         key = _kind(spec)
         if spec.nbytes >= cap_bytes and filled.get(key, 0) <= last_cap:
-            closed.append([index])  # what is being filled goes on behind it: see [Note: left open]
+            closed.append([index])  # buckets being filled continue after it: see [Note: left open]
         elif key in filling and filled[key] + spec.nbytes > cap_bytes:
             closed.append(filling.pop(key))
             filling[key], filled[key] = [index], spec.nbytes

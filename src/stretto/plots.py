@@ -184,7 +184,7 @@ def _name(axes: Any, launch: Launch, middle: float, free: float, *, alone: bool)
         launch: of the bucket.
         middle: of its row.
         free: from when on nothing else is drawn in that row, before the bucket.
-        alone: whether nothing is drawn behind it either.
+        alone: whether there is no background either.
     """
     if not launch.closed_by:
         return
@@ -221,7 +221,7 @@ def _legend(figure: Any, tall: float, shown: Timeline) -> None:
     figure.legend(
         handles=handles,
         labels=[*(text for _, text in LEGEND), WAITS_FOR_ITS_TURN],
-        handler_map={tuple: handlers.HandlerTuple(ndivide=None, pad=0)},  # several colours beside each other
+        handler_map={tuple: handlers.HandlerTuple(ndivide=None, pad=0)},  # several colours side by side
         loc="lower left",
         bbox_to_anchor=(0.01, (0.1 + 0.17 * notes) / tall),
         ncols=2,

@@ -30,7 +30,7 @@ from .transport.base import Transport, Work
 QUIET = 16
 """So many passes without an absence end the exchange."""
 REMEMBERED = 16
-"""Passes of which it is known who came."""
+"""Passes for which it is known which parameters came."""
 WORTH_A_CUT = 64 * 1024
 """Bytes that a bucket must hold to be cut off for coming and going by itself."""
 
@@ -65,7 +65,7 @@ class Presence:
             self.announce([False] * buckets, later=later)
 
     def under_way(self) -> bool:
-        """Whether the map is not there yet. Buckets may leave later then, but only where nobody else uses the channel.
+        """Whether the map is not there yet. Buckets may leave later then, but only if nothing else uses the channel.
 
         On a process group what another model or the user sends in this backward would stand between other buckets on
         each rank, by who is faster. There the map is waited for.
@@ -99,7 +99,7 @@ class Presence:
         self._recorded = 0
 
     def record(self, buckets: Sequence[Bucket]) -> None:
-        """After a pass: remember who came on any rank, which the footers of all buckets tell."""
+        """After a pass: remember which parameters came on any rank, as the footers of all buckets tell."""
         self._map = None
         self._recorded += 1
         for bucket in buckets:

@@ -27,7 +27,7 @@ class _Before:
     gradient: weakref.ref[torch.Tensor] | None
     """Which tensor ``.grad`` is, None until something is accumulated. Where it is converted it stays the same."""
     version: int
-    """Which version of it, if nobody but autograd writes to it."""
+    """Its version, as long as only autograd writes to it."""
 
 
 class _Known(dict[int, _Before]):
@@ -107,5 +107,5 @@ def _look(known: _Known, reference: weakref.ref[torch.nn.Parameter], _: torch.Te
 
 
 def _goes_on(before: _Before, gradient: torch.Tensor) -> bool:
-    """Whether nobody but autograd has written to the gradient since."""
+    """Whether only autograd has written to the gradient since."""
     return before.gradient is not None and before.gradient() is gradient and before.version == gradient._version

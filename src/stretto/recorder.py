@@ -184,7 +184,7 @@ class Recorder:
             self._parameters = Alive(watched.parameters)
 
     def pass_settled(self, pass_number: int) -> None:
-        """The record is complete. Recording may have begun amid the pass: then there is none."""
+        """The record is complete. If recording began during the pass, there is none."""
         settled, watched = now(), self._watched()
         assert watched is not None, "it has just settled"
         plan = watched.plan

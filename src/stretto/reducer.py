@@ -60,7 +60,7 @@ class Reducer:
         scaling: what is done to gradients besides summing them.
         delay: launch nothing before backward ends.
         inspection: looks whether the ranks are still equal.
-        sparse: parameters beside the plan, whose gradients are sparse.
+        sparse: parameters outside the plan, whose gradients are sparse.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Reducer:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Cut what holds this in a circle: survivors.py. Maybe in two threads at once, of which one detaches."""
+        """Cut the circles of references to this: survivors.py. Maybe in two threads at once, one of which detaches."""
         if (arrivals := vars(self).pop("_arrivals", None)) is not None:
             arrivals.remove()
             self.sparse.unhook()
@@ -151,7 +151,7 @@ class Reducer:
             del self.tracker, self._end, self._rejoin, self._consensus, self._stepped_alone
 
     def start_watching(self, observer: object) -> None:
-        """Tell it of events from now on. Whoever observes single gradients wants to see each when it arrives."""
+        """Tell it of events from now on. An observer of single gradients sees each when it arrives."""
         self._events.add(observer)
         if self._events.gradient_ready:
             self.tracker.watch_all()
@@ -224,7 +224,7 @@ class Reducer:
         self._arrivals.open()
         if self.queue.presence.active:
             self._rejoin.drop_withheld()
-            with self.failing:  # stopped there, nobody knows whether the map has left
+            with self.failing:  # interrupted there: unknown whether the map has left
                 self.queue.announce(self.tracker.foresee(), later=self.waits)
         if self._events.pass_started:
             self._events.emit(self._events.pass_started, self.queue.pass_number)

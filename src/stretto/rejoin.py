@@ -121,7 +121,7 @@ class Rejoin:
         return self._differs() and (not fixes_plan(queue.comm_hook) or self._loses())
 
     def drop_withheld(self) -> None:
-        """Of what the module has no more: who has nothing new in a pass sends what is in ``.grad``."""
+        """Of parameters no longer in the module: a rank without new gradients in a pass sends what is in ``.grad``."""
         alive = self._tracker.alive(range(len(self._queue.names))) if self._queue.has_left_shares else ()
         if withheld := [one for _, one in alive if isinstance(one.grad, Withheld)]:
             self._members.drop_withheld(withheld)
@@ -150,9 +150,9 @@ class Rejoin:
         return moved or self._changes.loses()
 
     def refuse(self) -> None:
-        """Beside a comm hook, which knows buckets by their index, nothing but harmless changes can be followed.
+        """With a comm hook, which knows buckets by their index, only harmless changes can be followed.
 
-        Collective, unless the hook is one beside which nothing is communicated.
+        Collective, unless the hook stands for no communication.
 
         Raises:
             SetupError: gradients of this pass have stayed on some rank. On all ranks.
@@ -208,7 +208,7 @@ class Rejoin:
         plan = plan_for(wanted, members.options, queue.transport, [queue.names[i] for i in queue.plan.order])
         module = self._agree(wanted, rows, plan)
         complete(queue.buckets, queue.transport, queue.wait_for)  # before anything moves, should a rank fail here
-        give_back_whole(queue.buckets, but=wanted.values())  # who leaves the plan, frozen, may be stepped all the same
+        give_back_whole(queue.buckets, but=wanted.values())  # frozen ones that leave the plan may still be stepped
         in_shares = {name for name, one in wanted.items() if queue.in_shares.holds(one)}
         renamed, misfits = self._renamed(now)
         mine = _Told(self._loose(wanted, rows, idle=idle), in_shares, renamed, misfits, members.unseen())

@@ -13,7 +13,7 @@ MOST_PATIENCE = 1024
 
 
 def complete_order(plan: BucketPlan, arrived: Sequence[int]) -> list[int]:
-    """First arrivals, and what did not arrive behind what it follows in the plan."""
+    """First arrivals, and parameters that did not arrive after the one that they follow in the plan."""
     seen = dict.fromkeys(arrived)
     behind: dict[int | None, list[int]] = {}
     anchor = None

@@ -77,7 +77,7 @@ class BucketReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank beside the others."""
+    """One rank compared with the others."""
 
     rank: int
     breakdown: Breakdown
@@ -96,7 +96,7 @@ class Footprint:
 
     parameters: int
     gradients: int
-    """Dense ones: the buckets that they lie in, whoever has the mean."""
+    """Dense ones: the buckets that they lie in, whichever ranks have the mean."""
     state: int
     """Of the optimizer, but for single numbers such as counts of steps."""
 
@@ -130,13 +130,13 @@ class Report:
     advice: tuple[str, ...] = ()
     """At most three sentences, most important first: what to change, and why."""
     sparse_nbytes: int = 0
-    """Bytes of sparse gradients that this rank gives in a pass, beside the buckets."""
+    """Bytes of sparse gradients that this rank sends in a pass, in addition to the buckets."""
     buffer_nbytes: int = 0
     """Bytes of the module's buffers that travel in a pass."""
     left_out: int = 0
     """Passes that were recorded under an earlier plan, with other buckets: no figure is of them."""
     accelerators: tuple[str, ...] = ()
-    """Kinds of devices of which no time is known: all times are the host's, which runs ahead of them."""
+    """Kinds of devices whose times are not known: all times are the host's, which runs ahead of them."""
     unsharded: Footprint | None = None
     """What each rank would hold without :func:`stretto.shard`; None if no optimizer is sharded."""
     sharded: tuple[Footprint, ...] = ()

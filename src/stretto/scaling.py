@@ -47,7 +47,7 @@ class Scaling:
 
     @property
     def is_plain_mean(self) -> bool:
-        """Whether all there is to do is to divide by the world size, so that whoever sums may do it after the sum."""
+        """Whether only a division by the world size is needed, so that the code that sums may do it after the sum."""
         return self.reduce == "mean" and self.predivide_factor is None and not self.weighted
 
     @property

@@ -37,7 +37,7 @@ class Run:
     pick: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
     """This run's gradients out of the chunk's, without a loop in Python."""
     region: torch.Tensor
-    """The slots as one tensor, one behind the other along the first dimension."""
+    """The slots as one tensor, one after the other along the first dimension."""
     first: torch.Size
     """The shape of the first."""
 
@@ -53,13 +53,13 @@ class Chunk:
     closer: int
     """Index of the parameter that arrives last."""
     full: list[Bucket]
-    """Buckets of which nothing more comes after it."""
+    """Buckets that are complete with it."""
     views: list[torch.Tensor] | None
     """The slot of each arrival; None where ``.grad`` is not to be the slot before the pass settles."""
     kinds: Kinds
     """What those gradients must be like."""
     runs: list[Run]
-    """Slots that lie one behind the other."""
+    """Slots that lie one after the other."""
     alone: list[int]
     """Places of the other arrivals."""
     formats: list[tuple[weakref.ref[torch.nn.Parameter], tuple[int, ...]]]

@@ -13,7 +13,7 @@ from .notes import Note
 
 
 def nothing() -> None:
-    """Where nobody is to be told."""
+    """For when no other rank needs to be told."""
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Seat:
     ended: int = 0
     """The number of the last that this rank has come to the end of, where it launches what is left."""
     void: int = 0
-    """The number of the last that failed on some rank, and that nobody is to step."""
+    """The number of the last pass that failed on some rank, so that no rank must step."""
     in_pass: bool = False
     """Whether one is under way; else what this rank waits for belongs to another call."""
     thread: int = 0
@@ -57,7 +57,7 @@ class Seat:
     number: int = field(default_factory=functools.partial(next, itertools.count()))
     """Of all handles of this process, in the order in which they were made."""
     looks_beside: bool = False
-    """Whether it compares, or has compared, what is stepped beside all handles: see unattached.py."""
+    """Whether it compares, or has compared, parameters that are stepped and in no handle: see unattached.py."""
     refused: int = 0
     """How many steps had begun when this rank last refused one, and told so."""
     with_others: bool = False

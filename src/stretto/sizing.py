@@ -104,7 +104,7 @@ def plan_for(
 
 
 def suit_link(options: Options, plan: BucketPlan, transport: Transport, wait_for: WaitFor, gather: Gather) -> Options:
-    """Options that name the bucket size for this link, where it matters and nobody has named one. Collective.
+    """Options with the bucket size for this link, if it matters and none was given. Collective.
 
     Args:
         options, plan: the same on all ranks.

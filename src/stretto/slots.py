@@ -34,7 +34,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 class Memory:
-    """A flat tensor and who uses its storage."""
+    """A flat tensor, and how many users its storage has."""
 
     __slots__ = ("_idle", "_storage", "flat", "number")
 
@@ -59,7 +59,7 @@ class Slots:
     Args:
         specs: the parameters of the bucket.
         offsets: where their slots begin, in elements; one more, where the last ends.
-        tail: numbers of elements behind the payload, of each of its parts.
+        tail: for each part after the payload, its number of elements.
         allocate: returns so many elements of a dtype on a device.
         device: where the slots are.
     """
@@ -122,7 +122,7 @@ class Slots:
     # Runs of slots
 
     def region(self, first: int, last: int, rows: int) -> torch.Tensor:
-        """The slots from one place to another as one tensor of so many rows, one slot behind the other."""
+        """The slots from one place to another as one tensor of so many rows, one slot after the other."""
         region = self._region(first, last, rows)
         self._regions.append((region, first, last, rows))
         return region
@@ -171,7 +171,7 @@ class Slots:
             stretch.data = self.slots[start:stop]
 
     def tidy(self) -> None:
-        """Asked now and then: give back what nobody uses, unless it has been of use since this was asked last."""
+        """Called now and then: free what is not used, unless it was used since the last call."""
         if not self._moved:
             self._left = [memory for memory in self._left if not memory.idle()]
         self._moved = False

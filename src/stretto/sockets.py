@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 
 def server_of(store: Store) -> Any:
-    """What is beneath all prefixes."""
+    """The store under all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -144,7 +144,7 @@ class SparseGradients:
         return set(self._seen)
 
     def claim(self, names: Collection[str]) -> None:
-        """These have got one, as somebody else has seen."""
+        """These have got a gradient, as another observer has seen."""
         self._seen.update(names)
 
     def hook(self, owner: object, arrived: Callable[[str, torch.Tensor], None]) -> None:
@@ -279,7 +279,7 @@ class SparseGradients:
     def results(
         self, factor: torch.Tensor | float | None, wait: Callable[[Work, str], object]
     ) -> dict[str, torch.Tensor]:
-        """Wait, and return what becomes of the gradients of parameters for which any rank had something new."""
+        """Wait, and return the new gradients of parameters for which any rank had something new."""
         if self._counts is not None:  # of a pass that this rank gave up
             wait(self._counts[1], self._what)
         self._messages.finish(wait, self._what)

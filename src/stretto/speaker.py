@@ -17,6 +17,6 @@ def name_the_speaker() -> None:
 
 
 def _named(record: logging.LogRecord) -> bool:
-    if not log.hasHandlers():  # so nobody sees it but Python's last resort
+    if not log.hasHandlers():  # so only Python's last resort prints it
         record.msg = f"stretto: {record.msg}"
     return True

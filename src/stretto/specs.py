@@ -125,7 +125,7 @@ def counted(number: int, things: str) -> str:
     """``1 bucket``, ``2 buckets``, ``1 pass``.
 
     Args:
-        number: of them.
+        number: how many there are.
         things: their word in the plural, which ends in s.
     """
     one = things.removesuffix("es" if things.endswith("sses") else "s")

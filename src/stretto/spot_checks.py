@@ -57,7 +57,7 @@ def _few_of(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _can_be_looked_at(tensor: torch.Tensor) -> bool:
-    """What is under way between hosts comes to all from one, and whoever looks at it would wait."""
+    """Values under way between hosts come to all from one rank, and reading them would wait."""
     return not has_torch_function_unary(tensor) and is_readable(tensor) and tensor.numel() > 0
 
 
@@ -111,14 +111,14 @@ class SpotChecks:
         self._members, self._peers, self._speaks = members, peers, speaks
         self._wanted = members.options.check_every is None
         self._passed, self._fruitless, self._some = 0, 0, 0
-        self._mine: frozenset[int] = frozenset()  # of which a step is awaited, by id
+        self._mine: frozenset[int] = frozenset()  # whose step is awaited, by id
         self._depth = 0  # of steps of these that have begun: ZeroRedundancyOptimizer steps another, and sends then
         self._has_looked = False  # behind this pass, and a step in shares may follow, before which it would again
         self._taken: tuple[int, SpotCheck, Mapping[str, torch.Tensor]] | None = None  # behind which pass, at what
         self._kept: Mapping[str, torch.Tensor] = {}  # before a step in shares, which this rank has told of
 
     def ended(self, number: int) -> None:
-        """A pass has. Behind some a step is awaited, at whose end the parameters are looked at."""
+        """A pass has ended. After some passes the next step is awaited, at whose end the parameters are compared."""
         self._passed, self._depth = number, 0
         if self._has_looked:
             self.stop()
@@ -171,7 +171,7 @@ class SpotChecks:
         Args:
             said: what all ranks told in the pass.
             number: of the pass.
-            some: some ranks compared, and others did not, which step all the same: their steps end behind other passes.
+            some: some ranks compared, and others did not, although they step: their steps end after other passes.
             idle: this rank does not step any more.
         """
         self._some += some

@@ -23,7 +23,7 @@ OURS = "_optimizer_is_ours"
 """An attribute of what ``shard`` builds to step a share, or to try one: these are no steps of the program's."""
 
 IN_SHARES = "_ranks_step_shares"
-"""An attribute of what ``shard`` returns: behind its step all ranks hold the same, whatever they held before."""
+"""An attribute of what ``shard`` returns: after its step all ranks hold the same, whatever they held before."""
 
 Listener = Callable[[torch.optim.Optimizer, bool], None]
 """Is told which optimizer, and whether its step begins or has ended."""
@@ -82,7 +82,7 @@ def stop_listening(listener: Listener) -> None:
 
 
 def leave() -> None:
-    """A handle goes: take the entry out of torch's tables if nobody listens any more."""
+    """A handle ends: remove the entry from torch's tables if no listener is left."""
     if (watch := _watch()) is None:
         return
     watch.change()

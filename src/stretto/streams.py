@@ -52,7 +52,7 @@ class Streams:
         def arrived(parameter: torch.Tensor) -> None:
             if (device := parameter.get_device()) in seen and number(device) not in seen[device]:
                 self._note(device)
-            append(parameter)  # last: whoever sees it in the list, maybe on another thread, has its stream to wait for
+            append(parameter)  # last: any reader of the list, maybe on another thread, then has its stream
 
         return arrived
 
@@ -67,13 +67,13 @@ class Streams:
         self.differ = self._threads or len(seen) > 1
 
     def join(self) -> None:
-        """What is done from here on, on the streams that are current, comes behind what has arrived."""
+        """Order further work on the current streams after what has arrived."""
         if self.differ:
             for current, other in self._pairs():
                 current.wait_stream(other)
 
     def part(self) -> None:
-        """They may go on, behind what was done since."""
+        """Let the gradients' streams go on, ordered after what was done since."""
         if self.differ:
             for current, other in self._pairs():
                 other.wait_stream(current)
@@ -86,7 +86,7 @@ class Streams:
                     yield current, stream
 
     def end(self) -> None:
-        """The pass is over. Behind an exception the engine has not brought them together."""
+        """The pass is over. After an exception the engine has not synchronised the streams."""
         self.join()
         self.part()
         for seen in self._seen.values():
@@ -95,7 +95,7 @@ class Streams:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Stop the host until the current streams of these have done what was asked of them."""
+    """Block the host until the current streams of these devices have finished their work."""
     kind = torch.accelerator.current_accelerator()
     for device in {one for one in devices if kind is not None and one.type == kind.type}:
         torch.accelerator.current_stream(device).synchronize()

@@ -22,7 +22,7 @@ class Teller:
     def __init__(self, transport: Transport, occasion: str) -> None:
         self.seat = Seat(group=of_group(transport))
         self.left = ""
-        """What this rank has told when it said that it cannot take part in passes any more."""
+        """What this rank told the others when it could take part in passes no more."""
         self._occasion = occasion
         self._channel: Channel | None = None
         self.line: Line | None = None  # to the store, once this is open
@@ -33,7 +33,7 @@ class Teller:
         self._transport, self.leftovers = transport, transport.leftovers
 
     def open(self) -> None:
-        """Tell the others who this is; a wait that lasts long does so. Harmless twice."""
+        """Announce this rank to the others; a long wait does so. Harmless twice."""
         if self._channel is None and self._transport.world_size > 1 and (store := self._transport.store) is not None:
             self._channel = channel_of(store, self._transport.rank, self._transport.world_size)
             self.line = self._channel.line
@@ -86,12 +86,12 @@ class Teller:
         (self.seat.unsent.append if note.of_process else self._channel.post)(note)
 
     def leave(self, phase: str, error: BaseException, trace: TracebackType | None = None, *, sent: bool = True) -> None:
-        """This rank has lost its place: tell it. ``sent``: it may have sent what nobody waits for."""
+        """Tell the others that this rank has lost its place. ``sent``: it may have sent what no rank waits for."""
         for one in self.leftovers:
             one.is_of(self._transport.rank, self.seat.handle, text_of(error), is_sent=sent)
         self.tell_failed(phase, error, trace, leaves=True)
 
     def lose_place(self, error: BaseException) -> None:
-        """Ctrl-C, say: the others wait in vain, and would meet another call here."""
+        """After Ctrl-C, say: the others wait for nothing, and would meet another call here."""
         if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):
             self.leave("waiting", error)

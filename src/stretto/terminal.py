@@ -12,7 +12,7 @@ def progress(title: str, total: float | None = None, *, wanted: bool = True) -> 
 
     Args:
         title: of the bar.
-        total: of all that there is to do; None if nobody knows.
+        total: of all that there is to do; None if unknown.
         wanted: False for none at all, as on all ranks but one.
     """
     if not wanted:

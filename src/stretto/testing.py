@@ -30,8 +30,8 @@ T = TypeVar("T")
 def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout: float = 60.0) -> list[T]:
     """Run ``worker(transport)`` on each rank, as threads of this process.
 
-    Raises the first exception of any rank; the others are told, so nobody waits. Several handles over this transport
-    do not know of each other: where one backward reaches both, say ``attach(..., beside=[first])``.
+    Raises the first exception of any rank; the others are told, so none waits. Several handles over this transport do
+    not know of each other: where one backward reaches both, say ``attach(..., beside=[first])``.
 
     Example::
 
@@ -88,7 +88,7 @@ def spawn_ranks(
         world_size: processes.
         args: anything that can be pickled.
         timeout: seconds.
-        started: is called with each process, for who may have to end them; default, nobody is told.
+        started: called with each process, for code that may have to end them; default, not called.
 
     Raises:
         RuntimeError: a rank failed; with the traceback of each that did.

@@ -54,7 +54,7 @@ class SeparateHosts(RecordingTransport):
         return self.inner.process_group
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Recorded. Addresses from other hosts lead to nobody."""
+        """Recorded. Addresses from other hosts lead nowhere."""
         gathered = super().all_gather_object(value)
         return [self._seen_from_here(rank, one) for rank, one in enumerate(gathered)]
 

@@ -98,13 +98,13 @@ class RankTimeline:
     host: str
     pid: int
     uncertainty: int | None
-    """Nanoseconds by which its times may be wrong beside rank 0's; None if the clocks could not be compared. Then it is
-    laid so that its passes settle when rank 0's do."""
+    """Nanoseconds by which its times may be off from rank 0's; None if the clocks could not be compared. Then it is
+    placed so that its passes settle when rank 0's do."""
     end: str | None
     """How its trace ended: see :class:`~stretto.trace.RankTrace`."""
     passes: tuple[RankPass, ...]
     accelerators: tuple[str, ...] = ()
-    """Kinds of devices of which times are not known: see :class:`~stretto.report.Report`."""
+    """Kinds of devices whose times are not known: see :class:`~stretto.report.Report`."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Timeline:
         return next((number for number, time in slowest.items() if time == middle), None)
 
     def only(self, numbers: Collection[int] | None = None) -> Timeline:
-        """Of these passes alone, with time anew from 0; default, of the typical one: what a picture shows."""
+        """Only these passes, with time starting at 0; default, the typical one: what a picture shows."""
         wanted = {self.typical} if numbers is None else {*numbers}
         kept = [[one for one in rank.passes if one.record.number in wanted] for rank in self.ranks]
         return _from_zero(self.world_size, [*zip(self.ranks, kept, strict=True)])

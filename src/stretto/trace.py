@@ -88,7 +88,7 @@ class RankTrace:
 
     @property
     def uncertainty(self) -> int | None:
-        """Nanoseconds by which its times may be wrong beside rank 0's; None if that is not known."""
+        """Nanoseconds by which its times may be off from rank 0's; None if that is not known."""
         if self.clock is None:
             return None
         ends = [self.passes[0].began, self.passes[-1].settled] if self.passes else [self.clock.at]
@@ -126,7 +126,7 @@ class WhichPasses:
     newest: int | None = None
 
     def wants(self, number: int) -> bool:
-        """As far as that can be told from the number alone."""
+        """As far as the number alone tells."""
         return self.first <= number and (self.last is None or number <= self.last)
 
 

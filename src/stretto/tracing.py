@@ -103,7 +103,7 @@ def nothing_traced(folder: str | os.PathLike[str], rank: int, world_size: int) -
 
 
 class ToEnter(contextlib.ContextDecorator, contextlib.AbstractContextManager[None]):
-    """What ``sync.trace(folder)`` returns. Nothing is recorded before it is entered: whoever forgets to is told.
+    """What ``sync.trace(folder)`` returns. Nothing is recorded before it is entered; a warning says so if it never is.
 
     Args:
         make: what is entered, each time.

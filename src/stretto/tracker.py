@@ -70,7 +70,7 @@ class ArrivalTracker:
         """Whether gradients may come from nested tasks, so that none is known to be the last of its parameter."""
         self._task = -1
         self._absent: frozenset[int] = frozenset()
-        """Parameters of which it is foreseen that they do not come in this pass."""
+        """Parameters that are expected not to come in this pass."""
         self._seen: set[int] = set()
         """What had a gradient in this pass before hooks of the program came to it."""
         self.unsynchronized: set[int] = set()
@@ -96,7 +96,7 @@ class ArrivalTracker:
     # Which arrivals are looked at
 
     def watch_all(self) -> None:
-        """Look at each arrival: the order is not known, or somebody observes it."""
+        """Handle each arrival: the order is not known, or is being observed."""
         self._schedule = None
         self.arrivals.look_at(self.alive(range(len(self.index_of))))
 

@@ -36,7 +36,7 @@ log = logging.getLogger("stretto")
 
 
 class Unattached:
-    """What is stepped beside one handle. Optimizers that step also what a handle averages are told of by usage.py.
+    """Parameters stepped outside one handle. Optimizers that also step what a handle averages are reported by usage.py.
 
     Args:
         members: the handle's parameters.
@@ -109,7 +109,7 @@ class Unattached:
         known = {id(parameter) for one in members for parameter in one.all_parameters()}
         apart = [(type(one).__name__, alone) for one, had in seen if (alone := _alone_in(one, had, known))]
         kinds, numbers, found = Counter(kind for kind, _ in apart), Counter[str](), dict[str, torch.Tensor]()
-        for kind, alone in apart:  # with how many there are: ranks that have other numbers compare none of them
+        for kind, alone in apart:  # with their number: ranks with different numbers compare none
             numbers[kind] += 1
             which = kind if kinds[kind] == 1 else f"{kind} {numbers[kind]} of {kinds[kind]}"
             found |= {f"{name} of {which}": one for name, one in alone.items()}
@@ -153,5 +153,5 @@ def _forget(seen: dict[int, tuple[weakref.ref[torch.optim.Optimizer], set[int]]]
 
 
 def _is_under_way(parameter: torch.Tensor) -> bool:
-    """So it is a handle's, and whoever looks at it would wait."""
+    """Then it belongs to a handle, and reading it would wait."""
     return has_torch_function_unary(parameter)

@@ -36,7 +36,7 @@ class Uneven:
     end: Callable[[], None]
     """It is over, on all ranks."""
     has_batches: bool = True
-    """Whether this rank is not one of these, amid a pass of the others."""
+    """Whether this rank is not one of these, during a pass of the others."""
     _is_announced: bool = False
 
     def announce(self) -> bool:
@@ -62,7 +62,7 @@ class Uneven:
             places.follows = int(have.nonzero().max())
 
     def says(self) -> list[Control]:
-        """What this rank has to say behind the last bucket of a pass."""
+        """What this rank says after the last bucket of a pass."""
         if not self.has_batches:
             return [Control.RAN_OUT]
         return [Control.HAS_LEFT] * self.has_left()
@@ -74,7 +74,7 @@ class Uneven:
 
 
 class Announcing(Protocol):
-    """What is asked of a reducer."""
+    """What this file needs from a reducer."""
 
     uneven: Uneven | None
     failing: Failing
@@ -82,7 +82,7 @@ class Announcing(Protocol):
 
 
 def announce_all(members: Iterable[Announcing]) -> None:
-    """Of one backward, before any of them sends something: the others wait for that word first. Collective."""
+    """For the handles of one backward, before any of them sends: the others wait for that word first. Collective."""
     for member in members:
         if member.uneven is not None and not member.failing.is_lost:
             with member.failing:

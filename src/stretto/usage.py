@@ -26,9 +26,9 @@ from .steps import leave, listen, name_in, stepped_by, stop_listening
 from .tracker import ArrivalTracker
 
 PASSES = 3
-"""So many passes are looked at: enough that what is used every other time is not named."""
+"""So many passes are watched: enough not to name parameters that are used every other time."""
 STEPS = 32
-"""And so many steps of optimizers, or ``PASSES`` of those that step what is averaged."""
+"""So many optimizer steps are watched, or ``PASSES`` steps of those that step averaged parameters."""
 
 log = logging.getLogger("stretto")
 
@@ -46,7 +46,7 @@ class Statistics:
     plans: int = 0
     """Plans used, the first one included."""
     bucket_memory: int = 0
-    """Bytes that buckets hold now: gradients with what travels behind them, and what users kept of earlier passes."""
+    """Bytes that buckets hold now: gradients with what travels after them, and what users kept of earlier passes."""
     buckets_of_last_pass: int = 0
     """Of ``buckets``, those of the last pass."""
 
@@ -102,7 +102,7 @@ def follow_a_change(
     """
 
     def count(name: str) -> int:
-        replaced = all(name in one for one in loose)  # on all ranks: what the old one got is in nobody's mean
+        replaced = all(name in one for one in loose)  # on all ranks: what the old one got is in no mean
         return (0 if replaced else used.get(renamed.get(name, name), 0)) + sum(one.get(name, False) for one in loose)
 
     carry_over({index: count(name) for index, name in enumerate(queue.names)}, queue.buckets)
@@ -129,7 +129,7 @@ class NeverUsed:
         """At the end of a pass, before its buckets are emptied. No suspects are left after most first passes.
 
         Args:
-            gone: parameters that come, but without a gradient, of which the tracker has told.
+            gone: parameters that come, but without a gradient, as reported by the tracker.
         """
         queue = self._queue
         # On an accelerator to read the footer would stop the host.
@@ -169,7 +169,7 @@ class NeverUsed:
 
 
 class SteppedAlone:
-    """What an optimizer steps beside what is averaged, and nobody averages: a head beside an attached encoder, say.
+    """What an optimizer steps along with averaged parameters, and no handle averages: a head, say, next to an encoder.
 
     Nothing else would tell: its gradients reach no hook, and ranks are only compared in what is attached. Or all of it,
     where another module was attached. And gradients that it steps before they were averaged.
@@ -275,7 +275,7 @@ class SteppedAlone:
         ]
 
     def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Their names. Of the module's own nothing is read, since behind a sharded step they may be under way."""
+        """Their names. The module's own values are not read, since after a sharded step they may be under way."""
         here, groups = _all_of([self._members]), optimizer.param_groups
         others = [
             (number, place, one)
@@ -284,7 +284,7 @@ class SteppedAlone:
             if id(one) not in here
         ]
         owners: Iterable[Any] = {owner_of(one) for *_, one in others} - {None}
-        there = _all_of([owner.members for owner in owners])  # what is not averaged there is left alone by request
+        there = _all_of([owner.members for owner in owners])  # what is not averaged there is left out on request
         return [
             name_in(groups[number], number, place)
             for number, place, one in others

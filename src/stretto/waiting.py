@@ -49,7 +49,7 @@ def wait_a_while(word: Work, patience: float, wait: Callable[..., None]) -> None
     who it is.
 
     Args:
-        word: of those who have come.
+        word: about the ranks that have come.
         patience: seconds that the transport has.
         wait: waits, for so many seconds if they are given.
     """

@@ -80,7 +80,7 @@ def torch_reduces(module: torch.nn.Module) -> bool:
 
 
 def taken_by_torch(wrapper: Any, module: torch.nn.Module) -> set[int]:
-    """The parameters, by ``id``, of which torch's wrapper around ``module`` averages the gradients.
+    """The parameters, by ``id``, whose gradients torch's wrapper around ``module`` averages.
 
     Its reducer goes by other names than ``named_parameters()``: one at the root is ``".scale"`` there, and one that is
     tied is reduced unless each of its names is ignored. Those that it delays are averaged as well, beside the reducer.
@@ -108,5 +108,5 @@ def refuse_torchs(owner: torch.nn.Module, item: object, attached: Iterable[objec
 
 
 def refuse_around(wrapper: torch.nn.Module, attached: Iterable[object]) -> None:
-    """The same of one that runs forward now around what is attached: it was there before."""
+    """The same for a wrapper that now runs forward around the attached module: it was there before."""
     refuse_torchs(wrapper, wrapper.module, attached)

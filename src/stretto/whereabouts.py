@@ -36,11 +36,11 @@ class Person:
     """Random: tells it from all others, and from this process after it was without a handle for a while."""
 
     def is_dead(self) -> bool:
-        """Whether it is known not to run any more; of another host, or where there is no /proc, nothing is known."""
+        """Whether it is known to have ended; nothing is known of other hosts, or without /proc."""
         return self.is_here() and is_over(self.pid, self.started)
 
     def is_stopped(self) -> bool:
-        """Whether it is known to go on only when somebody continues it."""
+        """Whether it is known to be stopped until it is continued from outside."""
         return self.is_here() and is_stopped(self.pid)
 
     def is_here(self) -> bool:
@@ -125,6 +125,6 @@ def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> st
 
 
 def of_group(transport: Transport) -> str:
-    """Its process group, behind a noun; empty where ranks are those of the default group, which need no translation."""
+    """Its process group, to follow a noun; empty for the default group, whose ranks need no translation."""
     ranks = transport.global_ranks
     return "" if [*ranks] == [*range(len(ranks))] else f" over process group [{name_list(map(str, ranks))}]"

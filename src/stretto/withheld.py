@@ -101,7 +101,7 @@ def leave_in_shares(buckets: Sequence[Bucket], names: Sequence[str], parameters:
 
 
 def give_back_whole(buckets: Sequence[Bucket], but: Iterable[torch.Tensor]) -> None:
-    """Whole gradients, as ``complete`` has left them, for all but those of which a share suffices from here on."""
+    """Whole gradients, as ``complete`` has left them, for all but those for which a share now suffices."""
     stay = {id(one) for one in but}
     for bucket in buckets:
         for one, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -10,7 +10,7 @@ import torch
 
 
 class Control(IntEnum):
-    """Words behind the last bucket's payload; each counts the ranks that say so."""
+    """Words after the last bucket's payload; each counts the ranks that say so."""
 
     GAVE_UP = 0
     """This rank's backward failed; what it sent is not a gradient."""
@@ -31,7 +31,7 @@ class Control(IntEnum):
     WITH_OTHERS = 8
     """One backward has reached handles of other process groups too: see family.py, [Note: other groups]."""
     COMPARES = 9
-    """This rank says of which values its parameters are: see spot_checks.py."""
+    """This rank compares its parameters' values with the others': see spot_checks.py."""
     UNATTACHED = 10
     """This rank's program steps parameters that no handle averages: see unattached.py."""
     RAN_OUT = 11
@@ -45,9 +45,9 @@ class Control(IntEnum):
 
 
 MARKS = 16
-"""Words behind these, which all ranks say alike: see footer.py, [Note: marks]."""
+"""Words after these, equal on all ranks: see footer.py, [Note: marks]."""
 VALUES = 8
-"""Words behind the marks, which all ranks that compare say alike."""
+"""Words after the marks, equal on all ranks that compare."""
 COUNTS = 256
 """Ranks that bfloat16 can count."""
 FIRST_MARK = len(Control)
@@ -95,7 +95,7 @@ class ControlWords:
 
     @property
     def all_well(self) -> bool:
-        """Whether it is known that nobody had anything to say."""
+        """Whether it is known that no rank had anything to say."""
         return self.words is None and self.were_carried
 
     @property

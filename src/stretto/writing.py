@@ -21,7 +21,7 @@ from .record import PassRecord
 from .trace import VERSION, RankTrace, TraceError, files_of
 
 _AT_THE_END = ("plans", "passes", "end", "later")
-"""What is not known yet when the header is written."""
+"""Facts that are not known yet when the header is written."""
 log = logging.getLogger("stretto")
 
 

@@ -1,4 +1,4 @@
-"""From a contestant to a model that steps: one of the libraries around it, or none."""
+"""Builds a contestant's model and optimizer, with one of the libraries around them, or none."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Training:
     """A model and its optimizer, as one contestant trains it."""
 
     model: nn.Module
-    """Whose parameters are stepped."""
+    """The module whose parameters are stepped."""
     called: nn.Module
-    """That, or the wrapper around it."""
+    """The module, or the wrapper around it."""
     loss: Loss
     after: Callable[[], object] = bool
     """Runs between backward and the optimizer's step."""
@@ -46,9 +46,9 @@ class Training:
         self.loss(self.called).backward()  # type: ignore[no-untyped-call]
 
     def steps(self, count: int) -> None:
-        """So many forward and backward passes, and an optimizer's step after every ``sync_every``.
+        """``count`` forward and backward passes, with an optimizer step after every ``sync_every``.
 
-        Nothing is under way afterwards: what was stepped would travel in another contestant's time.
+        Nothing is under way afterwards: else stepped parameters would travel in another contestant's time.
         """
         for number in range(1, count + 1):
             if number % self.sync_every:
@@ -63,14 +63,14 @@ class Training:
             parameter.data_ptr()  # a look waits for it
 
     def close(self) -> None:
-        """Let go of what other ranks are held by."""
+        """Release what other ranks depend on."""
         if self.handle is not None:
             self.handle.detach()
             self.handle = None
 
 
 class Messages(Training):
-    """What has to be sent in a step, in one message over the process group, and nothing else."""
+    """Sends all that a step has to send, in one message over the process group, and does nothing else."""
 
     def steps(self, count: int) -> None:
         """So many messages."""
@@ -83,7 +83,7 @@ class Messages(Training):
 
 
 class InShares(Training):
-    """What follows backward steps, too."""
+    """For contestants whose ``after`` takes the optimizer's step as well."""
 
     def steps(self, count: int) -> None:
         """So many steps."""
@@ -93,10 +93,10 @@ class InShares(Training):
 
 
 def build(contestant: Contestant, make: Callable[[], Workload]) -> Training:
-    """Collective: what the contestant does to a model of its own, and to its optimizer.
+    """Build the contestant around a model and an optimizer of its own. Collective.
 
     Raises:
-        Exception: whatever the library raises that cannot do it.
+        Exception: whatever the library raises if it cannot do it.
     """
     training = _shared_out(contestant, *make())
     training.sync_every = contestant.sync_every
@@ -124,9 +124,9 @@ def _shared_out(contestant: Contestant, model: nn.Module, loss: Loss) -> Trainin
         training = Training(model, wrapped, loss, no_sync=wrapped.no_sync)
     elif contestant.kind == "stretto":
         groups = [dist.new_group() for _ in range(options.pop("groups", 0))]
-        # of its own: models of one group ask in every pass whether a backward reaches the other
+        # a group of its own: models on one group ask in every pass whether a backward reaches the other
         own = None if groups else dist.new_group()
-        options["check_every"] = 0  # on the same batch on all ranks, as the factory makes it: not to be told of
+        options["check_every"] = 0  # all ranks have the factory's batch: no warning about it
         handle = attach(model, process_group=own, process_groups=groups, **options)
         training = Training(model, model, loss, no_sync=handle.no_sync, handle=handle)
     elif contestant.kind == "replicate":
@@ -155,7 +155,7 @@ def _shared_memory() -> SharedMemoryTransport:
 
 
 def transport_of(contestant: Contestant) -> Transport:
-    """What carries its messages, or one like it. Collective."""
+    """The transport of its messages, or one like it. Collective."""
     asked = contestant.options.get("transport", "auto") if contestant.kind == "stretto" else "process_group"
     return choose(ProcessGroupTransport(), asked)
 
@@ -201,7 +201,7 @@ def _replicated(model: nn.Module, loss: Loss, by_layer: bool) -> Training:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """What lists and sequences hold, where it has parameters, outermost first come."""
+    """The modules with parameters in lists and sequences, from the outside in."""
     lists = [one for one in model.modules() if isinstance(one, (nn.ModuleList, nn.Sequential))]
     inside = {id(inner) for one in lists for layer in one for inner in layer.modules() if inner is not layer}
     found = {id(layer): layer for one in lists if id(one) not in inside for layer in one if [*layer.parameters()]}

@@ -1,4 +1,4 @@
-"""The fair comparison: everybody in the same processes, in turn, on a model of their own.
+"""The fair comparison: all contestants in the same processes, in turn, each on a model of its own.
 
 compare ──spawns──> measure on each rank: build all ──> a short run chooses among variants ──> rounds ──> Comparison
 """
@@ -41,7 +41,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks are asked to do."""
+    """What ranks are asked to measure."""
 
     workload: str
     contestants: tuple[Contestant, ...]
@@ -49,7 +49,7 @@ class Job:
     threads: int = 1
     progress: bool = False
     begun: str = ""
-    """A file that rank 0 makes before its first bar, for whoever draws one until then."""
+    """A file that rank 0 makes before its first progress bar, so that the parent stops drawing its own."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ def compare(
     progress: bool = False,
     timeout: float = 600.0,
 ) -> Comparison:
-    """Run everybody on the same model in ``ranks`` new processes, and say what a step took.
+    """Run all contestants on the same model in ``ranks`` new processes, and return what a step took.
 
     Args:
         workload: a built-in one, or ``script.py:factory``: see factory.py.
         ranks: processes.
         contestants: default, all that make sense; the first one without communication is the yardstick.
-        only: of these, those with one of the texts in their names.
+        only: of these, only those with one of the texts in their names.
         effort: how long to measure.
-        network: ``"1gbit"`` or what else ``tc`` understands, between two emulated hosts; ``"unlimited"`` for the cable
-            as it is; default, one host.
-        threads: that torch may use, a rank.
+        network: ``"1gbit"`` or another rate that ``tc`` understands, between two emulated hosts; ``"unlimited"`` for
+            the link without a limit; default, one host.
+        threads: how many torch may use on each rank.
         progress: whether to draw a bar on stderr.
         timeout: seconds after which ranks are killed.
 
     Raises:
-        SetupError: the workload or an option is no good, in words for its user.
+        SetupError: the workload or an option is unusable; the text is for the user.
         OSError: hosts cannot be emulated here; with the reason.
         RuntimeError: a rank failed; with its traceback.
     """
@@ -184,19 +184,19 @@ def measure(rank: int, job: Job) -> Measured:
 
 
 def in_order(job: Job, entrants: Entrants, steps: int) -> dict[str, Callable[[], None]]:
-    """What each of them runs in a round, in the order of the tables."""
+    """What each contestant runs in a round, in the order of the tables."""
     there = [one for one in job.contestants if one.name in entrants]
     return {one.name: functools.partial(entrants[one.name].steps, in_block(one, steps)) for one in there}
 
 
 def in_block(contestant: Contestant, steps: int) -> int:
-    """How many passes it makes at a time: ``steps``, or what is nearest below and ends with a synchronisation."""
+    """How many passes it makes at a time: ``steps``, or the next lower number that ends with a synchronisation."""
     every = contestant.sync_every
     return max(every, steps // every * every)
 
 
 def run_rounds(blocks: Mapping[str, Callable[[], object]], job: Job, rounds: int, title: str) -> dict[str, list[float]]:
-    """Interleaved; the slower rank's seconds. Collective."""
+    """Time them, interleaved; the slower rank's seconds. Collective."""
     warm_up, limit = job.effort.warm_up, job.effort.seconds
     return worst_rank(interleave(blocks, rounds, warm_up, title=title, seconds=limit, watched=job.progress))
 
@@ -221,7 +221,7 @@ def enter(contestants: Sequence[Contestant], make: Callable[[], Workload]) -> tu
 def _try(contestant: Contestant, make: Callable[[], Workload]) -> tuple[Training | None, str]:
     try:
         training = build(contestant, make)
-        training.steps(3 * contestant.sync_every)  # torch DDP complains of the first step in the second, and so on
+        training.steps(3 * contestant.sync_every)  # torch DDP reports errors of the first step in the second, and so on
         return training, ""
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -246,7 +246,7 @@ def fastest(contestant: Contestant, make: Callable[[], Workload], steps: int, jo
 
 @contextlib.contextmanager
 def letting_go(entrants: Entrants) -> Iterator[None]:
-    """Afterwards nothing holds the process group, so that it can end."""
+    """Afterwards nothing refers to the process group, so that it can end."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Who takes part: values that can be sent to ranks, named after what they do.
+"""The contestants: values that can be sent to ranks, named after what they do.
 
 Contestant ──build.py──> Training, a model of its own that steps
 """
@@ -35,19 +35,19 @@ class Contestant:
     all-reduce a parameter after backward. ``messages``: all gradients are sent, and nothing is computed. ``torch``,
     ``replicate``, ``fully_shard``, ``stretto``: the libraries."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the library's constructor; and (stretto) ``groups``, so many process groups in turn, ``shard``, options of
-    ``stretto.shard``; (replicate, fully_shard) ``by_layer``, each layer by itself; (floor) ``shares``, whether the
-    optimizer's step is divided."""
+    """Arguments of the library's constructor; and (stretto) ``groups``, the number of process groups to use in turn,
+    and ``shard``, options of ``stretto.shard``; (replicate, fully_shard) ``by_layer``, each layer by itself; (floor)
+    ``shares``, whether the optimizer's step is divided."""
     sync_every: int = 1
     """Gradients are accumulated over so many backward passes, the last of which communicates."""
     candidates: tuple[Contestant, ...] = ()
-    """If any: the fastest of these in a short run before takes part in its place."""
+    """If any: the fastest of these, by a short run before, takes part instead."""
     optimizer: OptimizerName = "sgd"
     """``zero``: torch's ``ZeroRedundancyOptimizer`` over AdamW, each rank stepping its part of the parameters."""
 
 
 def alone(sync_every: int = 1) -> Contestant:
-    """The yardstick: the same step, and nothing is sent."""
+    """The yardstick: the same step without sending anything."""
     return Contestant(ALONE if sync_every == 1 else f"{ALONE}, step every {sync_every}", "alone", {}, sync_every)
 
 
@@ -73,7 +73,7 @@ def replicate() -> Contestant:
 
 
 def steppers() -> tuple[Contestant, ...]:
-    """Who steps with AdamW, in the order of tables."""
+    """The contestants that step with AdamW, in the order of tables."""
     plain = [alone(), torch_tuned(), replicate(), fully_shard(), Contestant("stretto", "stretto")]
     zero = stepping(replace(torch_tuned(), name=ZERO), "zero")
     found = [stepping(one, "adamw") for one in plain]
@@ -89,7 +89,7 @@ def sharded() -> tuple[Contestant, ...]:
 
 
 def least() -> Contestant:
-    """What no way to step in shares on one host can beat: see floor.py."""
+    """The lower limit for a step in shares on one host: see floor.py."""
     return Contestant(FLOOR_IN_SHARES, "floor", {"shares": True}, optimizer="adamw")
 
 
@@ -111,7 +111,7 @@ def _as_whole_or_by_layer(name: str, kind: Kind) -> Contestant:
 
 
 def naive() -> tuple[Contestant, ...]:
-    """Nothing is sent before backward has ended."""
+    """The contestants that send nothing before backward has ended."""
     flat = {"delay": True, "transport": "process_group"}
     return (
         Contestant("a message a parameter, after backward", "loop"),
@@ -120,10 +120,10 @@ def naive() -> tuple[Contestant, ...]:
 
 
 def everybody(network: bool = False) -> tuple[Contestant, ...]:
-    """Everybody, in the order of tables.
+    """All contestants, in the order of tables.
 
     Args:
-        network: ranks are on different hosts, so that what needs shared memory is left out, and stretto is over the
+        network: ranks are on different hosts, so contestants that need shared memory are left out, and stretto uses the
             process group anyway.
     """
     found = [alone(), *naive(), Contestant("torch DDP, default", "torch"), torch_tuned(), replicate()]
@@ -137,7 +137,7 @@ def chosen(all_of_them: Sequence[Contestant], only: Sequence[str]) -> tuple[Cont
     """Those with one of these texts in their names, and the one without communication; all, if none are given.
 
     Raises:
-        SetupError: nobody has such a name.
+        SetupError: no contestant has such a name.
     """
     vain = [text for text in only if not any(text in one.name for one in all_of_them)]
     if vain:

@@ -30,7 +30,7 @@ FORMS = (
     "It is called without arguments and returns model, (model, batch) or (model, batch, loss), with loss(model, batch) "
     "the loss of a step."
 )
-"""What commands that take a model say of it."""
+"""The help text of commands that take a model."""
 SEED = 0
 MADE_UP = 32
 """Examples in a batch that is made up."""
@@ -39,7 +39,7 @@ _TOKENS = 64
 
 
 def workload_of(source: str) -> Callable[[], Workload]:
-    """What makes the model and its loss, alike on every call: the weights are seeded.
+    """Return what makes the model and its loss, the same on every call, since weights are seeded.
 
     Args:
         source: the name of a built-in workload, ``script.py:factory`` or ``package.module:factory``.
@@ -54,13 +54,13 @@ def workload_of(source: str) -> Callable[[], Workload]:
 
 
 def model_of(source: str) -> nn.Module:
-    """The model alone, whichever of the forms it is made in.
+    """Only the model, in whichever form the factory returns it.
 
     Args:
-        source: as of :func:`workload_of`.
+        source: as in :func:`workload_of`.
 
     Raises:
-        SetupError: as :func:`workload_of`.
+        SetupError: as in :func:`workload_of`.
     """
     if source in BUILT_IN:
         return BUILT_IN[source]()[0]
@@ -69,10 +69,10 @@ def model_of(source: str) -> nn.Module:
 
 
 def try_out(source: str) -> str:
-    """One step in this process, so that a model that does not work is told of before ranks are started.
+    """Take one step in this process, so that a model that does not work is reported before ranks are started.
 
     Returns:
-        What a reader has to know of the batch, as a sentence; empty if there is nothing.
+        A sentence about the batch that a reader has to know; empty if there is none.
 
     Raises:
         SetupError: with what it raised.
@@ -120,7 +120,7 @@ def _loaded(source: str) -> Any:
 
 
 def _parts(source: str, made: Any) -> tuple[Any, ...]:
-    """The model, and the batch and the loss if there are such."""
+    """The model, and the batch and the loss if given."""
     parts = tuple(made) if isinstance(made, (tuple, list)) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
         raise SetupError(

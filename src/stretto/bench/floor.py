@@ -1,12 +1,12 @@
-"""What an all-reduce through shared memory costs at least on this hardware, in a step that is not wrong about it.
+"""The least that an all-reduce through shared memory can cost within a step on this hardware.
 
 At the end of backward the ranks meet once, by a message without content; then each writes as many bytes as it has
 gradients into memory that all ranks map, sums its share over the ranks, and writes that share into everybody's memory:
 in blocks that fit a core's cache, by flat operations, with no further meeting and nothing in Python for a parameter.
 
-The sums are of no use: the gradients themselves are not what is copied. They are in the cache when a reducer takes
-them, so the source of the copy is one block that stays in the cache, and ranks read what others may be writing. What is
-left out cannot be had for less; what is done cannot be left out.
+The sums are meaningless, since not the gradients themselves are copied: these are in the cache when a reducer takes
+them, so here one block that stays in the cache is the source of all copies, and ranks read what others may be writing.
+What is done here cannot be left out, so nothing can be cheaper.
 
 Where the optimizer's step is divided, each rank sums its share of all blocks for itself alone, then steps so many
 elements in blocks of that size, and the ranks meet once more before anybody may read what was stepped. To sum and step
@@ -33,16 +33,16 @@ SHARE = 64 * 1024
 
 
 def meeting(shared: SharedMemoryTransport) -> Callable[[], object]:
-    """All ranks wait for each other, once, by the smallest message there is."""
+    """All ranks wait for each other, once, with the smallest possible message."""
     numbers = array.array("q", (0, 0))
     return lambda: shared.meet(numbers, b"floor").wait()
 
 
 def least_work(model: nn.Module, shared: SharedMemoryTransport) -> Callable[[], object]:
-    """What follows backward in the floor. Collective.
+    """What the floor does after backward. Collective.
 
     Args:
-        model: whose gradients are meant; counted as float32.
+        model: gives the number of gradients, counted as float32.
         shared: of all ranks.
     """
     meet, blocks = meeting(shared), _blocks(model, shared)
@@ -58,7 +58,7 @@ def least_work(model: nn.Module, shared: SharedMemoryTransport) -> Callable[[], 
 
 
 class StepInShares:
-    """What follows backward in the floor where each rank steps its share with AdamW; arguments as above. Collective."""
+    """What the floor does after backward if each rank steps its share with AdamW; arguments as above. Collective."""
 
     def __init__(self, model: nn.Module, shared: SharedMemoryTransport) -> None:
         self._model, self._meet = model, meeting(shared)
@@ -95,11 +95,11 @@ class _Strip:
     own: torch.Tensor
     """Of this rank."""
     first: int
-    """Element of the gradients that this rank sums of it."""
+    """First element of the gradients that this rank sums."""
     share: torch.Tensor
-    """From there on, what it sums."""
+    """What this rank sums, in its own memory."""
     shares: list[torch.Tensor]
-    """The same in the memory of each other."""
+    """The same in the memory of each other rank."""
     hot: torch.Tensor
     """Stands for the gradients."""
 
@@ -124,7 +124,7 @@ def _blocks(model: nn.Module, shared: SharedMemoryTransport) -> list[_Strip]:
 
 
 def _buffers_of_all(numel: int, shared: SharedMemoryTransport) -> list[torch.Tensor]:
-    """One of each rank, by rank: every rank sees the same bytes."""
+    """One memory of each rank, by rank: every rank sees the same bytes."""
     nbytes = max(1, numel) * 4
     mine = shared.host.allocate(nbytes)
     places = shared.all_gather_object(shared.host.page.arena.locate(mine))

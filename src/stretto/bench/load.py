@@ -1,4 +1,4 @@
-"""What ``script.py:factory`` or ``package.module:factory`` names and makes, for all commands that take one."""
+"""Loads and calls what ``script.py:factory`` or ``package.module:factory`` names, for all commands that take one."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ..whereabouts import is_users
 
 
 class BrokenModelError(SetupError):
-    """The user's own code was found, and raised."""
+    """The user's code was found, and raised an error."""
 
     exit_code = 1
-    """Of a command that ends by it."""
+    """Exit code of a command that ends with this error."""
 
 
 def load(source: str) -> Any:
-    """What stands behind the colon, in what stands before it, which is imported.
+    """Import what is before the colon, and return what is after it.
 
     A script is imported as if it was run from where it lies, under its own name instead of ``__main__``.
 
     Args:
-        source: ``train.py:make_model`` or ``torchvision.models:resnet18``; dots go deeper, ``train:Nets.small``.
+        source: ``train.py:make_model`` or ``torchvision.models:resnet18``; dots for attributes, ``train:Nets.small``.
 
     Raises:
         SetupError: it has another form, or does not exist.
@@ -57,7 +57,7 @@ def load(source: str) -> Any:
 
 
 def _cannot_have(script: str, name: str) -> bool:
-    """Found without running the script, with whatever trains in it. Where it cannot be read, running it says why."""
+    """Found without running the script, which may train. If it cannot be read, running it says why."""
     try:
         ast.parse(script)
     except (SyntaxError, ValueError):
@@ -66,7 +66,7 @@ def _cannot_have(script: str, name: str) -> bool:
 
 
 def call(factory: Any, source: str) -> Any:
-    """What the factory makes; a module that is there already stands for itself.
+    """What the factory makes; if it is a module already, the module itself.
 
     Args:
         factory: as :func:`load` gives it.
@@ -86,7 +86,7 @@ def call(factory: Any, source: str) -> Any:
 
 @contextlib.contextmanager
 def _printing_aside() -> Iterator[None]:
-    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no result of ours
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints is not our result
         yield
 
 
@@ -130,7 +130,7 @@ def _look_in(folder: str) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """Its class, its text, and the last line of the user's program that it came from."""
+    """The error's class and text, and the last line of the user's program that it came from."""
     lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     mine = [(file, line) for file, line in lines if is_users(file)]
     where = f" ({mine[-1][0]}:{mine[-1][1]})" if mine else ""

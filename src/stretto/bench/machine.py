@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code, and whether the machine was quiet when it was measured."""
+"""What a figure depends on besides the code, and whether the machine was quiet during the measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from ..cores import cores
 
 QUIET = 0.1
-"""Others may use so large a share of the cores before figures are called doubtful."""
+"""If others use a larger share of the cores than this, figures are called doubtful."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Machine:
     torch: str
     stretto: str
     load: float | None
-    """Average of the minute before, which includes what was measured just before; None where it is not counted."""
+    """Load average of the last minute, earlier measurements included; None if not available."""
     busy: float | None
-    """The share of all cores that was in use by others right before, 0 to 1; None where the system does not tell."""
+    """The share of all cores that others used right before, 0 to 1; None if the system does not tell."""
     when: str
     """UTC."""
 
@@ -61,7 +61,7 @@ class Machine:
 
 
 def this_machine(watch_seconds: float = 0.5) -> Machine:
-    """As it is now. Waits ``watch_seconds`` to see how busy others keep it; call it while this program does nothing."""
+    """The machine now. Watches for ``watch_seconds`` how busy others keep it; call it while this program is idle."""
     before = _ticks()
     time.sleep(watch_seconds)
     idle, total = (now - then for now, then in zip(_ticks(), before, strict=True))
@@ -77,12 +77,12 @@ def this_machine(watch_seconds: float = 0.5) -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Of what all figures depend on, by name."""
+    """The versions that all figures depend on, by name."""
     return {"stretto": version("stretto"), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all cores since boot: idle ones, and all; none where they are not counted, as on macOS."""
+    """Ticks of all cores since boot: idle ones, and all; zeros if they are not counted, as on macOS."""
     with contextlib.suppress(OSError):
         fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         return fields[3] + fields[4], sum(fields)

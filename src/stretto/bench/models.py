@@ -1,8 +1,8 @@
 """The models that steps are timed on unless a user brings one: the five of docs/design.md, section 6.
 
-Batches are random and the same in every step: what is timed is the arithmetic, not the learning. Nor do models learn:
-a batch that is known by heart has gradients that are next to nothing, and on subnormal numbers a processor is several
-times as slow. GPT-2's backward took 29 ms at first and 80 ms after 60 steps of AdamW with a rate of 1e-3.
+Batches are random and the same in every step: arithmetic is timed, not learning. Nor do models learn: a batch learnt by
+heart has gradients close to zero, and on subnormal numbers a processor is several times slower. GPT-2's backward took
+29 ms at first and 80 ms after 60 steps of AdamW with a rate of 1e-3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Loss = Callable[[nn.Module], torch.Tensor]
 """Runs the module forward on this rank's batch."""
 Workload = tuple[nn.Module, Loss]
 LEARNING_RATE = 1e-9
-"""At which a model stays as it is, however long it is stepped."""
+"""A learning rate at which a model stays the same, however long it is stepped."""
 
 
 def policy() -> Workload:
@@ -32,9 +32,9 @@ def policy() -> Workload:
 def many_small_layers() -> Workload:
     """100 layers of 64.
 
-    Orthogonal, so that gradients stay of one size. By torch's own first values each layer makes them 0.6 times as
-    large: behind 100 of them their squares are subnormal, on which a processor is three times as slow, and whichever
-    rank steps those would keep the others waiting.
+    Weights are orthogonal, so that gradients keep their size. With torch's own initial values each layer makes them 0.6
+    times as large: after 100 layers their squares are subnormal, on which a processor is three times slower, and the
+    rank that steps those would keep the others waiting.
     """
     layers = [nn.Linear(64, 64) for _ in range(100)]
     for layer in layers:
@@ -45,7 +45,7 @@ def many_small_layers() -> Workload:
 
 
 def wide_mlp() -> Workload:
-    """8 layers of 1024: much to send for little to compute."""
+    """8 layers of 1024: much to send, little to compute."""
     model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
     inputs = torch.randn(32, 1024)
     return model, lambda m: m(inputs).square().mean()
@@ -68,7 +68,7 @@ class Gpt2(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Batch x context numbers of tokens; the same with a logit for each of the vocabulary."""
+        """Takes token numbers, batch x context; returns a logit for each token of the vocabulary."""
         hidden = self.token(tokens) + self.place.weight
         for block in self.blocks:
             hidden = block(hidden, src_mask=self.mask, is_causal=True)
@@ -97,7 +97,7 @@ class Residual(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Batch x channels x height x width."""
+        """Takes batch x channels x height x width."""
         hidden = F.relu(self.norm1(self.conv1(images)))
         return F.relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
 
@@ -118,7 +118,7 @@ BUILT_IN: dict[str, Callable[[], Workload]] = {
     "layers": many_small_layers,
     "mlp": wide_mlp,
     "gpt2": gpt2,
-    "gpt2x8": functools.partial(gpt2, 8),  # what the figures with a network use
+    "gpt2x8": functools.partial(gpt2, 8),  # used for the figures with a network
     "resnet18": resnet18,
 }
 TITLES = {
@@ -132,5 +132,5 @@ TITLES = {
 
 
 def title_of(source: str) -> str:
-    """For people: of a built-in workload its size, of any other its name."""
+    """For display: a built-in workload with its size, any other by its name."""
     return TITLES.get(source, source)

@@ -45,7 +45,7 @@ def canvas(size: tuple[float, float], file: Path) -> Iterator[Any]:
         file: ends in one of FORMATS.
 
     Raises:
-        SetupError: as :func:`check`.
+        SetupError: as in :func:`check`.
     """
     check(file)
     from matplotlib import rc_context
@@ -59,7 +59,7 @@ def canvas(size: tuple[float, float], file: Path) -> Iterator[Any]:
 
 
 def check(file: Path) -> None:
-    """Whether a plot can be written as such a file.
+    """Check that a plot can be written as such a file.
 
     Raises:
         SetupError: matplotlib is not installed or cannot be imported, or the file ends in something else.
@@ -76,7 +76,7 @@ def plot(comparison: Comparison, file: Path) -> None:
     """Bars of a comparison.
 
     Raises:
-        SetupError: as :func:`canvas`.
+        SetupError: as in :func:`canvas`.
     """
     with canvas((8.0, 1.2 + 0.32 * len(comparison.seconds)), file) as figure:
         axes = figure.subplots()
@@ -102,7 +102,7 @@ def bars(axes: Any, comparison: Comparison, *, names: bool = True) -> None:
 
 
 def lines(axes: Any, x: Sequence[Any], by_name: Mapping[str, Sequence[Quartiles]], unit: float = 1.0) -> None:
-    """One line a name with its quartiles as a band, at equal distances along ``x``."""
+    """One line for each name, with its quartiles as a band, at equal distances along ``x``."""
     at = range(len(x))
     for name, spreads in by_name.items():
         colour = COLOURS.get(name)
@@ -117,7 +117,7 @@ def lines(axes: Any, x: Sequence[Any], by_name: Mapping[str, Sequence[Quartiles]
 
 
 def level(axes: Any, by_name: Mapping[str, Quartiles]) -> None:
-    """A dotted line a name, at its median: what does not change along x."""
+    """A dotted line for each name, at its median: for values that do not change along x."""
     for number, (name, one) in enumerate(by_name.items()):
         colour = COLOURS.get(name, OTHERS)
         axes.axhline(one.median, color=colour, linewidth=0.9, linestyle=(number, (2, 2)), label=name)

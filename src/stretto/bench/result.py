@@ -1,4 +1,4 @@
-"""What a comparison has found: a value, to and from JSON, and a table."""
+"""The result of a comparison: a value, to and from JSON, and a table."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Comparison:
     """As it was asked for."""
     ranks: int
     network: str
-    """Between the ranks, for people."""
+    """What is between the ranks, for display."""
     threads: int
-    """That torch may use, a rank."""
+    """How many torch may use on each rank."""
     steps: int
-    """A contestant ran so many at a time; more where it synchronises less often."""
+    """How many a contestant ran at a time; more if it synchronises less often."""
     machine: Machine
     seconds: Mapping[str, Sequence[float]]
     """By contestant, round by round."""
     stands_for: Mapping[str, str] = field(default_factory=dict)
-    """By contestant that was chosen among several in a short run: which one it is."""
+    """For contestants with variants: the one chosen in a short run."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """By contestant that could not run: why."""
     about_batch: str = ""
-    """A sentence, where the batch is not the user's own."""
+    """A sentence, if the batch is not the user's own."""
 
     @property
     def rounds(self) -> int:
@@ -47,7 +47,7 @@ class Comparison:
         return Quartiles.of(self.seconds[name])
 
     def ratio(self, name: str, to: str = ALONE) -> Quartiles:
-        """To another contestant's step of the same round."""
+        """The ratios to another contestant's steps of the same rounds."""
         pairs = zip(self.seconds[name], self.seconds[to], strict=True)
         return Quartiles.of([one / base for one, base in pairs])
 
@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader has to know besides the figures."""
+        """What a reader has to know in addition to the figures."""
         found = [f"{name}: {real}, the fastest in a short run before." for name, real in self.stands_for.items()]
         found += [f"{name} did not take part: {reason}" for name, reason in self.skipped.items()]
         found += [self.about_batch] if self.about_batch else []
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def geometric_mean(comparisons: Sequence[Comparison], name: str) -> float | None:
-    """Of a contestant's median ratios over workloads; None if it took no part in one."""
+    """Geometric mean of a contestant's median ratios over workloads; None if it is missing in one."""
     if any(name not in one.seconds for one in comparisons):
         return None
     return statistics.geometric_mean(one.ratio(name).median for one in comparisons)

@@ -15,12 +15,12 @@ from ..errors import SetupError
 from ..terminal import progress
 
 FEWEST = 5
-"""Rounds that are run whatever they take, unless fewer are asked for."""
+"""The least number of rounds, however long they take, unless fewer are asked for."""
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """Median and quartiles of some seconds or ratios."""
+    """Median and quartiles of some times or ratios."""
 
     median: float
     low: float
@@ -45,9 +45,9 @@ class Effort:
     """How long to measure."""
 
     rounds: int = 30
-    """At most; in each all contestants run once."""
+    """The most rounds; in each all contestants run once."""
     seconds: float = 30.0
-    """Fewer rounds are run, but never fewer than five, if they would take longer: as those of warm-up tell."""
+    """If the rounds would take longer than this, judged by warm-up, fewer are run, but at least five."""
     block: float = 0.05
     """Seconds: a contestant trains so many steps at a time, since ranks that start together are not what training
     looks like."""
@@ -74,10 +74,10 @@ def interleave(
 
     Args:
         contestants: what is run, by name; the same names on all ranks.
-        rounds: so often, or fewer if they would take more than ``seconds``.
+        rounds: how many, or fewer if they would take more than ``seconds``.
         warm_up: rounds before these.
         title: beside the progress bar.
-        seconds: for all rounds but those of warm-up, which tell what one takes: without any, all are run.
+        seconds: for all rounds except those of warm-up, which tell how long one takes; without warm-up, all are run.
         watched: whether rank 0 draws a bar.
     """
     shuffle = random.Random(0)

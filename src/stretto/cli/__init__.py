@@ -1,7 +1,7 @@
 """The command line: ``stretto``, and ``python -m stretto``. One file a command; this one puts them together.
 
-Exit codes: 0, all is well; 1, what was asked about has failed or is broken; 2, the question was no good; 130, Ctrl-C.
-``stretto run`` ends with the exit code of the rank that failed.
+Exit codes: 0, success; 1, what was asked about has failed or is broken; 2, wrong usage; 130, Ctrl-C. ``stretto run``
+ends with the exit code of the rank that failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Command(typer.core.TyperCommand):
 
 
 def _said(option: Any) -> Any:
-    """Help as any other result: the parser's own way to write it ends with 1 where nobody reads to the end."""
+    """Help as any other result: the parser's own way to write it ends with 1 if the reader stops early."""
     option.callback = _say_help
     return option
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: default, those of the process.
     """
     _open_streams()
-    fails = ("strict", "surrogateescape")  # with a name that it cannot show, say
+    fails = ("strict", "surrogateescape")  # with a name that it cannot encode, say
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in fails:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = execute(sys.argv[1:] if arguments is None else arguments)
@@ -100,23 +100,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             stream.flush()
         except OSError as error:
-            # As of `stretto plan ... | head`, which is fine; and a code that tells of more stays.
+            # As in `stretto plan ... | head`, which is fine; an exit code other than 0 stays.
             if stream is sys.stdout and not isinstance(error, BrokenPipeError) and code == FINE:
                 note(f"the result cannot be written: {error.strerror}")
                 code = WRONG
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter tries again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the interpreter flushes again when it ends
     raise SystemExit(code)
 
 
 def _open_streams() -> None:
-    """Python has None for those that were closed before it began, as `>&-` and some services do."""
+    """Python has None for streams that were closed before it started, as `>&-` and some services do."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code. Errors become one line on stderr."""
+    """Run one command and return its exit code. Errors become one line on stderr."""
     if not arguments:
         execute(["--help"])
         return BAD_INPUT
@@ -147,7 +147,7 @@ def _one_line(text: str) -> str:
 
 
 def _refused(arguments: Sequence[str], text: str, code: int) -> int:
-    """Tell why there is no result. Programs read nothing as nothing: ``jq`` ends with 0, and a pipe has its code."""
+    """Say why there is no result, in JSON too: on empty input ``jq`` ends with 0, which is then a pipe's exit code."""
     told = text.replace("\n", " ")
     note(told)
     if _asks_for_json(arguments):
@@ -157,7 +157,7 @@ def _refused(arguments: Sequence[str], text: str, code: int) -> int:
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
-    """As far as can be told where the parser has read nothing, or complains."""
+    """A guess, for when the parser has read nothing, or complains."""
     command, *rest = arguments
     words = iter(rest)
     for word in words:

@@ -1,8 +1,8 @@
-"""torchrun's own agent on one host, which lets the rank that is the cause end by itself.
+"""torchrun's own agent on one host, changed so that the rank that caused a failure ends by itself.
 
-torchrun ends all ranks as soon as it sees one that has failed. But who fails first seldom ends first: a rank that
-raises stays until the others have heard of it, and these raise and are gone before it. Ended then, it would have lost
-its exit code.
+torchrun ends all ranks as soon as it sees one that has failed. But the rank that fails first seldom ends first: it
+stays until the others have heard of its failure, and these raise and are gone before it. If it were ended then, its
+exit code would be lost.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..transport.life import is_stopped
 from .streams import Traceback
 
 PATIENCE = 10.0
-"""Seconds: a rank stays up to 5 until the others have heard why it fails, and takes its time to end."""
+"""Seconds: a rank stays up to 5 until the others have heard why it fails, and then takes some time to end."""
 HEARD = 0.5
-"""Seconds after its end in which what a rank has printed arrives."""
+"""Seconds after its end in which a rank's output arrives."""
 LOOK_SECONDS = 0.01
 _LOOK_AGAIN = 0.05
 Told = Callable[[int], Traceback | None]
@@ -37,7 +37,7 @@ Told = Callable[[int], Traceback | None]
 
 @dataclass
 class Ends:
-    """Which processes have ended by themselves, and when, by ``time.monotonic``; looks without reaping them.
+    """Which processes have ended by themselves, and when, by ``time.monotonic``; checks without reaping them.
 
     Args:
         told: what a rank has printed last.
@@ -45,7 +45,7 @@ class Ends:
 
     told: Told
     failed: dict[int, float] = field(default_factory=dict)
-    """By rank, in the order in which they were seen."""
+    """End times by rank, in the order in which they were seen."""
     running: set[int] = field(default_factory=set)
 
     def look(self, pids: Mapping[int, int]) -> None:
@@ -61,7 +61,7 @@ class Ends:
     def _has_ended(self, rank: int, pid: int) -> bool:
         try:
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # reaped already, as only those are that did not fail
+        except ChildProcessError:  # reaped already, which only happens to ranks that did not fail
             return True
         if end is None:
             return False
@@ -71,7 +71,7 @@ class Ends:
 
     @property
     def cause_may_come(self) -> bool:
-        """Whether all that have failed speak of another rank, which is not among them."""
+        """Whether all that have failed blame another rank, which is not among them."""
         return bool(self.failed and self.running) and not any(map(self._speaks_of_itself, self.failed))
 
     def _speaks_of_itself(self, rank: int) -> bool:
@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
     Args:
         command: of a rank.
         ranks: how many, all on this host.
-        logs: where what they print goes.
+        logs: where their output goes.
         told: what a rank has printed last.
     """
 
@@ -112,7 +112,7 @@ class Agent(LocalElasticAgent):
         self._meeting.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """torch keeps its files of what ranks print until it is gone itself: the pipes would not end with the ranks."""
+        """torch keeps the ranks' output files open until it is gone itself: the pipes would not end with the ranks."""
         started: dict[int, Any] = super()._start_workers(worker_group)
         handlers = self._pcontext.subprocess_handlers if isinstance(self._pcontext, SubprocessContext) else {}
         for handler in handlers.values():
@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """torch calls this again and again, and its own ends all ranks when it sees one that has failed."""
+        """torch calls this repeatedly, and its own version ends all ranks when it sees one that has failed."""
         pids = {worker.global_rank: worker.id for worker in worker_group.workers}
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
@@ -140,8 +140,8 @@ class Agent(LocalElasticAgent):
 
     @staticmethod
     def _wake_stopped(pids: Iterable[int]) -> None:
-        """Torch ends ranks by a signal that one which is stopped does not take, and waits for it, 30 s."""
+        """Torch ends ranks by a signal that a stopped process does not handle, and waits 30 s for it."""
         for pid in filter(None, pids):
-            with contextlib.suppress(ChildProcessError):  # reaped: its pid may be another's by now
+            with contextlib.suppress(ChildProcessError):  # reaped: its pid may belong to another process now
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and is_stopped(pid):
                     os.kill(pid, signal.SIGCONT)

@@ -36,9 +36,9 @@ def bench(
 ) -> int:
     """Compare stretto with torch DDP and others on a model of your own.
 
-    All train the same model in the same processes, in turn, in an order that changes every round. Shown are the time of
-    an SGD step, the slower rank's, and its ratio to the same step without any communication. Ends with 1 if stretto
-    could not train the model.
+    All train the same model in the same processes, in turn, in an order that changes every round. It shows the time of
+    an SGD step (the slower rank's), and its ratio to the same step without any communication. The exit code is 1 if
+    stretto could not train the model.
     """
     if rounds < 1:
         raise CommandError(f"--rounds {rounds}: at least one is run")
@@ -62,7 +62,7 @@ def bench(
 
 
 def _drawn(found: Comparison, file: Path) -> bool:
-    """Behind what was measured, which took long and is not to be lost."""
+    """Failures come after the measured figures, which took long and must not be lost."""
     try:
         write(file, lambda unfinished: plot(found, unfinished))
     except (CommandError, ImportError) as error:
@@ -86,7 +86,7 @@ def _compared(model: str, ranks: int, threads: int, effort: Effort, only: list[s
             model, ranks, threads=threads, effort=effort, only=only, network=network, progress=True, timeout=3600
         )
     except KeyboardInterrupt:
-        show_cursor()  # which the bar of rank 0 had hidden
+        show_cursor()  # hidden by rank 0's bar until now
         raise
     except TimeoutError as error:  # an OSError too
         raise CommandError(str(error), WRONG) from error

@@ -1,7 +1,7 @@
-"""How the commands speak: errors of one line, JSON, files that are never half written.
+"""Output of the commands: errors of one line, JSON, files that are never half written.
 
-Results go to stdout, everything else to stderr. With ``--json`` stdout holds one JSON value and nothing else, of an
-error, too.
+Results go to stdout, everything else to stderr. With ``--json``, stdout holds one JSON value and nothing else, also for
+an error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import typer
 from ..errors import StrettoError
 
 FINE, WRONG, BAD_INPUT = 0, 1, 2
-"""Exit codes: all is well; what was asked about has failed or is broken; the question was no good."""
+"""Exit codes: success; what was asked about has failed or is broken; wrong usage."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, and nothing else there.")]
 
 
 class CommandError(StrettoError):
-    """What was asked for cannot be done. The message is one line.
+    """The command cannot be done. The message is one line.
 
     Args:
         message: what is wrong, with the name of the thing.
@@ -39,7 +39,7 @@ class CommandError(StrettoError):
 
 
 def say(text: str = "") -> None:
-    """A result. Whoever reads no more of it (``| head``) had enough: the exit code tells of the result alone.
+    """Print a result. A reader may stop early (``| head``): the exit code is about the result only.
 
     Raises:
         CommandError: it cannot be written.
@@ -53,7 +53,7 @@ def say(text: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """To whoever watches; no result, so that nothing depends on whether it can be written."""
+    """Print progress on stderr. It is not a result, so failing to write it does not matter."""
     with contextlib.suppress(OSError):
         print(f"stretto: {text}", file=sys.stderr, flush=True)
 
@@ -64,7 +64,7 @@ def say_json(value: Any) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Before anything is computed.
+    """Check a path before anything is computed.
 
     Raises:
         CommandError: a file cannot be written there.
@@ -80,10 +80,10 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, make: Callable[[Path], object]) -> None:
-    """Have ``make`` write a file beside ``path``, then put it in its place: what was there stays until then.
+    """Have ``make`` write a file next to ``path``, then move it there: until then an existing file stays.
 
-    Only files are replaced. A device, a pipe or a link is written to: in a container, whose user is root, nothing else
-    would keep ``--chrome /dev/null`` from making a file of that for all programs.
+    Only files are replaced. A device, a pipe or a link is written to: otherwise, as root in a container, ``--chrome
+    /dev/null`` would turn that device into a file for all programs.
 
     Raises:
         CommandError: it cannot be written.

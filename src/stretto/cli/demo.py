@@ -1,4 +1,4 @@
-"""``stretto demo``: what this library does, on a model that really learns, in less than half a minute."""
+"""``stretto demo``: shows what this library does, on a model that really learns, in less than half a minute."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .digits import STEPS, WAYS, Trained, train
 from .ranks import RANKS, work
 
 ENOUGH = 0.9
-"""Of unseen digits that have to be read right; a guess is right in a tenth."""
+"""The share of unseen digits that must be read correctly; guessing gives a tenth."""
 TIMEOUT = 300.0
 BUSY = 0.5
-"""Programs that want to run, for each core."""
+"""With more running programs per core than this, the times are called doubtful."""
 
 
 def demo(as_json: AsJson = False) -> int:
     """Train a small network on two processes, with and without overlap.
 
-    Shown is what becomes of the time of a step, in three runs over the same batches of digits: torch's DDP; everything
-    sent when backward has ended, as one would write it by hand (before); and stretto.attach(model) as it comes (after).
-    Ends with 1 if they do not learn, or if stretto's losses are not those of DDP.
+    It shows where the time of a step goes, in three runs over the same batches of digits: torch's DDP; everything sent
+    when backward has ended, as one would write it by hand (before); and stretto.attach(model) with its defaults
+    (after). The exit code is 1 if they do not learn, or if stretto's losses are not those of DDP.
     """
     began = time.monotonic()
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * cores():
@@ -70,7 +70,7 @@ def _look_at(folder: str) -> tuple[dict[str, Report], dict[str, str]]:
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Between two curves of losses. A nan must not pass for equal, so it is infinitely far from everything."""
+    """The distance of two loss curves. A nan must not count as equal, so it is infinitely far from everything."""
     gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return max(math.inf if math.isnan(gap) else gap for gap in gaps)
 

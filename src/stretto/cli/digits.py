@@ -1,7 +1,7 @@
-"""What ``stretto demo`` trains: a small network that reads digits, on two ranks, three times over.
+"""What ``stretto demo`` trains: a small network that reads digits, on two ranks, three times.
 
-The digits are scikit-learn's handwritten ones where that is installed, and else drawn here: five by three points each,
-moved, dimmed and noisy. Nothing is downloaded. All runs see the same batches and begin with the same weights.
+The digits are scikit-learn's handwritten ones if that is installed; otherwise they are drawn here: five by three points
+each, shifted, dimmed and noisy. Nothing is downloaded. All runs see the same batches and begin with the same weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import stretto
 
 Way = Literal["torch DDP", "before", "after"]
 WAYS: tuple[Way, ...] = ("torch DDP", "before", "after")
-"""Torch's own; stretto sending everything when backward has ended, over Gloo; stretto as it comes."""
+"""Torch's DDP; stretto sending everything when backward has ended, over Gloo; stretto with its defaults."""
 STEPS = 160
 BATCH = 64
 """Of all ranks together."""
@@ -55,7 +55,7 @@ class Trained:
     way: Way
     losses: tuple[float, ...]
     accuracy: float
-    """On digits that were not trained on."""
+    """Accuracy on digits that were not trained on."""
     seconds_per_step: float
     """Median, after the first steps and before those that are traced."""
     data: str
@@ -82,7 +82,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, str]:
 
 
 def drawn_digits(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """So many, the same every time."""
+    """``number`` digits, the same every time."""
     chance = torch.Generator().manual_seed(SEED)
     labels = torch.arange(number) % 10
     glyphs = torch.tensor([[[float(point == "#") for point in row] for row in glyph] for glyph in _GLYPHS])
@@ -95,11 +95,11 @@ def drawn_digits(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, folder: str, ranks: int, tell: Connection) -> list[Trained]:
-    """All three ways, one after the other. Collective.
+    """Train in all three ways, one after the other. Collective.
 
     Args:
         rank: this one.
-        folder: traces of stretto's runs go into folders in it, named by the way.
+        folder: traces of stretto's runs go into subfolders, named by the way.
         ranks: how many there are.
         tell: rank 0 says here how many steps were made.
     """
@@ -111,13 +111,13 @@ def train(rank: int, folder: str, ranks: int, tell: Connection) -> list[Trained]
 
 
 def train_once(way: Way, rank: int, ranks: int, folder: str, tell: Connection, before: int = 0) -> Trained:
-    """One way. Collective; alone where there is no process group.
+    """Train in one way. Collective; alone if there is no process group.
 
     Args:
         way: of reducing gradients.
         rank: this one.
         ranks: how many there are.
-        folder: where the last steps are recorded, if there is something to record.
+        folder: where the last steps are recorded, if they are.
         tell: rank 0 says here how many steps were made.
         before: steps made before these.
     """
@@ -154,7 +154,7 @@ def train_once(way: Way, rank: int, ranks: int, folder: str, tell: Connection, b
 
 
 def _shared_out(net: nn.Module, way: Way) -> tuple[nn.Module, stretto.Synchronizer | None]:
-    """What runs forward, and stretto's handle."""
+    """The module that runs forward, and stretto's handle."""
     if way == "torch DDP":
         return TorchDDP(net), None
     if way == "before":

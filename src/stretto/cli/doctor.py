@@ -37,7 +37,7 @@ class Findings:
     speed_problem: str = ""
     """Why nothing was measured."""
     launched: Launched | None = None
-    """What ranks that a launcher has started found out together."""
+    """What the ranks that a launcher has started found out together."""
 
 
 def doctor(
@@ -49,9 +49,9 @@ def doctor(
 ) -> int:
     """Look at this machine: versions, network, shared memory, speed.
 
-    Threads too, and how fast two ranks exchange gradients. Ends with 1 if something is broken. What can be better is
-    said in the last lines. Started by torchrun on all hosts of a job (torchrun ... -m stretto doctor), it measures
-    between all its ranks; rank 0 speaks, others only of what is broken there.
+    Also threads, and how fast two ranks exchange gradients. The exit code is 1 if something is broken. The last lines
+    say what can be improved. Started by torchrun on all hosts of a job (torchrun ... -m stretto doctor), it measures
+    between all its ranks; rank 0 prints the result, other ranks only what is broken there.
     """
     findings = examine(interface, quick=quick)
     broken, advice = faults(findings), advise(findings)
@@ -106,7 +106,7 @@ def _chosen(interface: str | None, there: Sequence[Interface]) -> Sequence[Inter
 
 
 def faults(findings: Findings) -> list[str]:
-    """What does not work and has to."""
+    """Sentences on what is broken and must work."""
     found = []
     if not findings.machine.backends["gloo"]:
         found.append("this torch has no Gloo, by which ranks on CPUs meet: install one that has.")
@@ -123,7 +123,7 @@ def faults(findings: Findings) -> list[str]:
 
 
 def advise(findings: Findings) -> list[str]:
-    """Sentences on what could be better."""
+    """Sentences on what could be improved."""
     return [one for one in (_of_memory(findings), _of_host_name(findings), _of_threads(findings.machine)) if one]
 
 

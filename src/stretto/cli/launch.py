@@ -1,7 +1,7 @@
 """Local ranks through torchrun's own launcher, and which of them failed first.
 
-The ranks run ``python script.py`` as they would alone. Before that a line of Python asks the kernel to kill the rank
-when the launcher ends, however that ends: prctl(2), PR_SET_PDEATHSIG, which stays through exec.
+The ranks run ``python script.py`` as they would alone. Before that, one line of Python asks the kernel to kill the rank
+when the launcher ends, in whatever way: prctl(2), PR_SET_PDEATHSIG, which survives exec.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Failure:
     """Its number."""
     traceback: str
     starved: bool = False
-    """Whether that was SIGKILL, which the kernel has sent to somebody for want of memory."""
+    """Whether it was SIGKILL, and the kernel has killed a process for lack of memory."""
 
     @property
     def how(self) -> str:
@@ -61,9 +61,9 @@ class Outcome:
 
     failure: Failure | None = None
     stopped_by: int | None = None
-    """The signal that this process got."""
+    """The signal that this process received."""
     is_lost: bool = False
-    """Whether what ranks have printed could not all be written."""
+    """Whether some output of ranks could not be written."""
 
     @property
     def code(self) -> int:
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class _Pipes(LogsSpecs):
-    """Where torch's launcher sends what ranks print."""
+    """Where torch's launcher sends the ranks' output."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class _Pipes(LogsSpecs):
 
 
 def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> Outcome:
-    """Run ``python PROGRAM`` on so many ranks of this host until all have ended, or one has failed and all are ended.
+    """Run ``python PROGRAM`` on ``ranks`` ranks of this host until all end, or one has failed and all were ended.
 
     Args:
-        program: what stands behind ``python``.
+        program: what follows ``python`` on the command line.
         ranks: at least one.
-        out: gets what they print.
-        err: gets what they print to stderr.
+        out: gets their stdout.
+        err: gets their stderr.
     """
     streams, kills = Streams(ranks, out, err), kills_for_want_of_memory()
     command = ["-u", *program]
@@ -125,10 +125,10 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
 def first_failure(
     failures: Mapping[int, ProcessFailure], tracebacks: Sequence[Traceback | None], ended: Mapping[int, float]
 ) -> Failure:
-    """Which rank is to blame: one that speaks of itself before one that speaks of others, then the earlier one.
+    """Which rank is to blame: rather one that reports its own error than one that blames others; then the earliest.
 
     Args:
-        failures: by rank; also of those that were told to end because others had failed.
+        failures: by rank; also those that were told to end because others had failed.
         tracebacks: what each rank has printed last, by rank.
         ended: when those that ended by themselves did, by ``time.monotonic``.
     """

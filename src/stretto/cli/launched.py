@@ -16,17 +16,17 @@ from ..specs import ranks_by
 from .speed import Speed, measure_here
 
 PATIENCE = datetime.timedelta(seconds=120)
-"""With ranks that do not come, or do not answer."""
+"""How long to wait for ranks that do not come, or do not answer."""
 _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class RanksOfHost:
-    """Where some of the ranks are."""
+    """A host, with some of the ranks."""
 
     hostname: str
     gloo: str
-    """What Gloo listens on there."""
+    """The interface or address that Gloo listens on there."""
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -59,8 +59,8 @@ def look_together(hostname: str, gloo: str, *, quick: bool) -> Launched:
 
     Args:
         hostname: of this host.
-        gloo: what Gloo listens on here.
-        quick: a few rounds only.
+        gloo: the interface or address that Gloo listens on here.
+        quick: only a few rounds.
 
     Raises:
         RuntimeError: they do not come together.
@@ -81,5 +81,5 @@ def _process_group() -> Iterator[None]:
         yield
         dist.barrier()
     finally:
-        gc.collect()  # nothing may hold the group when it ends
+        gc.collect()  # nothing may refer to the group when it ends
         dist.destroy_process_group()

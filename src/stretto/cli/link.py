@@ -1,4 +1,4 @@
-"""What an all-reduce costs on a link, from its bandwidth and latency alone."""
+"""What an all-reduce costs on a link, computed from bandwidth and latency alone."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .console import CommandError
 
 _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"n": 1e-9, "u": 1e-6, "\u00b5": 1e-6, "\u03bc": 1e-6, "m": 1e-3, "": 1.0}
-"""By prefix: the sign of micro and the Greek letter look alike."""
+"""By prefix: the micro sign and the Greek letter look alike."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between any two neighbours of a ring, the same both ways at once.
+    """A link between any two neighbours of a ring, full duplex.
 
-    The ring all-reduce of S bytes over n ranks is 2(n-1) messages one after the other, of S/n bytes each:
-    2(n-1) a + 2(n-1)/n S b, with the latency a of a message and b seconds a byte. The bandwidth term is the least that
-    any algorithm needs (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-    2009). What summing costs is left out.
+    The ring all-reduce of S bytes over n ranks is 2(n-1) messages one after the other, of S/n bytes each: 2(n-1) a +
+    2(n-1)/n S b, with the latency a of a message and b seconds a byte. The bandwidth term is the least that any
+    algorithm needs (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+    The cost of summing is left out.
     """
 
     bandwidth: float
     """Bits in a second."""
     latency: float
-    """Seconds that a message takes, however small."""
+    """Seconds that even the smallest message takes."""
     ranks: int
 
     def waiting(self) -> float:
@@ -52,7 +52,7 @@ class Link:
 
 
 def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
-    """Bits in a second, of ``1gbit``, ``100Mb/s``, ``125MB/s``: a capital B is a byte, prefixes are powers of 1,000.
+    """Bits per second, from ``1gbit``, ``100Mb/s``, ``125MB/s``: a capital B is a byte, prefixes are powers of 1,000.
 
     Raises:
         CommandError: it is none.
@@ -65,7 +65,7 @@ def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Seconds, of ``100us`` or ``0.2ms``.
+    """Seconds, from ``100us`` or ``0.2ms``.
 
     Raises:
         CommandError: it is none.

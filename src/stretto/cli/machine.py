@@ -22,7 +22,7 @@ if sys.platform != "win32":
     import fcntl
     import resource
 
-_UNLIMITED = 2**60  # version 1 of control groups writes the largest number of pages there is
+_UNLIMITED = 2**60  # version 1 of control groups reports the largest possible number of pages
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1
 
 
@@ -45,11 +45,11 @@ class Interface:
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """As far as it matters to training on several ranks."""
+    """The machine, as far as it matters for training on several ranks."""
 
     versions: dict[str, str]
     backends: dict[str, bool]
-    """Of torch.distributed: whether this torch has them."""
+    """torch.distributed's backends, and whether this torch has them."""
     accelerators: tuple[str, ...]
     cores: int
     """That this process may use."""
@@ -59,9 +59,9 @@ class LocalMachine:
     omp_num_threads: str | None
     available_memory: int | None
     memory_limit: int | None
-    """Of the control groups; None if they allow all that there is."""
+    """The limit of the control groups; None if there is none."""
     open_files: int | None
-    """So many a process may have; None if it may have as many as it likes."""
+    """How many a process may have open; None if there is no limit."""
     hostname: str
     interfaces: tuple[Interface, ...]
 
@@ -114,7 +114,7 @@ def _system() -> str:
 
 
 def look_at_interfaces() -> tuple[Interface, ...]:
-    """All of this network namespace, in the kernel's order; none on Windows, which is asked in another way."""
+    """All interfaces of this network namespace, in the kernel's order; none on Windows, which needs another call."""
     if sys.platform == "win32":
         return ()
     ipv6 = _ipv6_addresses()
@@ -131,7 +131,7 @@ def look_at_interfaces() -> tuple[Interface, ...]:
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
-    """By interface. Link-local ones are left out: they mean nothing without the interface's number."""
+    """Addresses by interface. Link-local ones are left out: they need the interface's number."""
     found: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():

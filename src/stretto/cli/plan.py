@@ -22,7 +22,7 @@ from .console import FINE, AsJson, CommandError, say, say_json
 from .link import Link, parse_bandwidth, parse_latency
 
 DEFAULT_CAP_MB = 4.0
-"""What attach() takes where the size does not matter."""
+"""The size that attach() takes if it does not matter."""
 OTHER_CAPS = (0.25, 1.0, 4.0, 25.0)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of this host at work for a command, beneath a progress bar."""
+"""Runs ranks on this host for a command, with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .machine import most_open_files
 
 T = TypeVar("T")
 STORE_FILES, RANK_FILES = 20, 7
-"""What the store of torch opens; and of each rank four ends of pipes, and up to three connections to that store."""
+"""Files that torch's store opens; and for each rank four pipe ends, and up to three connections to that store."""
 RANKS = 2
 _LOOK_SECONDS = 0.05
 LEAST = 64 * 2**20
-"""Bytes of memory that a process takes which has imported torch, at the least."""
+"""Least memory, in bytes, of a process that has imported torch."""
 
 
 def check_room(ranks: int) -> None:
-    """Before this machine is brought to its knees.
+    """Refuse to start more processes than this machine's memory can hold.
 
     Raises:
-        CommandError: so many processes cannot lie in its memory.
+        CommandError: there is not enough memory for so many processes.
     """
     room = available_bytes()
     if room is not None and ranks * LEAST > room:
@@ -37,7 +37,7 @@ def check_room(ranks: int) -> None:
 
 
 def check_descriptors(ranks: int) -> None:
-    """Before torch's store waits a minute and more for those that it does not get, in silence.
+    """Check first: torch's store would silently wait more than a minute for files that it cannot open.
 
     Raises:
         CommandError: this process may not open so many files.
@@ -57,7 +57,7 @@ def check_descriptors(ranks: int) -> None:
 
 
 def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout: float, ranks: int = RANKS) -> list[T]:
-    """Run ``worker(rank, *args, tell)`` on each rank; what they return. Ctrl-C ends them.
+    """Run ``worker(rank, *args, tell)`` on each rank, and return their results. Ctrl-C ends them.
 
     Args:
         title: of the bar.

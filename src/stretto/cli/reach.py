@@ -1,4 +1,4 @@
-"""Which way Gloo and the store would go out of this host, tried."""
+"""Tries by which address Gloo and the store would leave this host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from .machine import Interface, is_loopback
 
 PATIENCE = 2.0
-"""Seconds for one connection to this very host."""
+"""Seconds for one connection to this host itself."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class GlooInterface:
     """What Gloo listens on."""
 
     by: str
-    """``GLOO_SOCKET_IFNAME``, ``hostname``, or why neither."""
+    """``GLOO_SOCKET_IFNAME``, ``hostname``, or why neither works."""
     interface: str | None
     address: str | None
     problem: str = ""
@@ -35,7 +35,7 @@ class GlooInterface:
 
 @dataclass(frozen=True)
 class Reached:
-    """A try to reach a store on this host."""
+    """An attempt to reach a store on this host."""
 
     through: str
     """An interface, or ``hostname``."""
@@ -45,7 +45,7 @@ class Reached:
 
 
 def what_gloo_chooses(hostname: str, interfaces: Sequence[Interface]) -> GlooInterface:
-    """As torch does it: the interface that is named, else the one that has the host name's address, else loopback."""
+    """Choose as torch does: the interface that is named, else the one with the host name's address, else loopback."""
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     if named:
         names = named.split(",")
@@ -57,7 +57,7 @@ def what_gloo_chooses(hostname: str, interfaces: Sequence[Interface]) -> GlooInt
     by = "hostname" if address else "nothing: the host name has no address of this host"
     address = address or "127.0.0.1"
     name = next((one.name for one in interfaces if address in one.addresses), None)
-    if name is None and is_loopback(address):  # 127.0.1.1 is on no interface, and reaches loopback all the same
+    if name is None and is_loopback(address):  # 127.0.1.1 is on no interface, but reaches loopback
         name = next((one.name for one in interfaces if one.is_loopback), None)
     return GlooInterface(by, name, address, _why_no_device(None))
 
@@ -67,7 +67,7 @@ def _why_no_device(interface: str | None) -> str:
         gloo = dist.ProcessGroupGloo
         _ = gloo.create_device(interface=interface) if interface else gloo.create_default_device()
     except (RuntimeError, ValueError) as error:
-        return re.sub(r"^.*\] (\S+ [!=]= \S+ )?", "", str(error).splitlines()[0])  # what C++ had expected, and where
+        return re.sub(r"^.*\] (\S+ [!=]= \S+ )?", "", str(error).splitlines()[0])  # cut off C++'s location
     return ""
 
 
@@ -89,7 +89,7 @@ def _can_bind(address: str) -> bool:
 
 
 def reach_the_store(hostname: str, interfaces: Sequence[Interface]) -> list[Reached]:
-    """Start a store here and connect to it through each address that this host has."""
+    """Start a store here, and connect to it through each address of this host."""
     ways = [(one.name, address) for one in interfaces if one.up for address in one.addresses]
     ways += [("hostname", hostname)]
     try:
@@ -101,7 +101,7 @@ def reach_the_store(hostname: str, interfaces: Sequence[Interface]) -> list[Reac
 
 def _why_not_reached(address: str, port: int) -> str:
     try:
-        socket.create_connection((address, port), PATIENCE).close()  # the store's client would complain at length
+        socket.create_connection((address, port), PATIENCE).close()  # the store's client would print much
     except OSError as error:
         return error.strerror or str(error)
     try:

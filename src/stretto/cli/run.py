@@ -17,7 +17,7 @@ from .console import AsJson, CommandError, note, say_json
 from .ranks import check_descriptors, check_room
 
 _USAGE = 2
-"""What a program exits with that does not know an option."""
+"""Exit code of a program that is given an unknown option."""
 _RANKS = ("--ranks", "-n", "--nproc-per-node", "--nproc_per_node")
 _OPTIONS = (*_RANKS, "--json")
 _HOSTS = ("--nnodes", "--node-rank", "--node_rank")
@@ -27,9 +27,9 @@ _MEETING = tuple(
     for rest in rests
     for mark in "-_"
 )
-"""What torchrun wants to know of several hosts, and where ranks of one may be told to meet."""
+"""torchrun's options for several hosts, and for where the ranks of one host meet."""
 TAKE_A_VALUE = (*_RANKS, *_HOSTS, *_MEETING)
-"""The options behind which a word is no script."""
+"""Options whose value follows as a word of its own, which is not the script."""
 
 
 def _refuse_hosts(value: str | None) -> None:
@@ -55,11 +55,12 @@ def run(
     _meeting: Annotated[str | None, typer.Option(*_MEETING, hidden=True, callback=_refuse_meeting)] = None,
     _standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,
 ) -> int:
-    """Run a script on several ranks of this host. Options stand before the script.
+    """Run a script on several ranks of this host. Options come before the script.
 
     Started by torchrun's own launcher, so RANK, WORLD_SIZE and the rest are set. OMP_NUM_THREADS is set, unless it is
     set already, so that the threads of all ranks add up to the cores. Each line is printed with its rank before it.
-    When a rank fails all are ended, its traceback comes last, and its exit code (128 + signal) is that of the command.
+    When a rank fails, all are ended, its traceback is printed last, and its exit code (or 128 + signal) is that of the
+    command.
     """
     if ranks < 1:
         raise CommandError(f"--ranks {ranks}: at least one rank runs")
@@ -104,7 +105,7 @@ def _check(program: str, module: bool) -> None:
         if not path.is_file() and not (path / "__main__.py").is_file():  # python runs folders too
             raise CommandError(f"{program}: {_why_not(path)}")
         return
-    if program.endswith(".py"):  # find_spec would run side.py in search of a module py in it
+    if program.endswith(".py"):  # find_spec would run side.py to look for a module py in it
         raise CommandError(f"{program} is a script, and -m takes a module: leave out -m")
     sys.path.insert(0, "")
     try:

@@ -24,7 +24,7 @@ _QUICK = {_SMALLEST: 40, MIB: 10, 25 * MIB: 3}
 _WARM = 2
 _TIMEOUT = 120.0
 _PAIR = 2
-"""Ranks that are measured. One more takes part in what follows, asleep until then."""
+"""Ranks that are measured. One more takes part in the later check, asleep until then."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Timing:
     median: float
     """Seconds."""
     low: float
-    """A quarter of them took at most this."""
+    """The lower quartile."""
     high: float
-    """A quarter took at least this."""
+    """The upper quartile."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the tensor, however many bytes travel for that."""
+        """Size of the tensor, however many bytes travel."""
         return self.nbytes / self.median
 
 
@@ -52,9 +52,9 @@ class Speed:
     timings: Mapping[str, tuple[Timing, ...]]
     """By transport."""
     no_shared_memory: str = ""
-    """Why there is none; empty if there is."""
+    """Why there is no shared memory; empty if there is."""
     two_hosts: str | None = None
-    """Why ranks of two hosts, as which some pretended to be, could not sum; empty if they could, None if not tried."""
+    """Why ranks that acted as two hosts could not sum; empty if they could, None if not tried."""
 
 
 def measure(*, quick: bool) -> Speed:
@@ -131,7 +131,7 @@ def _measured(base: ProcessGroupTransport, rounds: Mapping[int, int], tell: Call
 
 
 def _transports(base: ProcessGroupTransport) -> tuple[dict[str, Transport], str]:
-    """The process group and what would be taken instead, and why all cannot share memory. Collective."""
+    """The process group, the transport that would be taken instead, and why not all share memory. Collective."""
     reasons: list[str] = []
     taken = choose(base, "auto", tell=reasons.append)
     if not reasons:
@@ -140,7 +140,7 @@ def _transports(base: ProcessGroupTransport) -> tuple[dict[str, Transport], str]
 
 
 def _share_done(number: int, rounds: Mapping[int, int]) -> float:
-    """By bytes, since these take the time."""
+    """Fewer rounds for more bytes, since these take longer."""
     done = sum(min(number + 1, most) * size for size, most in rounds.items())
     return max(0.0, done / sum(most * size for size, most in rounds.items()))
 

@@ -1,10 +1,10 @@
-"""What ranks print: each line with its rank before it, through pipes, and the end of each stderr kept.
+"""The ranks' output: each line with its rank before it, through pipes; the end of each stderr is kept.
 
-A progress bar is forwarded state by state, each with the carriage return that lets the next one take its line. A
-terminal also shows what has no end of line yet.
+A progress bar is forwarded state by state, each with the carriage return by which the next one replaces it. On a
+terminal, a line without an end is shown too.
 
-No file is written. A pipe's writing end is handed to torch's launcher, which opens what it is given, as a number:
-``open`` takes one in the place of a path, and ``/proc/self/fd/N`` is none where there is no ``/proc``.
+No file is written. A pipe's writing end is given to torch's launcher as a number, since it calls ``open`` on what it
+gets: ``open`` takes a number instead of a path, and ``/proc/self/fd/N`` would need ``/proc``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .console import note
 
 KEPT_LINES = 400
 SILENCE_MS = 100
-"""After which a terminal shows what a rank has printed without an end of line, a prompt say."""
+"""Seconds until a terminal shows what a rank has printed without an end of line, such as a prompt."""
 _ERASE = b"\r\x1b[K"
 _BEGINNING = "Traceback (most recent call last):"
 _NO_PYTHON = re.compile(r'  File ".*", line \d+')
@@ -39,11 +39,11 @@ _CONSEQUENCE = re.compile(
 
 @dataclass(frozen=True)
 class Traceback:
-    """The last that a rank has printed."""
+    """The end of a rank's output."""
 
     text: str
     at: float
-    """When its first line came, by ``time.monotonic``."""
+    """When its first line arrived, by ``time.monotonic``."""
 
     @property
     def is_consequence(self) -> bool:
@@ -52,7 +52,7 @@ class Traceback:
 
 
 class LastLine:
-    """What stands without an end at the bottom of a terminal, a progress bar or a prompt; others' lines go above it."""
+    """The unfinished line at the bottom of a terminal, a progress bar or a prompt; other lines go above it."""
 
     def __init__(self) -> None:
         self._whose: object = None
@@ -77,7 +77,7 @@ def _after(begun: bytes, line: bytes) -> bytes:
 
 
 class Sink:
-    """Where lines of all ranks go. Should it take no more, these run on: it is not for them to notice.
+    """Where lines of all ranks go. If it cannot be written any more, the ranks go on and do not notice.
 
     Args:
         file: a terminal, a pipe, a file.
@@ -86,7 +86,7 @@ class Sink:
     def __init__(self, file: BinaryIO) -> None:
         self.is_terminal = file.isatty()
         self.is_full = False
-        """Or otherwise out of order; not so where nobody reads any more (``| head``), who had enough."""
+        """Whether it is full or otherwise failed; not if the reader has stopped (``| head``)."""
         self._file: BinaryIO | None = file
 
     def write(self, text: bytes) -> None:
@@ -104,13 +104,13 @@ class Sink:
 
 
 class Stream:
-    """One pipe out of one rank, forwarded by a thread of its own.
+    """One output pipe of one rank, forwarded by a thread of its own.
 
     Args:
         rank: whose.
         sink: where its lines go.
         lock: held while a line is written, so that lines stay whole.
-        last: that of the terminal, should the sink be one.
+        last: the terminal's unfinished line, if the sink is a terminal.
     """
 
     def __init__(self, rank: int, sink: Sink, lock: threading.Lock, last: LastLine) -> None:
@@ -126,11 +126,11 @@ class Stream:
         self._thread.start()
 
     def handed_out(self) -> int:
-        """The writing end once more, to be closed by whoever opens it."""
+        """A copy of the writing end, to be closed by the code that opens it."""
         return os.dup(self._writing)
 
     def close(self, seconds: float) -> None:
-        """Wait until all is forwarded, but not for ever: what a rank has left running may hold the pipe."""
+        """Wait until all is forwarded, but not for ever: a process that a rank has left running may hold the pipe."""
         os.close(self._writing)
         self._thread.join(seconds)
 
@@ -170,7 +170,7 @@ class Stream:
                 self._shown = False
 
     def _show_state(self) -> None:
-        """Of a progress bar, or a prompt: what may go on, on the same line."""
+        """The part of a progress bar or prompt that may continue on the same line."""
         if self._line and not self._shown:
             self._shown = True
             state = self._prefix + self._line
@@ -192,7 +192,7 @@ class Stream:
 def last_traceback(lines: Sequence[str], times: Sequence[float]) -> Traceback | None:
     """The last one, with those that it names as its cause, without what C++ printed after it."""
     beginnings = [number for number, line in enumerate(lines) if line.startswith(_BEGINNING)]
-    if not beginnings:  # a script that is no Python has none of these lines
+    if not beginnings:  # a script that is not Python has none of these lines
         beginnings = [number for number, line in enumerate(lines) if _NO_PYTHON.fullmatch(line)][-1:]
     if not beginnings:
         return None

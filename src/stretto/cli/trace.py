@@ -20,9 +20,9 @@ from ..trace import RankTrace, TraceError, WhichPasses, files_of, read_trace
 from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, write
 
 WIDTH = 100
-"""Of the picture in the terminal, at most: a line that wraps cannot be read as a bar."""
+"""Greatest width of the picture in the terminal: a line that wraps cannot be read as a bar."""
 MOST_DRAWN = 3
-"""Passes in a picture; of more, the typical one is drawn."""
+"""Most passes in a picture; if there are more, the typical one is drawn."""
 
 
 def trace(
@@ -47,7 +47,7 @@ def trace(
 ) -> int:
     """Show where the time of recorded steps went, and draw it.
 
-    Ends with 1 if a rank's file is missing, cut off or damaged; what is there is shown all the same.
+    The exit code is 1 if a rank's file is missing, cut off or damaged; what is there is shown all the same.
     """
     choice = _chosen(passes, last)
     traces, notes = _read(folder, choice, rank)
@@ -121,13 +121,13 @@ def _check_passes(timeline: Timeline, folder: Path, number: int | None, choice: 
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """``0 to 3``, or what there is of them."""
+    """``0 to 3``, or the ranks that there are."""
     whole = len(ranks) > 1 and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]
     return f"{ranks[0]} to {ranks[-1]}" if whole else ", ".join(map(str, ranks))
 
 
 def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
-    """Before anything is computed, and before a trace is lost."""
+    """Check the paths before anything is computed, and before a trace is overwritten."""
     recorded = {one.resolve() for one in folder.glob("rank*.jsonl")}
     places = [one.resolve() for one in asked.values()]
     for kind, path in asked.items():
@@ -156,13 +156,13 @@ def _how_it_ended(traces: Sequence[RankTrace], choice: WhichPasses) -> tuple[lis
 
 
 def _write_all(asked: dict[str, Path], timeline: Timeline, drawn: Collection[int] | None, *, needed: bool) -> list[str]:
-    """Write the files. Where the default one for Chrome cannot be written, it is taken out, and a note says so.
+    """Write the files. If the default one for Chrome cannot be written, it is left out, and a note says so.
 
     Args:
         asked: what to write, by kind.
         timeline: of all ranks.
         drawn: passes in pictures.
-        needed: whether the one for Chrome was asked for.
+        needed: whether the file for Chrome was asked for.
     """
     writers: dict[str, Callable[[Path], object]] = {
         "chrome": lambda path: _write_chrome(timeline, path),

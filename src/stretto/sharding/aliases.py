@@ -1,10 +1,11 @@
-"""Tensors that show the memory of a parameter beside it: ``p.detach()``, ``p.data``, what a library has put by.
+"""Other tensors that show a parameter's memory: ``p.detach()``, ``p.data``, what a library has stored.
 
-[Note: aliases]  In a plain program such a tensor follows the steps of its parameter, since both are one memory. So
-where a parameter is given other memory, what Python has of the old one is taken along: parameters of other models too,
-but not those that a handle reduces, which are laid out by themselves. It is looked for among all objects, which takes
-as long as a garbage collection, and only where the storage has more users than are known. Graphs that are still alive
-are users, too, but no objects of Python: what they alone hold stays as it was.
+[Note: aliases]  In a plain program such a tensor follows the steps of its parameter, since both are one memory. So when
+a parameter is given other memory, all Python tensors that show its old memory move with it. That includes parameters of
+other models, but not those that a handle reduces, which are laid out separately. To find these tensors, all Python
+objects are searched, which takes as long as a garbage collection; it is done only if the storage has more users than
+are known. Graphs that are still alive are users too, but not Python objects: tensors that only they hold keep the old
+memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _IMMOVABLE = "_stretto_immovable"
 
 
 def immovable(view: torch.Tensor) -> torch.Tensor:
-    """Let it show what it shows, though a parameter may come to lie there and move on. Returns it."""
+    """Mark a tensor that keeps its memory even if a parameter comes to lie there and moves away. Returns it."""
     setattr(view, _IMMOVABLE, True)
     return view
 
@@ -37,13 +38,13 @@ class _Place:
     begin: int
     """Its first byte in the storage."""
     end: int
-    """Behind its last; of one without elements, ``begin``."""
+    """After its last byte; equal to ``begin`` if it has no elements."""
     shape: torch.Size
     stride: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Place:
-        """Raises if it has none: sparse ones, say. Its class may have methods of its own by these names."""
+        """Raises if it has no memory (if it is sparse, say). The tensor's class may override these methods."""
         shape, stride, size = tensor.shape, torch.Tensor.stride(tensor), torch.Tensor.element_size(tensor)
         begin = int(torch.Tensor.storage_offset(tensor)) * size
         extent = 1 + sum((number - 1) * step for number, step in zip(shape, stride, strict=True))
@@ -71,16 +72,16 @@ def move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Iterable[tor
         for parameter, new in moves:
             parameter.data = new
         for one, there in going:
-            with contextlib.suppress(RuntimeError):  # of a class that torch lets nobody give other memory
+            with contextlib.suppress(RuntimeError):  # torch refuses other memory for some classes
                 torch.Tensor.data.__set__(one, there)  # type: ignore[attr-defined]  # its class may have another
 
 
 def _aliases(held: set[int], stay: Collection[int]) -> Mapping[int, Sequence[tuple[torch.Tensor, _Place]]]:
-    """What else shows these storages, by storage."""
+    """The other tensors that show these storages, by storage."""
     found = defaultdict[int, list[tuple[torch.Tensor, _Place]]](list)
     for one in gc.get_objects():
         if issubclass(type(one), torch.Tensor) and id(one) not in stay:
-            with contextlib.suppress(Exception):  # whatever tensors a program has: of one without a place, or broken
+            with contextlib.suppress(Exception):  # any tensor of the program: without a place, or broken
                 number = torch.Tensor.untyped_storage(one)._cdata  # asked for more, a symbolic one guards its shapes
                 if number in held and owner_of(one) is None and _IMMOVABLE not in vars(one):
                     found[number].append((one, _Place.of(one)))
@@ -88,11 +89,11 @@ def _aliases(held: set[int], stay: Collection[int]) -> Mapping[int, Sequence[tup
 
 
 def _shown(alias: torch.Tensor, place: _Place, of: _Place, new: torch.Tensor) -> torch.Tensor | None:
-    """What an alias of one parameter is to show in the new memory of that; None if it shows more or something else."""
+    """What an alias of a parameter will show in its new memory; None if it shows more than that parameter."""
     if not of.begin <= place.begin <= place.end <= of.end:
         return None
     begin = new.storage_offset() * new.element_size() + place.begin - of.begin
-    if of.stride != new.stride():  # with gaps between its elements, which are not there any more
+    if of.stride != new.stride():  # it had gaps between its elements, now gone
         whole = (place.begin, place.shape, place.stride) == (of.begin, of.shape, of.stride)
         return new if whole and alias.dtype is new.dtype else None
     if begin % alias.element_size():

@@ -1,7 +1,8 @@
-"""What an optimizer keeps on itself, beside its groups and its state: an option (``self.twice = twice``), or a count.
+"""What an optimizer keeps as attributes, besides groups and state: an option (``self.twice = twice``), or a count.
 
-The optimizer that is built for a share must have the same, and so must the next one when shares are laid out anew. What
-is neither plain nor made by the constructor cannot be handed on: buffers on the optimizer are those of its parameters.
+The optimizer that is built for a share must have the same attributes, and so must the next one when shares are laid out
+again. What is neither plain nor made by the constructor cannot be handed on: buffers kept as attributes belong to the
+optimizer's own parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def are_same(values: Sequence[Any], known: Sequence[Any]) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """Equal for equal programs, in any process: plain values and tensors as they are, other things by their type."""
+    """A value that is equal for equal programs in any process: plain values and tensors as they are, others by type."""
     if isinstance(value, torch.Tensor) and _has_values(value):
         return comparable(value.tolist())
     if isinstance(value, Mapping):
@@ -54,12 +55,12 @@ def comparable(value: Any) -> Any:
 
 
 def given(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What it keeps on itself now, to tell later what it has changed."""
+    """Its attributes now, to find out later what it has changed."""
     return {key: comparable(value) for key, value in _attributes(optimizer).items()}
 
 
 def numbers_on(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Those that are no counts, of what it keeps on itself or in its first group."""
+    """The numbers that are not counts, among its attributes and in its first group."""
     found = {f"self.{key}": value for key, value in given(optimizer).items()}
     found |= {key: comparable(value) for key, value in optimizer.param_groups[0].items()}
     found = {key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in found.items()}
@@ -69,15 +70,15 @@ def numbers_on(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def hand_on(
     optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, but: Mapping[str, Any] = MappingProxyType({})
 ) -> str | None:
-    """Give the other what this one keeps on itself.
+    """Give the other optimizer this one's attributes.
 
     Returns:
-        The name of something that cannot be handed on, if there is.
+        The name of an attribute that cannot be handed on, or None.
     """
     theirs = _attributes(other)
     for key, value in _attributes(optimizer).items():
         if key in but and but[key] == comparable(value):
-            continue  # its steps have not changed it: what the other has now may be later
+            continue  # its steps have not changed it: the other's may be newer
         if key in theirs and comparable(theirs[key]) == comparable(value):
             continue
         if not is_plain(value):
@@ -95,7 +96,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, or made of such: nothing of which there is one for each element."""
+    """Whether it is a number, a text, or made of these: nothing that there is one of for each element."""
     if isinstance(value, torch.Tensor):
         return not value.dim() and _has_values(value)
     if isinstance(value, Mapping):
@@ -104,7 +105,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether it is one plain value, with a text that tells it from others."""
+    """Whether it is one plain value, whose text distinguishes it from others."""
     return value is None or isinstance(value, (Number, str, bytes, Enum, torch.dtype, torch.device))
 
 

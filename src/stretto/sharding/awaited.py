@@ -1,11 +1,11 @@
-"""Parameters whose new values are on their way: whoever reads one waits for it, and for no other bucket than its own.
+"""Parameters whose new values are on their way: reading one waits for its bucket, and for no other.
 
 [Note: awaited]  Between step and arrival a parameter's class is a subclass of its own with ``__torch_function__``, so
-that every function of torch that is handed it comes by here first: a layer's forward, ``state_dict``, a print. Then
-the class is what it was, and nothing is left that would cost time. No module has to be known for that, and no way of
-running forward. What torch asks no class for is not seen (scripted functions, transforms of torch.func that are given
-the parameter itself, ``torch.tensor(p)``): docs/sharding.md tells. Where a model that is half of one step and half of
-another would be all that is left, since a rank died in the middle of a step, every look raises what was the matter.
+every torch function that gets it comes here first: a layer's forward, ``state_dict``, a print. After arrival the class
+is restored, and no cost remains. This works for any module, however it runs forward. Where torch does not consult the
+class, the read is not seen (scripted functions, transforms of torch.func that are given the parameter itself,
+``torch.tensor(p)``): docs/sharding.md lists these. If a rank died in the middle of a step, the model would be half of
+one step and half of another: then every read raises the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _METHODS += " register_post_accumulate_grad_hook requires_grad_ __hash__"
 
 @functools.cache
 def _harmless() -> frozenset[Any]:
-    """What says nothing of values."""
+    """What can be asked without reading values."""
     tensor: Any = torch.Tensor
     found = [getattr(tensor, name).__get__ for name in _ATTRIBUTES.split()]
     found += [tensor.grad.__set__, tensor.grad.__delete__, tensor.requires_grad.__set__]
@@ -39,10 +39,10 @@ def _harmless() -> frozenset[Any]:
 
 
 class Awaited:
-    """What is waited for before the process forks, in whose child nothing comes, and before anything is compiled.
+    """What is waited for before the process forks (nothing arrives in a child) and before anything is compiled.
 
-    It holds arrivals weakly, and each of them holds this: it lives as long as a parameter waits, though the optimizer
-    may be gone.
+    It holds arrivals weakly, and each of them holds it: so it lives as long as a parameter waits, even if the optimizer
+    is gone.
 
     Args:
         compiler: tells when it begins.
@@ -55,7 +55,7 @@ class Awaited:
         compiler.call(self.finish)
 
     def add(self, arrival: Arrival) -> None:
-        """Behind those that are there."""
+        """Add one, after those that are there."""
         alive = [one for one in self._references if (other := one()) is not None and not other.is_over]
         self._references = [*alive, weakref.ref(arrival)]
 
@@ -66,7 +66,7 @@ class Awaited:
 
     def _finish_here(self) -> None:
         for arrival in self._alive():
-            with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
+            with contextlib.suppress(StrettoError):  # a read of the parameter raises it
                 arrival.finish()
         self.drop()
 
@@ -84,7 +84,7 @@ class Arrival:
     Args:
         parameters: their values are under way.
         arrive: waits for them, and puts them in place. If it raises, they never become readable.
-        among: with which others they are waited for. Left out if they never come.
+        among: the others that are waited for together with these. Left out if they never come.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Arrival:
         self._arrive: Callable[[], None] | None = arrive
         self._among = among  # which lives as long as this
         self._before = [(weakref.ref(parameter), _plain(parameter)) for parameter in parameters]  # each holds this
-        self._lock = threading.RLock()  # a thread may fork, or read, while another reads
+        self._lock = threading.RLock()  # one thread may fork or read while another reads
         for parameter, (_, kind) in zip(parameters, self._before, strict=True):
             parameter.__class__ = _awaited(kind)
             parameter.__dict__[_KEY] = self
@@ -112,7 +112,7 @@ class Arrival:
                 return
             try:
                 self._arrive()
-            except Exception as error:  # once is enough to wait for what does not come
+            except Exception as error:  # do not wait twice for what does not come
                 self._arrive = functools.partial(_raise, error)
                 raise
             self._arrive = None
@@ -132,21 +132,21 @@ _KEY = "_stretto_arrival"
 
 
 def _plain(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
-    """Its class, also where another arrival is taken over by a new one."""
+    """Its original class, also if a new arrival takes over from another."""
     kind = type(parameter)
     return kind.__base__ if _KEY in parameter.__dict__ else kind  # type: ignore[return-value]
 
 
 @functools.cache
 def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
-    """The class that a parameter of this class has meanwhile."""
+    """The class that a parameter of this class has until its values arrive."""
 
     def __torch_function__(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = {*_arrivals_in((*args, *kwargs.values()))} if func not in _harmless() else ()
         for arrival in found:
             arrival.finish()
-        if found:  # their classes are what they were: a user's own may have something to say
+        if found:  # classes are restored: a user's own may have a say
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

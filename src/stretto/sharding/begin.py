@@ -1,4 +1,4 @@
-"""What is asked before an optimizer is sharded: it fails on all ranks alike, and leaves everything as it was."""
+"""The checks before an optimizer is sharded: they fail on all ranks alike, and leave everything as it was."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Asked:
             object.__setattr__(self, name, truth(f"shard: {name}", getattr(self, name)))
 
 
-@torch.inference_mode(False)  # what is made here is written in every backward
+@torch.inference_mode(False)  # tensors made here are written to in every backward
 def begin(
     optimizer: torch.optim.Optimizer,
     module: torch.nn.Module,
@@ -50,7 +50,7 @@ def begin(
     Args:
         optimizer: over parameters of the module.
         module: the attached one.
-        reducer: has its gradients; None where there is one rank, which then steps all of it.
+        reducer: has its gradients; None with one rank, which then steps everything.
         peers: the other ranks.
         others: sharded optimizers of the handle.
         asked: the options.
@@ -89,7 +89,7 @@ def begin(
 
 
 def _refuse_unlike(stated: list[Any], problem: Exception | None, peers: Peers, where: str) -> None:
-    """Raise if one rank cannot, or has something else. Collective: on all of them."""
+    """Raise, on all ranks, if one cannot shard, or has something else than the others. Collective."""
     told = peers.gather((str(problem) if isinstance(problem, StrettoError) else text_of(problem), stated))
     if problem is not None:
         raise problem
@@ -101,7 +101,7 @@ def _refuse_unlike(stated: list[Any], problem: Exception | None, peers: Peers, w
 
 
 def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
-    """If a rank cannot build its own, the others are told, rather than left to wait for its step."""
+    """If a rank cannot build its own, tell the others, which would wait for its step."""
     try:
         return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
     except BaseException as error:
@@ -113,7 +113,7 @@ def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peer
 def _refuse(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[ShardedOptimizer], where: str
 ) -> None:
-    """Raise if it cannot be sharded, whatever the ranks are."""
+    """Raise if it cannot be sharded, with any number of ranks."""
     it: Any = optimizer
     if not isinstance(it, torch.optim.Optimizer):
         given = f"the class {it.__name__}" if isinstance(it, type) else type(it).__name__
@@ -134,7 +134,7 @@ def _refuse(
 
 
 def _has_stepped(state: dict[str, Any]) -> bool:
-    """Some have a state before their first step (Adagrad), with a count of 0."""
+    """Some optimizers have a state before their first step (Adagrad), with a count of 0."""
     return bool(state) and float(state.get("step", 1)) != 0
 
 
@@ -169,7 +169,7 @@ def _shown(asked: Asked) -> str:
 
 
 def refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
-    """Raise where a rank would take part in passes without stepping: its share of the model would stand still."""
+    """Raise if a rank would take part in passes without stepping: its share of the model would stand still."""
     _refuse_idle([one for one in others if not one.ended and not one.is_inside], where)
 
 
@@ -185,14 +185,14 @@ def _refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
 
 
 def refuse_half_joined(others: Sequence[ShardedOptimizer], where: str) -> None:
-    """A pass inside ``Join`` begins: raise if ranks without batches wait for steps in vain, or take none."""
+    """A pass inside ``Join`` begins: raise if ranks without batches would wait for steps in vain, or take none."""
     _refuse_idle([one for one in others if not one.ended and not one.joins], where)
     for one in others:
         one.refuse_to_leave_out()
 
 
 def refuse_anew(others: Sequence[ShardedOptimizer], where: str) -> None:
-    """Raise where attaching anew would end them."""
+    """Raise if attaching again would end them."""
     if any(not one.ended for one in others):
         raise SetupError(
             f"{where}: join(divide_by_initial_world_size=False) makes the handle anew, and the sharded optimizer would "

@@ -2,8 +2,8 @@
 
     share of a parameter: elements first .. stop, as they lie ──> a few boxes of its shape ──> chunks of one tensor
 
-Keys and values are those that ``get_optimizer_state_dict`` gives for the optimizer that was sharded, so a checkpoint
-does not tell how many ranks have written it, or whether they had shares.
+Keys and values are those that ``get_optimizer_state_dict`` gives for the original optimizer, so a checkpoint does not
+depend on how many ranks have written it, or on whether they had shares.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .keeping import kept_whole, with_first_states
 from .state import Kept, State
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
-"""What torch's compiler and its ``checkpoint_wrapper`` put into names, and torch's checkpoints leave out."""
+"""What torch's compiler and ``checkpoint_wrapper`` add to names, and torch's checkpoints leave out."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where it begins in each dimension, and how far it goes."""
@@ -43,9 +43,9 @@ class BoxedTensor(torch.Tensor):
     """A tensor of which this rank has some boxes. To be written and read by ``torch.distributed.checkpoint`` alone."""
 
     boxes: dict[torch.Size, torch.Tensor]
-    """By where they begin: views of the state."""
+    """The boxes, by where they begin: views of the state."""
     is_new: bool
-    """Nothing is kept so far: it can be read into, and is not written."""
+    """Nothing is kept so far: this can be read into, and is not written."""
     was_read: bool
 
     @classmethod
@@ -96,7 +96,7 @@ class ShardedState:
     Args:
         optimizer: the one that was sharded: has the groups.
         keeper: returns who has the state now.
-        module: names the parameters, as it does when a checkpoint is made.
+        module: gives the parameters' names at the time when a checkpoint is made.
         where: how messages begin.
     """
 
@@ -113,7 +113,7 @@ class ShardedState:
         """What this rank writes, or reads into. Collective if groups or the plan have changed since the last step.
 
         Raises:
-            SetupError: the optimizer steps a parameter that the module has no more.
+            SetupError: the optimizer steps a parameter that is no longer in the module.
         """
         keeper, names = self._keeper(), self._names()
         self._kept = {names[id(one.parameter)]: one for one in keeper.kept()}
@@ -129,11 +129,11 @@ class ShardedState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what was read into the last ``state_dict()``. Not collective, but for all ranks.
+        """Keep what was read into the last ``state_dict()``. Not collective, but all ranks must call it.
 
         Raises:
-            SetupError: it is something else, or has other parameter groups; the optimizer has ended. Groups are as they
-                were then; values that there were have been read over.
+            SetupError: it is something else, or has other parameter groups; or the optimizer has ended. Then groups are
+                unchanged, but values of the state have been overwritten by the reading.
         """
         keeper = self._keeper()
         if self._kept is None or state_dict["state"].keys() != self._kept.keys():
@@ -203,7 +203,7 @@ class OnlyRank:
         return with_first_states(self._optimizer, wanted)
 
     def take(self, kept: Sequence[Kept]) -> None:
-        """In place of what the optimizer had."""
+        """Replaces what the optimizer had."""
         self._optimizer.state.clear()
         self._optimizer.state.update({one.parameter: one.state for one in kept if one.state})
 
@@ -240,9 +240,9 @@ def _was_read(values: State) -> bool:
 def boxes_in_memory(
     shape: Sequence[int], strides: Sequence[int], first: int, stop: int
 ) -> Iterator[tuple[Box, Sequence[int]]]:
-    """Elements ``first`` to ``stop`` of a dense tensor, as they lie, as boxes one behind the other.
+    """Elements ``first`` to ``stop`` of a dense tensor, in memory order, as consecutive boxes.
 
-    With each box come its dimensions in the order in which they lie in memory, the outermost first.
+    Each box comes with its dimensions in the order of memory, the outermost first.
     """
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     for offsets, sizes in boxes_of([shape[dim] for dim in order], first, stop):

@@ -1,4 +1,4 @@
-"""The norm of gradients of which each rank has its share, and clipping by it, as torch's ``clip_grad_norm_`` does."""
+"""The norm of gradients that ranks hold in shares, and clipping by it, as torch's ``clip_grad_norm_`` does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DOUBLE = (torch.float64, torch.complex128)
 
 
 def shares_of(queue: LaunchQueue, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's share of their gradients that are withheld, flat, where they lie: to look at, or to change in place.
+    """This rank's share of their withheld gradients, as flat tensors in place: to read, or to change in place.
 
-    Parameters that the module has no more may have such, too.
+    Parameters that are no longer in the module may have such gradients too.
     """
     plan, carrier, wanted = queue.plan, queue.transport, {id(one) for one in parameters}
     withheld = {
@@ -44,13 +44,13 @@ def clip(
     *,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm is at most ``max_norm``. Returns what it was, on all ranks the same.
+    """Scale gradients in place so that their norm is at most ``max_norm``. Returns the old norm, the same on all ranks.
 
     Collective where gradients are, or were, in shares; elsewhere each rank has all of them, and nothing is sent.
 
     Args:
         parameters: with gradients that are the same on all ranks, unless they are withheld.
-        queue: has the shares of those; of models attached inside this one, theirs have.
+        queue: has the shares of withheld ones; for models attached inside this one, their own queues have them.
         max_norm: as torch's.
         norm_type: as torch's; 0 only where each rank has all gradients.
         error_if_nonfinite: raise ``RuntimeError`` in place of scaling by such a norm.
@@ -80,7 +80,7 @@ def _refuse_parameters(max_norm: object) -> None:
 
 
 def _queues_of(parameters: Iterable[torch.nn.Parameter], queue: LaunchQueue) -> list[LaunchQueue]:
-    """Of all handles that reduce some of the parameters. Raises ``SetupError`` if shares are of other ranks."""
+    """The queues of all handles that reduce some of these. Raises ``SetupError`` if other ranks have the shares."""
     reducers = dict.fromkeys(reducer for one in parameters if (reducer := reducer_of(one)) is not None)
     queues = [*dict.fromkeys((queue, *(reducer.queue for reducer in reducers)))]
     for other in queues:
@@ -99,7 +99,7 @@ def _total_norm(
     queue: LaunchQueue | None,
     norm_type: float,
 ) -> torch.Tensor:
-    """Of all gradients together, 0-dim. In float64 if any of them is. ``queue``: if the ranks are to be asked."""
+    """The norm of all gradients, 0-dim; in float64 if any of them is. ``queue``: if other ranks must be asked."""
     device = next((one.device for one in parameters), torch.device("cpu"))
     whole = _visible(parameters) if queue is None or queue.transport.rank == 0 else ()
     values = [one for gradient in (*shares, *whole) if (one := _values(gradient)).numel()]
@@ -113,7 +113,7 @@ def _total_norm(
 
 
 def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> torch.Tensor:
-    """Of each rank that has any: who has none does not count, whatever the norm. Collective."""
+    """The norm of each rank that has gradients; ranks without any do not count. Collective."""
     transport = queue.transport
     if not norm_type:
         raise UnsupportedError(
@@ -126,7 +126,7 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
     if len(norms):
         told[0, transport.rank], told[1, transport.rank] = torch.linalg.vector_norm(norms, norm_type), 1
     refuse_to_send(queue.peers, "waiting")
-    seat.calls += 1  # for those who wait for this rank in another call
+    seat.calls += 1  # for ranks that wait for this one in another call
     wait_in_call(queue.peers, transport.all_reduce(told.view(-1)), NORM)
     if others := [rank for rank, whose in enumerate(told[2].tolist()) if whose != seat.key]:
         raise CommunicationError(

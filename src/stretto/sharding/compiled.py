@@ -1,6 +1,6 @@
-"""Whether torch's compiler is at work: it knows parameters by their class, and traces what a class of tensors does.
+"""Whether torch's compiler is at work: it guards on parameters' classes, and traces what a tensor class does.
 
-So none may be awaited when it begins, and none from then on: each step would have it compile again.
+So no parameter may be awaited when it begins, or after that: each step would make it compile again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = logging.getLogger("stretto")
 
 
 class CompilerWatch:
-    """Whether something was to be compiled in this process, from now on."""
+    """Whether anything has been compiled in this process since this was made."""
 
     def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
@@ -35,9 +35,10 @@ class CompilerWatch:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it has begun to compile something, or is amid that, in whatever thread, so that a next one is silent.
+        """Whether a compilation has begun, or is under way in any thread, in which case the next one calls nobody.
 
-        torch calls back when the first of those under way begins. After an end that failed none is the first again.
+        torch calls back when the first of concurrent compilations begins. After one that failed to end, none counts as
+        the first again.
         """
         return self._was_at_work or getattr(self._handler, _PENDING, 0) > 0
 

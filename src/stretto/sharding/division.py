@@ -3,7 +3,8 @@
     plan ──> layout ──> pieces of each rank ──> stretches of this rank's ──> the user's kind of optimizer over these
                                             └─> spread: what of them travels after a step
 
-For another plan, or other groups, another one is made; it takes over when it is complete. Until then all is as it was.
+When the plan or the groups change, another division is made, which takes over once it is complete. Until then nothing
+changes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .stretches import Stretches, most_elements, part_of_state, states_of_pieces
 
 
 class Division:
-    """What one optimizer steps, along the plan in use. Collective to make; if that fails parameters lie where they lay.
+    """What one optimizer steps, along the plan in use. Collective to make; if that fails, parameters have not moved.
 
     Args:
         kind: how it can be divided.
@@ -38,8 +39,8 @@ class Division:
         meetings: of the optimizer.
         spread: makes what sends the pieces of each rank, given in rank order.
         others: all parameters of the module.
-        states: what the optimizer keeps, as it would of whole parameters.
-        before: what this one replaces, if anything: its stretches are forgotten.
+        states: what the optimizer keeps, in the form that it has for whole parameters.
+        before: the division that this one replaces, if any: its stretches are dropped.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Division:
             self.inner: Inner = self._cut(self._by_piece(states), states, before.inner if before else None)
             if before is not None:
                 before.layout.give_way(layout, others())
-        except BaseException:  # other ranks may go on, and step what is new
+        except BaseException:  # other ranks may go on, and step the new division
             move(lying)
             raise
 
@@ -91,18 +92,18 @@ class Division:
         return [part for one in pieces for part in one.parts(most_elements(plan.buckets[one.bucket].dtype))]
 
     def _apart(self) -> list[torch.nn.Parameter]:
-        """Frozen ones, empty ones, and those with sparse gradients: every rank steps them, in memory of its own."""
+        """Parameters that every rank steps in memory of its own: frozen, empty, or with sparse gradients."""
         inside = {id(parameter) for parameter in self.layout.parameters.values()}
         return [one for one in self.groups.parameters if id(one) not in inside]
 
     # This rank's share
 
     def load(self, states: Mapping[torch.Tensor, State]) -> None:
-        """Step with these from here on, given as the optimizer would keep them of whole parameters."""
+        """Step with these states from now on, given in the form for whole parameters."""
         self.inner = self._cut(self._by_piece(states), states, self.inner)
 
     def take(self, kept: Sequence[Kept]) -> None:
-        """Step with this from here on, in place of what was kept."""
+        """Step with these states from now on, instead of those that were kept."""
         by_id = {id(one.parameter): one for one in kept}
         own: dict[Piece, State] = {}
         for piece in self.pieces:
@@ -116,12 +117,12 @@ class Division:
         return states_of_pieces(pieces, self.groups.optimizer, self.layout, states)
 
     def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State], before: Inner | None) -> Inner:
-        """Make the stretches of this rank's share, and the optimizer that steps them. If it fails all is as it was.
+        """Make the stretches of this rank's share, and the optimizer that steps them. If it fails, nothing changes.
 
         Args:
             own: the state of each piece.
-            whole: of parameters that this rank steps as they are.
-            before: what stepped the share so far, and has no stretches any more if this has succeeded.
+            whole: the state of parameters that this rank steps undivided.
+            before: what stepped the share until now; it loses its stretches if this succeeds.
         """
         mine, is_whole, group_of = self.layout.parameters, self.kind is Kind.WHOLE, groups_of(self.groups.optimizer)
         stretches = Stretches(self.layout, self.queue.buckets)

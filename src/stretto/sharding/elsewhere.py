@@ -1,4 +1,4 @@
-"""What stands in ``optimizer.state`` where ranks keep it in shares, and what keeps from the one that was sharded."""
+"""What ``optimizer.state`` is while ranks keep it in shares, and a guard against use of the original optimizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger("stretto")
 
 
 class Elsewhere(defaultdict[torch.Tensor, Any]):
-    """In place of a state by parameter: empty, and refuses what would have no effect on the shares.
+    """Replaces the state by parameter: is empty, and refuses changes, which would not reach the shares.
 
-    It says that it is not empty: torch.distributed.checkpoint would else step, to have a state to load into. What is no
-    parameter of the optimizer, like one that has been replaced, may be taken out. Who goes through it is warned once,
-    and not refused: frameworks do so to move a state to a device.
+    As a boolean it is True, otherwise torch.distributed.checkpoint would take a step to have a state to load into. Keys
+    that are not parameters of the optimizer, such as one that has been replaced, may be taken out. A loop over it gives
+    one warning, and no error: frameworks loop over it to move a state to a device.
 
     Args:
         optimizer: has the parameters.
@@ -49,7 +49,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
         return super().__iter__()
 
     def keys(self) -> KeysView[torch.Tensor]:  # type: ignore[override]
-        """As of a dict: of what is no parameter of the optimizer."""
+        """As in a dict: keys that are not parameters of the optimizer."""
         self._tell()
         return super().keys()
 
@@ -135,10 +135,10 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
 
 
 class Guard:
-    """What was sharded is not used by itself: it has no state to save, and shares would not see what it loads.
+    """Refuses direct use of the original optimizer: it has no state to save, and shares would not see what it loads.
 
     Args:
-        optimizer: the one that was sharded. The sharded one has the same hooks.
+        optimizer: the original. The sharded one has the same hooks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -151,7 +151,7 @@ class Guard:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, it may save and load: its state is there for that time."""
+        """Inside, the original may save and load: its state is there for that time."""
         self._is_open = True
         try:
             yield
@@ -159,12 +159,12 @@ class Guard:
             self._is_open = False
 
     def end(self) -> None:
-        """It goes on by itself."""
+        """The original may be used directly again."""
         for hook in self._hooks:
             hook.remove()
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Every rank would step the whole of a model that ranks share, one after the other."""
+        """Else every rank would step the whole model, which they share, one after the other."""
         if not isinstance(optimizer.state, Elsewhere):
             raise SetupError(
                 f"this {type(optimizer).__name__} was sharded: it has no state any more, and is not to step by "

@@ -1,10 +1,11 @@
 """What the parameter groups of an optimizer say, whether that has changed, and whether it is the same on all ranks.
 
-[Note: one number]  Each rank steps its share with its own groups. Were they not alike, the model would be a patchwork,
-in silence. So ranks compare a number where they meet anyhow: made of plain options and of whose parameters are in which
-group, with Python's own hash, which for numbers is the same in each process, and which is made again only where some
-option is another object than before. It leaves out objects, and tensors of an accelerator. In the first meeting of a
-step it also stands for the parameters that were given other memory: see strays.py.
+[Note: one number]  Each rank steps its share with its own groups. If these differed, the model would silently become a
+patchwork. So ranks compare a number whenever they meet anyway. It is a hash of the plain options and of which
+parameters are in which group, by Python's own hash function, which for numbers gives the same result in each process.
+It is computed again only if some option is another object than before. Options that are objects, and tensors on an
+accelerator, are left out. In the first meeting of a step the number also stands for the parameters that were given
+other memory: see strays.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MASK = (1 << 40) - 1
 
 
 class _LastLook(NamedTuple):
-    """What was looked at in the last step, and what it gave: most options stay the same objects."""
+    """What was compared in the last step, and the resulting number: most options stay the same objects."""
 
     mark: int
     values: Sequence[Any]
@@ -42,7 +43,7 @@ class _LastLook(NamedTuple):
 
 
 class Groups:
-    """Those of one optimizer.
+    """The parameter groups of one optimizer.
 
     Args:
         optimizer: has them.
@@ -54,7 +55,7 @@ class Groups:
         self._queue = queue
         self._seen = _LastLook(0, (), 0)
         self.departed: dict[torch.Tensor, tuple[State, torch.dtype]] = {}
-        """The state, and the dtype then, of what has left all groups: it may come back. torch's optimizers keep it."""
+        """State and dtype of parameters that have left all groups and may come back; torch keeps the state too."""
         self.remember()
 
     @property
@@ -71,7 +72,7 @@ class Groups:
     # Changes
 
     def remember(self) -> None:
-        """Whose parameters are in which group now."""
+        """Remember which parameters are in which group now."""
         self._members = [[*group["params"]] for group in self.all]
         self._dtypes: dict[int, torch.dtype] = {id(one): one.dtype for group in self._members for one in group}
         self._plan = self._queue.plan
@@ -80,28 +81,28 @@ class Groups:
         self._mark = hash((self._queue.peers.seat.key, *map(tuple, members)))
 
     def have_moved(self) -> bool:
-        """Whether parameters are in other groups than remembered, or are others."""
+        """Whether groups have other parameters than remembered."""
         now = [group["params"] for group in self.all]
         return [*map(len, now)] != [*map(len, self._members)] or not all(
             all(map(operator.is_, ours, known)) for ours, known in zip(now, self._members, strict=True)
         )
 
     def dtype_before(self, parameter: torch.Tensor) -> torch.dtype:
-        """Of a parameter that is remembered, or has departed."""
+        """The dtype of a parameter that is remembered, or has left the groups."""
         return self._dtypes[id(parameter)] if id(parameter) in self._dtypes else self.departed[parameter][1]
 
     def part_from(self, states: Mapping[torch.Tensor, State], alive: Iterable[torch.nn.Parameter]) -> None:
-        """Keep whole the state of what is in no group any more, as long as the module has it.
+        """Keep the whole state of parameters that have left all groups, as long as they are in the module.
 
         Args:
-            states: by parameter, those of what was kept before too.
-            alive: what the module has.
+            states: by parameter, including what was kept before.
+            alive: the module's parameters.
         """
         known = {id(one) for one in self.parameters}
         self.departed = {one: (states[one], one.dtype) for one in alive if one in states and id(one) not in known}
 
     def refuse_other_dtypes(self, where: str) -> None:
-        """Raise ``SetupError`` if parameters have another dtype than in a plan that is new, and so than gradients."""
+        """Raise ``SetupError`` if parameters have another dtype than in a new plan, and so than their gradients."""
         if self._queue.plan is self._plan:
             return
         known = {id(one) for one in self.parameters}
@@ -120,7 +121,7 @@ class Groups:
 
         Args:
             has_moved: what ``have_moved`` says.
-            turn: what is done in place of a step.
+            turn: what is done instead of a step.
         """
         return self._number(has_moved=has_moved) ^ crc32(turn.encode())
 
@@ -138,7 +139,7 @@ class Groups:
         return number
 
     def refuse_others(self, peers: Peers, call: str = "step") -> None:
-        """Compare in words, since numbers differ. Collective.
+        """Compare in full, since the numbers differ. Collective.
 
         Args:
             peers: the other ranks.
@@ -197,7 +198,7 @@ def _number_of(value: Any) -> Any:
         return _number_of(value.item()) if value.numel() == 1 and value.is_cpu else 0
     if isinstance(value, Number) and not isinstance(value, Enum) and value == value:
         return value
-    return crc32(str(value).encode()) if is_scalar(value) else 0  # a text, or NaN: in each process another hash
+    return crc32(str(value).encode()) if is_scalar(value) else 0  # a text, or NaN: its hash differs between processes
 
 
 def _is_changeable(value: Any) -> bool:
@@ -233,7 +234,7 @@ def unlike(
 
 
 def difference(rank: int, theirs: list[Any], first: list[Any], from_rank: int = 0) -> str:
-    """In words, between what ``facts`` gave on a rank and on another, which are not equal."""
+    """The difference, in words, between the unequal ``facts`` of two ranks."""
     if len(theirs) != len(first):
         return f"rank {rank} has {len(theirs) - 1} parameter groups, rank {from_rank} {len(first) - 1}."
     for number, (names, other_names) in enumerate(zip(theirs[1:], first[1:], strict=True)):

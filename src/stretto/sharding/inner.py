@@ -1,10 +1,10 @@
 """What steps this rank's share: an optimizer of the user's class, over stretches and over whole parameters.
 
-[Note: in turn]  Of torch's optimizers a step of some parameters is what it does to them in a step of all: what they
-count, they count by parameter. (A fused SGD with momentum looks at all, and fails where some have their first gradient
-later.) So buckets can be stepped one by one, and the first is sent while the others are. An optimizer that counts in
-its groups or on itself would count each of these steps; it steps everything at once, as does one of torch's whose step
-a program has put another in place of.
+[Note: in turn]  With torch's own optimizers, stepping some of the parameters does to them what a step of all would do,
+since they count steps by parameter. (A fused SGD with momentum looks at all, and fails where some have their first
+gradient later.) So buckets can be stepped one by one, and the first is sent while the others are stepped. An optimizer
+that counts steps in its groups or attributes would count each of these; so it steps everything at once, and so does a
+torch optimizer whose ``step`` the program has replaced.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .stretches import Stretch, Stretches, part_of_state
 
 
 class Inner:
-    """It has the state of this rank's share, and in each step the options that the user's groups have then.
+    """Has the state of this rank's share, and takes the current options of the user's groups in each step.
 
     Args:
         groups: of the user's optimizer.
         stretches: of parameters that are divided.
-        whole: parameters that this rank steps as they are, by ``id``.
-        states: of those, where there is one.
-        before: what stepped the share so far, which may count its steps on itself.
+        whole: parameters that this rank steps undivided, by ``id``.
+        states: of those that have one.
+        before: what stepped the share until now; it may count its steps in an attribute.
     """
 
     def __init__(
@@ -61,27 +61,27 @@ class Inner:
         self._is_of_torch = all(one.__module__.startswith("torch.optim.") for one in methods)
         self._buckets = {stretch.parameter: stretch.bucket for stretch in stretches.all}
         self._by_bucket: dict[int | None, list[list[torch.Tensor]]] = {}
-        """What is stepped with each, by group; made where it is asked for."""
+        """What is stepped with each bucket, by group; made on demand."""
 
     @property
     def step_in_turn(self) -> Callable[[int | None], None] | None:
-        """Steps what is in a bucket, by its number, or in none. None if that cannot be: see [Note: in turn]."""
+        """Steps a bucket, given its number, or (None) what is in no bucket. None if impossible: see [Note: in turn]."""
         return self._step_bucket if self._is_of_torch and self._buckets else None
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """Of stretches, and of parameters that are stepped as they are."""
+        """By parameter: of stretches, and of parameters that are stepped undivided."""
         return self._optimizer.state
 
     def follow(self, turn: str) -> None:
-        """Take the options of the user's groups and, unless one of its methods is to be called, the gradients."""
+        """Take the options of the user's groups and, unless another method than ``step`` follows, the gradients."""
         for own, group in zip(self._optimizer.param_groups, self._groups.all, strict=True):
             own.update(options_of(group))
         if not turn:
             self.stretches.take_gradients(self._split)
 
     def step(self, turn: str) -> None:
-        """Step what has a gradient; or call its method of this name, see turns.py."""
+        """Step what has a gradient; or call the optimizer's method of this name, see turns.py."""
         if turn:
             getattr(self._optimizer, turn)()
         else:
@@ -108,16 +108,16 @@ class Inner:
                 group["params"] = parameters
 
     def hand_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """What it keeps on itself, to the user's, which goes on without it."""
+        """Give its attributes to the user's optimizer, which goes on without it."""
         hand_on(self._optimizer, optimizer, but=self._given)
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """What the user's keeps on itself, which may have been loaded."""
+        """Take the attributes of the user's optimizer, which may have been loaded."""
         hand_on(optimizer, self._optimizer)
         self._given = given(self._optimizer)
 
     def _split(self, stretch: Stretch, parts: Sequence[Stretch]) -> None:
-        """A stretch was split into these: so is its state."""
+        """A stretch was split into these: split its state too."""
         state = self.state.pop(stretch.parameter, {})
         del self._buckets[stretch.parameter]
         self._buckets |= {part.parameter: part.bucket for part in parts}

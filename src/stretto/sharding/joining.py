@@ -3,15 +3,16 @@
     without batches  shadow pass ──> meet ──> options and gradients of the lowest rank that has batches ──> step
     with batches     backward, clipping, schedules ──> meet ──> lend them ──> step
 
-torch's ``ZeroRedundancyOptimizer`` steps with what each rank has: where others clip, or change the learning rate, the
-share of a rank without batches is stepped otherwise. Here such a rank has no say: its groups follow the others'.
+torch's ``ZeroRedundancyOptimizer`` steps with what each rank has: if the others clip, or change the learning rate, the
+share of a rank without batches is stepped differently. Here the groups of such a rank follow the others'.
 
-[Note: a step a pass]  A rank without batches waits for a step behind each pass. Others that leave one out, as gradient
-scalers do, find out in their next pass and fail. It cannot go on otherwise: ``Join``'s own messages begin before
-anybody could tell it, and over a process group two messages that cross end the process.
+[Note: a step a pass]  A rank without batches waits for a step after each pass. If another rank leaves a step out, as
+gradient scalers do, it finds out in its next pass and fails. There is no other way: ``Join``'s own messages begin
+before the waiting rank could be told, and over a process group two messages that cross end the process.
 
-[Note: parted]  A step that is refused ends ``Join`` on ranks without batches: the error comes out of it there. Others
-may catch it inside, and would wait in their next pass for ranks that are gone: they are told to leave as well.
+[Note: parted]  A refused step ends ``Join`` on ranks without batches: the error leaves the ``with`` block there. Other
+ranks may catch the error inside the block, and would wait in their next pass for ranks that are gone: they are told to
+leave as well.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ class Joins(Joinable):
     beside: Any
     """All sharded optimizers of the model, this one included."""
     _hook: Any = None
-    """Weakly, what Join holds as long as this rank is inside: see uneven.py, [Note: left]."""
+    """Held weakly: an object that ``Join`` keeps while this rank is inside, see uneven.py, [Note: left]."""
     joins_over: Any = None
-    """The group of the drop-in, which says so when ``Join`` asks it for its hook, before this one."""
+    """The drop-in's group. The drop-in sets it when ``Join`` asks it for its hook, before this optimizer is asked."""
 
     @abstractmethod
     def _usable(self) -> Shares:
-        """Those of this rank. Raises where no step can follow."""
+        """This rank's shares. Raises if no step can follow."""
 
     @property
     def joins(self) -> bool:
-        """Whether it is inside ``Join``, as all ranks see it. Raises ``SetupError`` if it is the first there."""
+        """Whether it is inside ``Join``, as all ranks see it. Raises ``SetupError`` if it is first in the list."""
         config: Any = self._join_config
         if config.enable and config.is_first_joinable:
             raise SetupError("Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).")
@@ -63,14 +64,14 @@ class Joins(Joinable):
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is, as far as this rank sees: see uneven.py, [Note: left]."""
+        """Whether it is inside ``Join``, as far as this rank can see: see uneven.py, [Note: left]."""
         return self.joins and self._hook is not None and self._hook() is not None
 
     def step_shares(self, shares: Shares) -> None:
         """A step. Collective.
 
         Raises:
-            SetupError: inside ``Join`` it follows no pass, or is the first of the list.
+            SetupError: inside ``Join`` no pass came before it, or the optimizer is the first in the list.
         """
         if not self._join_config.enable:
             shares.step()
@@ -88,7 +89,7 @@ class Joins(Joinable):
             raise
 
     def join_hook(self, **_: Any) -> JoinHook:
-        """For ``Join``. Raises ``SetupError`` if gradients are not kept: there would be none to lend."""
+        """Called by ``Join``. Raises ``SetupError`` if gradients are not kept: there would be none to lend."""
         if self._shares is None:
             return JoinHook()
         self._usable().attendance.begins()
@@ -119,7 +120,7 @@ class Joins(Joinable):
 
 
 class Attendance:
-    """Who comes to a step, and whether one has followed each pass.
+    """Keeps track of who comes to a step, and of whether a step has followed each pass.
 
     Args:
         meetings: where ranks meet.
@@ -136,7 +137,7 @@ class Attendance:
         """Whether ranks without batches are gone: see [Note: parted]."""
 
     def begins(self) -> None:
-        """``Join`` does. Raises ``SetupError`` if there would be no gradients to lend."""
+        """``Join`` begins. Raises ``SetupError`` if there would be no gradients to lend."""
         if not self._whole_grads:
             raise SetupError(
                 f"{self._queue.where}: with keep_grads=False each rank has its share of the gradients alone, so nobody "
@@ -157,11 +158,11 @@ class Attendance:
 
     @property
     def is_void(self) -> bool:
-        """Whether the last pass failed on some rank, so that nobody is to step."""
+        """Whether the last pass failed on some rank, so that no rank must step."""
         return self._queue.pass_number == self._queue.peers.seat.void
 
     def refuse_without_pass(self) -> None:
-        """Raise ``SetupError`` if this step follows no pass, so that ranks without batches do not come to it."""
+        """Raise ``SetupError`` if no pass came before this step, so that ranks without batches do not come to it."""
         if self._queue.pass_number == self._answered or self.is_void:
             what = "follows a pass that has failed" if self.is_void else "follows no pass of its own"
             error = SetupError(
@@ -182,7 +183,7 @@ class Attendance:
             )
 
     def refuse_to_leave_out(self) -> None:
-        """Raise ``SetupError`` if the last pass was not stepped, or nobody is there to. The others are told."""
+        """Raise ``SetupError`` if no step followed the last pass, of which the others are told, or see above."""
         self.refuse_parted()
         if self._queue.pass_number > self._answered and not self.is_void:
             error = SetupError(
@@ -212,17 +213,17 @@ class _StepHook(JoinHook):
 def lent(
     groups: Groups, transport: Transport, peers: Peers, failed: Callable[[BaseException], None], *, idle: bool
 ) -> Iterator[None]:
-    """A rank without batches has options of the groups, and inside ``.grad``, from one that has some. Collective.
+    """Inside, a rank without batches has the options and the ``.grad`` of a rank that has batches. Collective.
 
     Args:
         groups: of the optimizer.
         transport: carries gradients.
         peers: the other ranks.
-        failed: told of what else is raised, here and inside: others may have stepped.
+        failed: told of any other error, here or inside: others may have stepped.
         idle: whether this rank has no batches.
 
     Raises:
-        ModelMismatchError: ranks have different groups; options count where there are batches. On all ranks.
+        ModelMismatchError: ranks have different groups; options are compared among ranks with batches. On all ranks.
     """
     try:
         with _lent(groups, transport, peers, idle=idle):
@@ -263,7 +264,7 @@ def _lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> 
 
 
 def _offer(groups: Groups) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Options, and of each gradient whether there is one. Sparse ones, which are rare, go along."""
+    """The options, and which parameters have a gradient. Sparse gradients, which are rare, are included."""
     gradients = [one.grad for one in groups.parameters]
     kinds = [one if one is not None and one.is_sparse else one is not None for one in gradients]
     return [options_of(group) for group in groups.all], kinds

@@ -1,4 +1,4 @@
-"""What a rank keeps of an optimizer's state, parameter by parameter; as all put it together, and as each writes it."""
+"""What a rank keeps of an optimizer's state, by parameter: assembled over all ranks, and as each rank writes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .stretches import part_of_state
 
 
 def held(division: Division) -> dict[int, list[Held]]:
-    """What this rank keeps, by index of the parameter, where that is anything; by-element tensors are views."""
+    """What this rank keeps, by index of the parameter, where there is anything; by-element tensors are views."""
     inner, layout, found = division.inner, division.layout, dict[int, list[Held]]()
     for stretch in inner.stretches.all:
         state, numel = inner.state.get(stretch.parameter, {}), stretch.parameter.numel()
@@ -30,9 +30,9 @@ def held(division: Division) -> dict[int, list[Held]]:
     return found
 
 
-@torch.inference_mode(False)  # what is made here outlives an evaluation
+@torch.inference_mode(False)  # tensors made here are used after an evaluation
 def put_together(division: Division, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
-    """What the optimizer would hold of each; also of those ``departed``. Collective: exhaust it."""
+    """The whole state by parameter; with ``departed``, also of those that left the groups. Collective: exhaust it."""
     layout, groups, queue = division.layout, division.groups, division.queue
     specs, known = dict(enumerate(layout.plan.parameters)), {id(one) for one in groups.parameters}
     for index, flats, rest in whole_states(held(division), specs, queue.transport, queue.peers):
@@ -46,7 +46,7 @@ def put_together(division: Division, *, departed: bool = False) -> Iterator[tupl
 
 
 def kept(division: Division) -> list[Kept]:
-    """What this rank keeps for each parameter of which it steps anything, in what form ever nothing is kept so far."""
+    """What this rank keeps for each parameter of which it steps any part, including those without a state so far."""
     layout, inner, mine, found = division.layout, division.inner, held(division), list[Kept]()
     for index, pieces in groupby(division.pieces, lambda piece: piece.index):
         spec, one = layout.plan.parameters[index], layout.parameters[index]
@@ -65,7 +65,7 @@ def _joined(parts: Sequence[Held]) -> Held:
 
 
 def kept_whole(parameter: torch.nn.Parameter, state: State | None) -> Kept:
-    """Of a parameter that is stepped as it is."""
+    """What is held for a parameter that is stepped undivided."""
     held = Held(0, parameter.numel(), {}, dict(state or {}))
     return Kept(parameter, parameter.shape, parameter.stride(), held, is_new=not state)
 
@@ -73,7 +73,7 @@ def kept_whole(parameter: torch.nn.Parameter, state: State | None) -> Kept:
 def with_first_states(
     optimizer: torch.optim.Optimizer, found: Sequence[Kept], by_piece: set[int] | frozenset[int] = frozenset()
 ) -> list[Kept]:
-    """Those that are new get the keys that they would have.
+    """Give those without a state so far the keys that they would have.
 
     Args:
         optimizer: with its groups.

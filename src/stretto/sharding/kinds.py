@@ -1,13 +1,14 @@
 """How an optimizer can be divided over ranks: found out by trying it on a few numbers.
 
-[Note: the probe]  Names say little about optimizers that others have written. So a copy with the options of each group
-steps small parameters whole, cut into flat parts, and each by an optimizer of its own. If the parts come out alike,
-each element is stepped by itself; if parameters by themselves do, each parameter is; else they depend on each other.
-Some optimizers treat large parameters otherwise (in 8 bits, by rows and columns), so one is tried that is as large as
-those of the group, within bounds; or large gradients (they clip), so the last ones are small and large. A number that
-steps write into the group or on the optimizer (an estimate made of all gradients) may count later: it must be alike in
-all parts. And what is kept for a part must be kept for each of its elements, or be the same for all: no share of a
-state could be told from any other one (a list of buffers, a scale for every 256 elements).
+[Note: the probe]  An optimizer's name says little about how it steps. So copies with the options of each group step
+small parameters in three ways: whole, cut into flat parts, and each parameter by an optimizer of its own. If the flat
+parts give the same result, each element is stepped independently; if single parameters do, each parameter is; otherwise
+parameters depend on each other. Some optimizers treat large parameters differently (in 8 bits, by rows and columns), so
+one parameter is tried that is as large as those of the group, within bounds. Others treat large gradients differently
+(they clip), so the last gradients are small and large. A number that steps write into the group or into an attribute
+(an estimate made of all gradients) may matter later: it must be the same in all parts. And what is kept for a part must
+be one value for each of its elements, or the same for all; anything else (a list of buffers, a scale for every 256
+elements) could not be divided into shares.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .state import by_element
 from .turns import refuse_to_step, turn
 
 _SCALES = (*[1.0] * STEPS, 2.0**-13, 2.0**13)
-"""Of the gradients in the steps of a trial; exact in float32."""
+"""The scales of gradients in the steps of a trial; exact in float32."""
 
 
 class Kind(Enum):
@@ -40,14 +41,14 @@ class Kind(Enum):
 
 
 def kind_of(optimizer: torch.optim.Optimizer, name: str = "shard") -> Kind:
-    """How the optimizer can be divided. See [Note: the probe].
+    """Find out how the optimizer can be divided. See [Note: the probe].
 
     Args:
         optimizer: with its groups; nothing of it is stepped.
         name: how messages begin.
 
     Raises:
-        UnsupportedError: it cannot be divided, or not be built again from its groups.
+        UnsupportedError: it cannot be divided, or cannot be built again from its groups.
     """
     with random_state_kept():
         kinds = {_kind_of_group(optimizer, group, name) for group in optimizer.param_groups}
@@ -55,7 +56,7 @@ def kind_of(optimizer: torch.optim.Optimizer, name: str = "shard") -> Kind:
 
 
 class KindWatch:
-    """Whether an optimizer can still be divided as it was, whatever has been written into its groups.
+    """Checks that an optimizer can still be divided as it was, after changes of its groups.
 
     Args:
         optimizer: with its groups.
@@ -78,11 +79,11 @@ class KindWatch:
 
         Args:
             where: how the message begins.
-            has_moved: groups have other parameters: of other dimensions, maybe.
+            has_moved: groups have other parameters, maybe of other dimensions.
             turn: what follows; empty for a step.
 
         Raises:
-            SetupError: an element's step depends on all of its parameter now, which is divided.
+            SetupError: an element's step now depends on its whole parameter, which is divided.
             UnsupportedError: parameters depend on each other now.
         """
         refuse_to_step(self._optimizer, where, turn)
@@ -101,7 +102,7 @@ class KindWatch:
 
 
 def _character(value: object) -> object:
-    """What of an option can decide what a step depends on: whether it is 0, not how much it is."""
+    """The part of an option that can decide what a step depends on: of a number only whether it is 0."""
     if isinstance(value, (bool, str, type(None))):
         return value
     if isinstance(value, (int, float)):
@@ -133,7 +134,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
         raise _refusal(optimizer, name, why)
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
         raise _refusal(optimizer, name, "how it steps a parameter depends on the others.")
-    flat = joined(whole)  # neighbours are stepped as one: see stretches.py
+    flat = joined(whole)  # neighbours are stepped as one tensor: see stretches.py
     cuts = {*range(20, min(len(flat), 260), 20), *(len(flat) * part // 5 for part in (2, 3))}
     parts = [*torch.tensor_split(flat, sorted(cuts))]
     try:
@@ -155,18 +156,18 @@ def _refusal(
 
 class _Outcome(NamedTuple):
     elements: torch.Tensor
-    """Of all parameters, before the scale of gradients changes, and at the end."""
+    """The values of all parameters, before the scale of gradients changes, and at the end."""
     written: list[dict[str, float]]
-    """What numbers the steps have written into the group, and on the optimizer, by each."""
+    """The numbers that steps have written into the group and into attributes, by optimizer."""
     kept: dict[Any, set[Any]]
-    """Which keys its state has, by parameter."""
+    """The keys of the state, by parameter."""
     is_by_element: bool
-    """Whether all of its state is."""
+    """Whether its whole state can be divided by elements."""
     takes_gradients: bool
 
 
 def _unlike(one: _Outcome, other: _Outcome, again: Callable[[], _Outcome]) -> str | None:
-    """The name of a number that steps have written otherwise, and which is no clock nor of chance."""
+    """The name of a number that the parts have written differently, and which is neither a time nor random."""
     first, *rest = (*one.written, *other.written)
     keys = [key for written in rest for key in first | written if first.get(key) != written.get(key)]
     anew = again().written[0] if keys else first
@@ -180,7 +181,7 @@ def _stepped(
     divided: Sequence[Sequence[torch.Tensor]],
     name: str,
 ) -> _Outcome:
-    """Of some steps, by one optimizer for each part of what is divided."""
+    """The outcome of some steps, with one optimizer for each part."""
     parameters = {id(value): torch.nn.Parameter(value.clone()) for value in values}
     given = [[{**tried_options_of(options), "params": [parameters[id(one)] for one in part]}] for part in divided]
     optimizers = [build_like(optimizer, groups, name) for groups in given]
@@ -205,7 +206,7 @@ def _stepped(
         for key, value in (state.items() if torch.is_tensor(one) else ())
     )
     takes_gradients = any(one.grad is None for one in parameters.values())
-    for how in ("train", "eval", "train"):  # it is in the first: nothing moves, but in steps
+    for how in ("train", "eval", "train"):  # the first step is in it: values change only in steps
         turn(how, *optimizers)
         elements.append(joined(parameters.values()))
     noted = zip(before, map(numbers_on, optimizers), strict=True)

@@ -1,14 +1,14 @@
-"""Where parameters lie that are stepped in shares: flat, one behind the other, once for all ranks of a host.
+"""Where parameters that are stepped in shares lie: flat, one after the other, once for all ranks of a host.
 
     bucket of the plan:    | slot of p0 | slot of p1 | slot of p2 |         gradients: a memory on every rank
     layout:                | p0         | p1         | p2         |         parameters: one memory for a host
 
 A parameter becomes a tensor in that memory by ``parameter.data``; its strides stay. It has a storage of its own, so
-that a state dict, a copy or a pickle of one module holds that module's bytes alone.
+that a state dict, a copy or a pickle of one module holds only that module's bytes.
 
-[Note: shared parameters]  What one rank of a host writes into a parameter, all of them have. The step is divided, so
-nothing is written twice; but whoever changes parameters by hand on every rank (``parameter.mul_(0.9)``) does it as
-often as there are ranks. To copy values into them, as ``load_state_dict`` does, is harmless between two barriers.
+[Note: shared parameters]  What one rank of a host writes into a parameter, all ranks of the host see. The step is
+divided, so it writes nothing twice. But a change by hand on every rank (``parameter.mul_(0.9)``) happens once for each
+rank. Copying values into parameters, as ``load_state_dict`` does, is harmless between two barriers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .state import laid_flat, shaped
 log = logging.getLogger("stretto")
 
 _OWN_USES = 3
-"""Of the storage of a parameter: its own, its view's, and that of the object that stands for it in Python."""
+"""References to a parameter's storage: the parameter's, its view's, and the storage's Python object."""
 
 
 class Layout:
-    """The memory of some parameters of a plan. Collective where it begins.
+    """The memory of some parameters of a plan. Collective to make.
 
     Args:
         plan: of the gradients.
@@ -57,7 +57,7 @@ class Layout:
         self.plan = plan
         self.parameters = dict(parameters)
         self._at: dict[int, int] = {}
-        """By parameter: elements of its bucket that lie before it here, less those that lie before it in the bucket."""
+        """By parameter: the number of elements before it here, less the number before it in the bucket."""
         self._begin: list[int] = []
         self._devices: list[torch.device] = []
         sizes: dict[torch.device, int] = {}
@@ -106,22 +106,22 @@ class Layout:
         spec = self.plan.parameters[index]
         number, start = self._places[index]
         view = shaped(self.flat(Piece(index, number, start, start + spec.numel, first=0)), spec)
-        return immovable(view.data)  # without a base, which would use the storage too
+        return immovable(view.data)  # without a base tensor, which would be one more user of the storage
 
     def flat(self, first: Piece, last: Piece | None = None) -> torch.Tensor:
-        """The elements of a piece; or of several that lie one behind the other, from the first to the last."""
+        """The elements of a piece, or of consecutive pieces from the first to the last."""
         dtype, stop = self.plan.buckets[first.bucket].dtype, (last or first).stop
         begin = self._begin[first.bucket] + (first.start + self._at[first.index]) * dtype.itemsize
         tensor: torch.Tensor = self._memories[self._devices[first.bucket]].tensor(begin, stop - first.start, dtype)
         return tensor
 
     def follows(self, one: Piece, other: Piece) -> bool:
-        """Whether the other lies right behind the one, in the bucket and here."""
+        """Whether the second piece directly follows the first, in the bucket and here."""
         behind = one.bucket == other.bucket and one.stop == other.start
         return behind and self._at[one.index] == self._at[other.index]
 
     def rows(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """These pieces, given in order, as few flat tensors."""
+        """These pieces, given in order, as as few flat tensors as possible."""
         rows: list[list[Piece]] = []
         for piece in pieces:
             if rows and self.follows(rows[-1][-1], piece):
@@ -134,17 +134,17 @@ class Layout:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Write the values that parameters have: those of the first rank of a host. The others wait for it."""
+        """Write the parameters' current values: the first rank of a host writes its own, and the others wait."""
         if self._is_first or not self.is_shared:
             for index, parameter in self.parameters.items():
                 self.views[index].copy_(parameter)
 
     def adopt(self, lying: Iterable[torch.Tensor] = ()) -> None:
-        """From here on the parameters lie here. ``lying``: what shows where they lie so far, and stays there."""
+        """Move the parameters here. ``lying``: tensors that show their former memory, and keep it."""
         move([(parameter, self.views[index]) for index, parameter in self.parameters.items()], lying)
 
     def is_shown(self) -> bool:
-        """Whether others hold tensors that show parameters, see aliases.py; a live graph may, too."""
+        """Whether other tensors show the parameters' memory (see aliases.py), or a live graph does."""
         return any(map(_is_shown, self.views.values()))
 
     def shown(self) -> list[str]:
@@ -152,7 +152,7 @@ class Layout:
         return [self.plan.parameters[index].name for index, view in self.views.items() if _is_shown(view)]
 
     def strayed(self) -> list[int]:
-        """Parameters that lie otherwise by now (``parameter.data = ...``, ``module.to()``)."""
+        """Parameters that have been moved or changed since (``parameter.data = ...``, ``module.to()``)."""
         self._renew_views()
         inside = which_lie_in([*self.parameters.values()], [*self.views.values()])
         return [index for index, lies in zip(self.parameters, inside, strict=True) if not lies]
@@ -161,8 +161,7 @@ class Layout:
         return [*map(torch.Tensor.data_ptr, self.views.values())]
 
     def _renew_views(self) -> None:
-        """``share_memory_()``, and a pickle for another process, move the storage that a view has in common with its
-        parameter."""
+        """Follow ``share_memory_()``, or a pickle for another process: the storage of view and parameter has moved."""
         now = self._where_views_lie()
         self._moved = []
         if now != self._addresses:
@@ -170,15 +169,15 @@ class Layout:
             self.views |= {index: self._view(index) for index in self._moved}
 
     def refuse_other_sizes(self, indices: Collection[int], where: str, plan: BucketPlan) -> None:
-        """Of parameters that have been changed by hand. Strides that have are told in a line of the log.
+        """Checks parameters that were changed by hand. Changed strides are reported in one log line.
 
         Args:
             indices: those to look at.
             where: how the message begins.
-            plan: of the gradients. Where it is another one they have another dtype, maybe, or strides: followed.
+            plan: of the gradients. A new one may have other dtypes or strides; these are followed.
 
         Raises:
-            SetupError: with the name of one.
+            SetupError: with the name of one that cannot be followed.
         """
         if not (indices or self._moved):  # as in most steps
             return
@@ -210,13 +209,13 @@ class Layout:
         pieces: Sequence[Piece],
         others: Callable[[], Iterable[torch.nn.Parameter]],
     ) -> dict[Piece, torch.Tensor]:
-        """The values of what strayed, as they lie in a bucket. To be taken before any rank writes: see ``bring_back``.
+        """The values of what strayed, in bucket layout. Take them before any rank writes: see ``bring_back``.
 
         Args:
-            strayed: parameters that lie otherwise.
+            strayed: parameters that lie elsewhere by now.
             pieces: this rank's.
-            others: all parameters of the module. One that is not of this layout and lies where some of these will (it
-                was swapped for one: frozen, ignored, or another optimizer's) gets memory of its own.
+            others: all parameters of the module. One that is not in this layout, but lies where some of these will lie
+                (the two were swapped: it is frozen, ignored, or another optimizer's), gets memory of its own.
         """
         if strayed:
             taken = {self.views[index].data_ptr() for index in strayed}
@@ -229,10 +228,10 @@ class Layout:
         return found
 
     def bring_back(self, strayed: Iterable[int], copies: Mapping[Piece, torch.Tensor]) -> None:
-        """Each rank writes what it owns of what strayed, and all of that lies here again.
+        """Each rank writes its own part of what strayed, and all of that lies here again.
 
-        It may lie in memory of the layout, where another parameter was (``a.data, b.data = b.data, a.data``): ranks
-        meet between copying and this.
+        A strayed parameter may lie in the layout's memory, in another one's place (``a.data, b.data = b.data,
+        a.data``): therefore ranks meet between taking the values and this.
         """
         for piece, copy in copies.items():
             self.flat(piece).copy_(copy)
@@ -244,11 +243,11 @@ class Layout:
         self.release(others, {index for index, one in self.parameters.items() if id(one) in now})
 
     def release(self, others: Iterable[torch.nn.Parameter], keep: Collection[int] = ()) -> None:
-        """Parameters get memory of their own again, but for those that lie in another layout already.
+        """Parameters get memory of their own again, except those that already lie in another layout.
 
         Args:
-            others: that may have taken over the memory of one: ``nn.Parameter(parameter.data)``.
-            keep: which lie in another layout.
+            others: parameters that may have taken over the memory of one: ``nn.Parameter(parameter.data)``.
+            keep: those that lie in another layout.
         """
         addresses = {view.data_ptr() for view in self.views.values()}
         own = [one for index, one in self.parameters.items() if index not in keep]
@@ -259,7 +258,7 @@ class Layout:
     ) -> None:
         """Those that lie at these addresses get memory of their own."""
         stay, moves = {*map(id, but)}, list[tuple[torch.Tensor, torch.Tensor]]()
-        with torch._C.DisableTorchFunctionSubclass():  # another optimizer's may be under way, or never come
+        with torch._C.DisableTorchFunctionSubclass():  # another optimizer's values may be under way, or never come
             lying = [one for one in parameters if has_memory(one) and one.data_ptr() in addresses]
         for parameter in lying:
             if id(parameter) not in stay:
@@ -273,7 +272,7 @@ def _is_shown(view: torch.Tensor) -> bool:
 
 
 def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
-    """Of parameters that torch has put where other processes see them. ``where``: how the message begins."""
+    """Log parameters that torch has moved to its own shared memory. ``where``: how the message begins."""
     log.warning(
         f"{where}: {name_list(names)} lie in memory that other processes share (share_memory(), or pickled for one) "
         "and move out of it, with their values: those processes do not see steps from here on.\n"
@@ -283,10 +282,10 @@ def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
 
 
 class DeviceMemory:
-    """Memory of an accelerator from which tensors are cut, as from common memory.
+    """Memory of an accelerator from which tensors are cut, as from the shared memory of a host.
 
-    Each has a storage of its own, but where there is no DLPack for the device: then each step waits for what it has
-    sent, since something else always seems to show a parameter.
+    Each tensor has a storage of its own, unless the device has no DLPack. Then each step waits for what it has sent,
+    since it always looks as if another tensor showed the parameter.
 
     Args:
         nbytes: how much.
@@ -299,7 +298,7 @@ class DeviceMemory:
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """So many elements from byte ``start`` on."""
         part = self._bytes[start : start + numel * dtype.itemsize]
-        with contextlib.suppress(BufferError, RuntimeError, ValueError):  # of this device nobody else knows
+        with contextlib.suppress(BufferError, RuntimeError, ValueError):  # other code does not know this device
             part = torch.utils.dlpack.from_dlpack(part)
         return part.view(dtype)
 

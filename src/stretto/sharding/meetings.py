@@ -1,12 +1,14 @@
-"""Where ranks meet around a step, and what becomes of the model when one of them fails.
+"""The points where ranks meet around a step, and what happens to the model if one of them fails.
 
-[Note: two meetings]  Where ranks share the memory of parameters, none may write before all have done with reading: one
-that lags may still look at them between backward and step. And none may read before all have written.
+[Note: two meetings]  If ranks share the memory of parameters, no rank may write before all have finished reading: a
+late rank may still read them between backward and step. And no rank may read before all have written. So they meet
+before and after the step.
 
-[Note: half a step]  A rank that fails behind the first meeting leaves a model of which some ranks have stepped their
-share and others never will: on every rank that knows of it, all parameters refuse to be looked at from then on. What
-can be refused, or can fail, is done before that meeting, which tells all ranks; then nothing is written, and all can go
-on. A first meeting that fails leaves the model readable only if it is certain that no rank has passed it.
+[Note: half a step]  If a rank fails after the first meeting, some ranks have stepped their share of the model and
+others never will. From then on, on every rank that knows of it, every read of a parameter raises. Whatever can be
+refused, or can fail, is therefore done before that meeting, in which all ranks learn of it: then nothing has been
+written, and all can go on. If the first meeting itself fails, the model stays readable only if it is certain that no
+rank has passed it.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from .turns import turns
 
 
 class Coming(IntEnum):
-    """What a rank has come to the first meeting for. Ranks count each kind by adding up these."""
+    """Why a rank has come to the first meeting. The sum of these over ranks counts each kind."""
 
     TO_STEP = 0
     TO_REFUSE = 1
     IDLE = 1 << 20
     """To step without a gradient of its own: see joining.py."""
     HAS_WRITTEN = 1 << 40
-    """Beside one of the others, parameters in place: see writings.py."""
+    """It has written parameters in place; added to one of the others. See writings.py."""
 
 
 class Met(NamedTuple):
@@ -44,41 +46,41 @@ class Met(NamedTuple):
     alike: bool
     """Whether all ranks have come with the same number."""
     idle: int
-    """How many have no gradients of their own."""
+    """How many ranks have no gradients of their own."""
     have_written: int
-    """How many have written parameters in place."""
+    """How many ranks have written parameters in place."""
 
 
 ALIKE = Met(alike=True, idle=0, have_written=0)
 
 
 def leave_join(idle: int) -> str:
-    """What to do besides behind a refused step; ``idle``: how many ranks without batches have left ``Join`` with it."""
+    """More advice after a refused step; ``idle``: how many ranks without batches have left ``Join`` because of it."""
     return "leave Join on all ranks, as those without batches have; " if idle else ""
 
 
 class Meetings:
-    """Those of one optimizer.
+    """The meetings of one optimizer.
 
     Args:
         transport: carries a number.
         peers: the other ranks.
-        optimizer: what steps.
+        optimizer: the one that steps.
     """
 
     def __init__(self, transport: Transport, peers: Peers, optimizer: torch.optim.Optimizer) -> None:
         self._name = b"optimizer.turn" if turns(optimizer) else b"optimizer.step"
         self._transport = transport
         self._peers = peers
-        self._said = array.array("q", (0, 0))  # to index a tensor costs some microseconds
+        self._said = array.array("q", (0, 0))  # indexing a tensor costs some microseconds
         self._words = torch.frombuffer(self._said, dtype=torch.int64)
-        """How many ranks have come otherwise than to step, by ``Coming``, and the sum of what groups say."""
+        """The sums over ranks of ``Coming`` and of the groups' numbers."""
         self.idle = 0
-        """How many came to the last first meeting without gradients."""
+        """How many ranks came without gradients to the latest first meeting."""
         self.broken: BaseException | None = None
         """Why no step can follow."""
         self.is_spoiled = False
-        """Whether parameters refuse to be looked at."""
+        """Whether every read of a parameter raises."""
 
     def refuse_broken(self, where: str) -> None:
         """Raise if no step can follow, or not in this process. ``where``: how the message begins."""
@@ -119,7 +121,7 @@ class Meetings:
             self._peers.wait_for(work, "the optimizer's step")
         except BaseException as error:
             self.fail(error)
-            if work is None or not getattr(work, "will_never_begin", bool)():  # what a group carries may have begun
+            if work is None or not getattr(work, "will_never_begin", bool)():  # a message over a group may have begun
                 self.spoil(error, parameters)
             raise
         others, total = self._said
@@ -140,25 +142,26 @@ class Meetings:
 
     @contextlib.contextmanager
     def tell_in_time(self, parameters: Iterable[torch.nn.Parameter], *, meets: bool) -> Iterator[None]:
-        """What fails inside is told to the others; nothing has been written so far. Collective where it fails.
+        """A failure inside is told to the others; nothing has been written so far. Collective if it fails.
 
         Args:
             parameters: what is to be stepped.
-            meets: they learn of it in the first meeting, and go on; else those that have refused nothing wait in vain.
+            meets: the others learn of it in the first meeting, and can go on; otherwise those that did not fail would
+                wait in vain.
         """
         try:
             yield
-        except Exception as problem:  # nothing was sent: where all ranks refuse alike, all can go on
+        except Exception as problem:  # nothing was sent: if all ranks refuse alike, all can go on
             self._peers.tell_failed("step", problem, problem.__traceback__, leaves=not meets, refuses=True)
             if meets:
                 self.meet_before(parameters, coming=Coming.TO_REFUSE)
             raise
-        except BaseException as error:  # whoever has pressed Ctrl-C is not to wait for the others
+        except BaseException as error:  # after Ctrl-C this rank does not wait for the others
             self.fail(error)
             raise
 
     def fail(self, error: BaseException, *, sent: bool = False) -> None:
-        """No step can follow. The others are told, unless it was another's failure. ``sent``: as for ``leave``."""
+        """No step can follow. The others are told, unless one of them failed first. ``sent``: as for ``leave``."""
         self.broken = error
         if not isinstance(error, CommunicationError):
             self._peers.leave("step", error, error.__traceback__, sent=sent)

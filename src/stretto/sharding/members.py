@@ -1,4 +1,4 @@
-"""Whether the handle reduces what an optimizer steps, and no other steps it."""
+"""Checks that the handle reduces what an optimizer steps, and that no other optimizer steps it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..steps import stepped_by
 
 
 def all_reduced(reducer: Reducer) -> list[torch.nn.Parameter]:
-    """The parameters that it reduces, or will from the pass on that reaches them."""
+    """The parameters that it reduces, or will reduce from the first pass that reaches them."""
     members = reducer.members
     return [*reducer.parameters, *members.wanted().values(), *members.rows().values()]
 
@@ -30,9 +30,10 @@ def refuse_others(
     where: str,
     first_group: int = 0,
 ) -> None:
-    """Raise if the optimizer steps a parameter that is not of the module, or is trained and not among these.
+    """Raise if the optimizer steps a parameter that is not in the module, or one that is trained and not among these.
 
-    Groups before the first have been looked at: what of them the module has replaced since gets no gradient any more.
+    Groups before ``first_group`` were checked earlier; parameters in them that the module has since replaced get no
+    gradients.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     reduced = {id(parameter): parameter for parameter in parameters}
@@ -45,9 +46,9 @@ def refuse_others(
 
 
 def _advice(outsider: torch.Tensor, own: set[int]) -> str:
-    """What is the matter, and what to do; ``own`` has the ``id()`` of who reduces those that are no outsiders."""
+    """The problem, and what to do; ``own``: the ``id()`` of the handles that reduce the accepted parameters."""
     owner = owner_of(outsider)
-    if outsider.requires_grad and owner is not None and id(owner) not in own:  # else one that the module has no more
+    if outsider.requires_grad and owner is not None and id(owner) not in own:  # else no longer in the module
         return (
             "reduced by another handle than this.\n"
             "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place "
@@ -62,7 +63,7 @@ def _advice(outsider: torch.Tensor, own: set[int]) -> str:
 def refuse_duplicates(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]], where: str
 ) -> None:
-    """Raise if a parameter is listed twice: torch, which only warns of it, would step it twice, and its share once."""
+    """Raise if a parameter is listed twice: torch only warns and steps it twice; its share would be stepped once."""
     times = Counter(map(id, stepped_by(optimizer)))
     if twice := [name for name, one in named if times[id(one)] > 1]:
         raise SetupError(
@@ -73,7 +74,7 @@ def refuse_duplicates(
 def refuse_memory(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, hosts: Sequence[Sequence[int]] | None, where: str
 ) -> None:
-    """Raise if a parameter that it steps cannot lie behind the others, in one memory for all ranks of a host.
+    """Raise if a parameter that it steps cannot lie in the one memory for all ranks of a host.
 
     Args:
         optimizer: with its groups.
@@ -88,7 +89,7 @@ def refuse_memory(
 
 
 def _refuse_scaled(stepped: Set[int], module: torch.nn.Module, ranks: Sequence[int], where: str) -> None:
-    """torch scales rows in place there, from the norm that it has read: two ranks at once do so twice."""
+    """torch scales rows in place there, by the norm that it has read: two ranks at once would scale twice."""
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if weight is None or id(weight) not in stepped or not (weight.requires_grad and weight.is_cpu):
@@ -107,7 +108,7 @@ def _refuse_scaled(stepped: Set[int], module: torch.nn.Module, ranks: Sequence[i
 
 
 def _refuse_twins(stepped: Set[int], module: torch.nn.Module, where: str) -> None:
-    """Such a tensor begins in the memory of another one of the module, and would get its own."""
+    """A twin begins in the memory of another tensor of the module, and would get memory of its own."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, one in (*module.named_parameters(), *module.named_buffers()):
         if not has_memory(one) or not one.data_ptr():
@@ -121,7 +122,7 @@ def _refuse_twins(stepped: Set[int], module: torch.nn.Module, where: str) -> Non
 
 
 def refuse_converted(optimizer: torch.optim.Optimizer, reducer: Reducer, where: str) -> None:
-    """Raise if a parameter that it steps is not what the plan says: in the plan's memory it would be that again."""
+    """Raise if a parameter that it steps was converted since the plan was made: laying it out would undo that."""
     stepped = {*map(id, stepped_by(optimizer))}
     queue = reducer.queue
     for spec, reference, device in zip(queue.plan.parameters, queue.references, queue.devices, strict=True):
@@ -151,7 +152,7 @@ def refuse_taken(
 
 
 def wanted_by_any(problem: StrettoError | None, wanted: bool, peers: Peers) -> bool:
-    """Whether a rank wants to follow, unless one says what speaks against it: then all raise. Collective."""
+    """Whether any rank wants to follow; if one has a problem with that, all raise. Collective."""
     told = peers.gather((wanted, problem and str(problem)))
     if problem is not None:
         raise problem
@@ -164,7 +165,7 @@ def wanted_by_any(problem: StrettoError | None, wanted: bool, peers: Peers) -> b
 def refuse_unreduced(
     optimizer: torch.optim.Optimizer, reduced: Iterable[torch.Tensor], members: Membership, where: str
 ) -> None:
-    """Raise if it is about to step a parameter with a gradient of this rank alone.
+    """Raise if it is about to step a parameter whose gradient was not averaged over ranks.
 
     Args:
         optimizer: with its groups, to which parameters may have been added.
@@ -175,7 +176,7 @@ def refuse_unreduced(
     known = {id(parameter) for parameter in reduced}
     names = {id(parameter): name for name, parameter in members.everything().items()}
     for group in optimizer.param_groups:
-        for one in group["params"]:  # what the module has no more is the user's own affair
+        for one in group["params"]:  # parameters no longer in the module are the user's business
             if one.requires_grad and one.grad is not None and id(one) in names and id(one) not in known:
                 raise SetupError(
                     f"{where}: {names[id(one)]} has a gradient of this rank alone: no pass has reduced it since it was "

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def state_bytes(state: Mapping[str, Any]) -> int:
-    """Of one parameter, or of a stretch; single numbers are left out."""
+    """The bytes of one parameter's or stretch's state; single numbers are left out."""
     return sum(value.nbytes for value in state.values() if torch.is_tensor(value) and value.dim())
 
 
 def footprint_of(division: Division) -> tuple[Footprint, Footprint]:
-    """What a rank holds of one optimizer; and without shares, but for the state that other ranks have."""
+    """What a rank holds for one optimizer; and would hold without shares, less the state that other ranks have."""
     layout, states, apart = division.layout, division.inner.state, division.apart
     own, of_every_rank = sum(map(state_bytes, states.values())), sum(state_bytes(states.get(one, {})) for one in apart)
     whole = sum(one.nbytes for one in apart)
@@ -34,12 +34,12 @@ def footprint_of(division: Division) -> tuple[Footprint, Footprint]:
 
 
 def with_memory(report: Report, holders: Sequence[ShardedOptimizer], gather: Callable[[Any], list[Any]]) -> Report:
-    """The report with what each rank would hold, and what each does. Collective, if an optimizer has shares.
+    """The report with what each rank would hold unsharded, and what it holds. Collective if an optimizer has shares.
 
     Args:
-        report: without that.
+        report: without these figures.
         holders: the optimizers.
-        gather: the values of all ranks.
+        gather: returns the values of all ranks.
     """
     pairs = [pair for one in holders if (pair := one.footprint())]
     if not pairs:

@@ -65,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         Joins.__init__(self)
         self._elsewhere = None if shares is None else Elsewhere(optimizer, where)
-        for hooks in _HOOKS:  # whoever has put them there, or will put them here, counts on them
+        for hooks in _HOOKS:  # hooks on either of the two must run
             setattr(self, hooks, getattr(optimizer, hooks))
         self._guard = None if shares is None else Guard(optimizer)
         self._other_steps = OtherSteps(optimizer, where) if shares is not None and shares.layout.is_shared else None
@@ -73,12 +73,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self._shares = shares
         self._where = where
         self.beside = beside
-        """All that step parts of one model, weakly: as each other's they would live until a garbage collection."""
+        """All sharded optimizers of one model, held weakly: otherwise they would live until a garbage collection."""
         beside.add(self)
         self.ended = False
-        """By ``unshard()``, or with the handle."""
+        """Set by ``unshard()``, or when the handle ends."""
         self._handed_back = False
-        """By ``unshard()``: the original has the state."""
+        """Set by ``unshard()``: the original has the state."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         return self._step_share(closure)
 
     def _optimizer_step_code(self) -> None:
-        """Where torch's profiler, when it follows Python, looks into the state of each parameter: none is here."""
+        """Here torch's profiler, when it follows Python, reads the state of each parameter: there is none."""
         if self._elsewhere is None:
             super()._optimizer_step_code()
 
@@ -149,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         super().zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        """Only of what is not there: something of the optimizer that was sharded, maybe."""
+        """Called for missing attributes only: maybe one of the original optimizer."""
         original = self.__dict__.get("original")
         if original is not None and name in turns(original):
             return functools.partial(self._turn, name)
@@ -199,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             SetupError: a parameter is not reduced by the handle that the optimizer was sharded with, or belongs to
                 another sharded optimizer.
         """
-        if "beside" not in self.__dict__:  # torch's constructor, with groups of which all that is asked for is true
+        if "beside" not in self.__dict__:  # torch's constructor: these groups were checked before
             super().add_param_group(param_group)
             return
         before = len(self.original.param_groups)
@@ -232,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
                         marks[_GROUPS_ALONE] = shares.rank
                     else:
                         self.original.state[parameter] = state
-            shares.inner.hand_back(self.original)  # what it counts on itself it may save
+            shares.inner.hand_back(self.original)  # it may save what it counts in attributes
             with self._own_use():
                 made = self.original.state_dict()
             return {**made, **marks} if marks else made
@@ -258,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             raise
 
     def _load_original(self, state_dict: dict[str, Any], rank: int = 0) -> None:
-        if state_dict.get(_GROUPS_ALONE, 0) not in (0, rank):  # its own is told of where ranks compare
+        if state_dict.get(_GROUPS_ALONE, 0) not in (0, rank):  # of this rank's own, ranks complain when they compare
             raise SetupError(
                 f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), the groups alone. "
                 "Save what rank 0 gets; all ranks call state_dict()"
@@ -301,7 +301,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         return ShardedState(self.original, keeper, self._module, self._where)
 
     def footprint(self) -> tuple[Footprint, Footprint] | None:
-        """What this rank holds, and would without shares but for the state of others; None if it has no share."""
+        """What this rank holds, and would hold without shares, less the others' state; None if it has no share."""
         return self._shares.footprint() if self._shares else None
 
     def describe(self) -> str:
@@ -309,7 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         return f"{type(self.original).__name__}: {self._shares.describe()}" if self._shares else ""
 
     def describe_gradients(self) -> str:
-        """How they arrive, for reports; empty if whole, as asked."""
+        """How gradients arrive, for reports; empty if they arrive whole, as asked."""
         told = self._shares.describe_gradients() if self._shares else ""
         return told and f"{type(self.original).__name__}: {told}"
 

@@ -1,8 +1,8 @@
-"""Another optimizer that steps what a sharded one has, where the ranks of a host have that in one memory.
+"""Refuses steps by another optimizer of parameters that a sharded one has in the memory of a host.
 
-Each rank would step it once more, in silence: the values are the same on all ranks. Those of ``torch.optim`` are
-refused before they step. Others may be wrappers, whose step calls that of the sharded one, or does nothing yet: they
-are told of behind it, if values have changed without.
+Each rank would step them once more, and nothing would show it, since all ranks see the same values. Optimizers of
+``torch.optim`` are refused before they step. Others may be wrappers whose step calls that of the sharded one, or does
+nothing yet: these are refused after their step, if values have changed without a step of the sharded one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..steps import listen, stepped_by, stop_listening
 from .elsewhere import Elsewhere
 
 _SAMPLES = 64
-"""Values of each parameter that are compared, at most."""
+"""At most so many values of each parameter are compared."""
 
 
 class OtherSteps:
-    """Looks at the steps of all optimizers of the process.
+    """Watches the steps of all optimizers of the process.
 
     Args:
         optimizer: the one that was sharded, held weakly.
@@ -33,12 +33,12 @@ class OtherSteps:
         self._where = where
         self._steps = 0
         self._harmless = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        """With how many parameters they were."""
+        """Optimizers found harmless, with the number of parameters that they had."""
         self._begun = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Begun]()
         listen(self._stepping)
 
     def stop(self) -> None:
-        """It is not sharded any more."""
+        """The optimizer is no longer sharded."""
         stop_listening(self._stepping)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
@@ -55,7 +55,7 @@ class OtherSteps:
             self._begun[optimizer] = _Begun(self._steps, ours, _samples(ours))
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-        """What the sharded one has and this one is to step."""
+        """The sharded one's parameters that this one is about to step."""
         mine = self._optimizer()
         if mine is None or mine is optimizer:  # which elsewhere.py refuses
             return []
@@ -79,7 +79,7 @@ class OtherSteps:
 @dataclass(frozen=True)
 class _Begun:
     steps: int
-    """Of the sharded one, by then."""
+    """Steps of the sharded one at that time."""
     parameters: list[torch.nn.Parameter]
     before: list[torch.Tensor]
     """Some of their values."""
@@ -95,7 +95,7 @@ def _samples(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _spread(number: int) -> torch.Tensor:
-    """Places in so many values; of a matrix they lie in many of its columns: one may never have a gradient."""
+    """Indices of samples; in a matrix they fall into many columns, since one may never have a gradient."""
     return torch.linspace(0, number - 1, min(number, _SAMPLES), dtype=torch.float64, device="cpu").long()
 
 

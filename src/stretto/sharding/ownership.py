@@ -1,4 +1,4 @@
-"""Who owns what: of every bucket each rank keeps and steps one share. Pure functions of the plan."""
+"""Which rank owns what: each rank keeps and steps one share of every bucket. Pure functions of the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Piece:
     """Consecutive elements of one parameter, in the order in which they lie in its bucket."""
 
     index: int
-    """Of the parameter in the plan."""
+    """The parameter's index in the plan."""
     bucket: int
     start: int
     """First element, in the bucket."""
@@ -24,7 +24,7 @@ class Piece:
     """First element, in the parameter."""
 
     def parts(self, most: int) -> list[Piece]:
-        """The same in parts of about the same size, none of more elements than ``most``, if that is 64 or more."""
+        """Cut into parts of about equal size, each of at most ``most`` elements (if that is 64 or more)."""
         count = -(-self.numel // most)
         size = -(-self.numel // (64 * count)) * 64
         return [
@@ -44,11 +44,11 @@ class Piece:
 
 
 def pieces_of(plan: BucketPlan, rank: int, world_size: int, among: Collection[int]) -> list[Piece]:
-    """What one rank owns where each element is stepped by itself: an equal share of each bucket, in order.
+    """What one rank owns if each element is stepped independently: an equal share of each bucket, in order.
 
     Args:
         plan: the plan of the gradients.
-        rank: whose.
+        rank: the owner.
         world_size: number of ranks.
         among: indices of the parameters that are divided at all.
     """
@@ -71,7 +71,7 @@ def _within(plan: BucketPlan, number: int, low: int, high: int) -> list[Piece]:
 
 
 def whole_pieces_of(plan: BucketPlan, rank: int, world_size: int, among: Collection[int]) -> list[Piece]:
-    """The same where parameters are stepped whole: the largest first, each to the rank that has least."""
+    """The same if parameters are stepped whole: the largest first, each to the rank that has least so far."""
     loads = [0] * world_size
     owned: set[int] = set()
     for index in sorted(among, key=lambda one: (-plan.parameters[one].numel, one)):

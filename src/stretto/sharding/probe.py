@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 STEPS = 7
-"""Of a trial: some optimizers begin otherwise than they go on (RAdam, for five)."""
+"""Steps of a trial: some optimizers start differently (RAdam, for five steps)."""
 _SHAPES = {
     0: ((), ()),
     1: ((7,), (48,)),
@@ -18,11 +18,11 @@ _SHAPES = {
     3: ((2, 3, 4), (5, 2, 2)),
     4: ((2, 3, 2, 2), (4, 1, 3, 3)),
 }
-"""By the number of dimensions: some optimizers take matrices alone."""
+"""By number of dimensions: some optimizers take only matrices."""
 _MOST = 1 << 14
 """Elements of the large one."""
 _LEVELS = 8191
-"""A prime, so that there is no pattern; and small enough for exact numbers: see ``gradients``."""
+"""A prime, so that there is no pattern, and small enough for exact arithmetic: see ``gradients``."""
 
 
 def numbers(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -46,21 +46,21 @@ def numbers(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
-    """As the largest of these are in each dimension, or less."""
+    """The largest size in each dimension, reduced if that is too much."""
     sizes = [*map(max, zip(*shapes, strict=True))]
     if math.prod(sizes) <= 64:
         return
     while math.prod(sizes) > _MOST:
         place = sizes.index(max(sizes))
-        sizes[place] = 1 << (sizes[place] - 1).bit_length() - 1  # some ask whether there are multiples of 256
+        sizes[place] = 1 << (sizes[place] - 1).bit_length() - 1  # some optimizers test for multiples of 256
     yield sizes
 
 
 class _RandomState:
-    """torch's, as it was before the first of the threads that are inside drew."""
+    """torch's random state from before the first of the threads now inside drew a number."""
 
     def __init__(self) -> None:
-        self._inside, self._lock = 0, threading.RLock()  # a finalizer may come in amid the thread's own call
+        self._inside, self._lock = 0, threading.RLock()  # a finalizer may run during the thread's own call
         self._before = torch.empty(0)
 
     def enter(self) -> None:
@@ -81,11 +81,11 @@ _random_state = _RandomState()
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """What is drawn inside changes nothing outside. Threads may be inside together, and wait for each other there.
+    """Random numbers drawn inside change nothing outside. Several threads may be inside, and wait for each other there.
 
-    Only one at a time asks torch for its state, which that makes while it holds the generator's lock: where garbage is
-    collected then, another thread may have its turn, and if it asks for the same it waits for that lock and lets nobody
-    else run.
+    Only one thread at a time asks torch for its state. torch allocates it while holding the generator's lock: if
+    garbage is collected at that moment, another thread may run, and if that asks for the state too, it waits for this
+    lock while holding Python's.
     """
     _random_state.enter()
     try:
@@ -95,9 +95,9 @@ def random_state_kept() -> Iterator[None]:
 
 
 def gradients(values: Sequence[torch.Tensor], step: int, scale: float) -> list[torch.Tensor]:
-    """Made of the values, so that an element has the same in whatever part, by operations that are exact in float32.
+    """Computed from the values, so that an element's is the same in any part, by operations that are exact in float32.
 
-    The first cosine that two threads ask of torch (of MKL) at once may be off by 1e-4.
+    (If two threads compute the process's first cosine at once, torch, or MKL, may be off by 1e-4.)
     """
     flat = (((joined(values) * 4096 + _LEVELS // 2) * 1201 + 2503 * step) % _LEVELS - _LEVELS // 2) / 4096 * scale
     parts = torch.split(flat, [*map(torch.numel, values)])

@@ -1,4 +1,4 @@
-"""An optimizer built once more, of the same class and options: to step a share, or to find out what its step does."""
+"""Builds an optimizer of the same class and options again: to step a share, or to find out what its step does."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def build_like(
     """Another optimizer of the same class and options, for other groups.
 
     Raises:
-        UnsupportedError: its constructor asks for what is not among its defaults; it keeps on itself what cannot be
-            handed on.
+        UnsupportedError: its constructor needs something that is not in its defaults; or it has an attribute that
+            cannot be handed on.
     """
     kind = type(optimizer)
     options = {key: optimizer.defaults[key] for key in _keywords(kind, optimizer.defaults)}
@@ -38,7 +38,7 @@ def build_like(
             "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
         ) from error
     like.defaults = dict(optimizer.defaults)
-    vars(like)[OURS] = True  # its steps are none of the program's
+    vars(like)[OURS] = True  # its steps are not steps of the program
     if (other := hand_on(optimizer, like)) is not None:
         raise UnsupportedError(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: what it keeps as {other} "
@@ -59,12 +59,12 @@ _WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a parameter group but its parameters."""
+    """A parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def tried_options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The same to try an optimizer with, which may write into them: a list of what it has computed, a tensor."""
+    """The same, copied, to try an optimizer with, since it may write into them (a list, a tensor)."""
     return {key: _copied(value) for key, value in options_of(group).items()}
 
 
@@ -76,7 +76,7 @@ def _copied(value: Any) -> Any:
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The number of the group of each parameter, by ``id``."""
+    """The number of each parameter's group, by ``id``."""
     return {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
 
 
@@ -89,14 +89,14 @@ def states_after_steps(
     sparse: bool = False,
     steps: int = 1,
 ) -> list[dict[str, Any]]:
-    """What such an optimizer keeps for tensors after steps with zeros: which keys, of which shapes and dtypes.
+    """What such an optimizer keeps for tensors after steps with zero gradients: keys, shapes and dtypes.
 
     Args:
         optimizer: with its groups; nothing of it is stepped.
-        tensors: of their shapes and dtypes; their values are not looked at.
+        tensors: give the shapes and dtypes; their values are not used.
         groups: the parameter group of each.
-        states: from which it goes on, one for each, which may be written to; default, none.
-        sparse: whether gradients come by rows.
+        states: the states to start from, one for each tensor; they may be written to. Default: none.
+        sparse: whether gradients are sparse.
         steps: how many.
     """
     parameters = [torch.nn.Parameter(torch.zeros_like(one)) for one in tensors]
@@ -118,7 +118,7 @@ def states_after_steps(
 def keys_by_element(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, set[str]]:
-    """What such an optimizer keeps for each element of a parameter, learnt from another size.
+    """The keys of state that an optimizer keeps for each element of a parameter, found by trying another size.
 
     Args:
         optimizer: with its groups; nothing of it is stepped.
@@ -136,10 +136,10 @@ def keys_by_element(
 
 
 def _keywords(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -> set[str]:
-    """What the constructor takes by name of these; one that hands on ``**options`` takes what the next class does."""
+    """Those of these that the constructor takes by name; if it passes on ``**options``, also its base class's."""
     found: set[str] = set()
     for one in kind.__mro__:
-        if one is torch.optim.Optimizer:  # which takes them all; this one torch puts there itself, in load_state_dict
+        if one is torch.optim.Optimizer:  # which takes all; this one is added by torch, in load_state_dict
             return {*defaults} - ({"differentiable"} - found)
         if "__init__" in vars(one):
             parameters = inspect.signature(one.__init__).parameters  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""One optimizer, stepped in shares: what all ranks do together in a step, and about the state.
+"""One optimizer, stepped in shares: what all ranks do together in a step, and for its state.
 
     step    ranks meet ──> plan, groups or memory changed? lay out anew, see succession.py
             ──> gradients of this rank's stretches ──> the user's kind of optimizer ──> ranks meet, or spread
@@ -38,14 +38,14 @@ from .writings import Writings
 
 
 class Shares:
-    """What this rank steps for an optimizer. Collective where it begins.
+    """What this rank steps for an optimizer. Collective to make.
 
     Args:
-        optimizer: the user's. Its groups say what is stepped how; it keeps no state.
+        optimizer: the user's. Its groups say what is stepped, and with which options; it keeps no state.
         kind: how it can be divided.
         reducer: has the plan, and the gradients.
         peers: the other ranks.
-        keep_grads: whether ``.grad`` is the mean on every rank; else each has its share alone.
+        keep_grads: whether ``.grad`` is the mean on every rank; else each rank has only its share.
         overlap: between hosts, let what was stepped travel while forward goes on.
     """
 
@@ -65,7 +65,7 @@ class Shares:
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
         self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
-        self._number, self._has_moved = len(peers.seat.steps), False  # groups, that were followed since the last step
+        self._number, self._has_moved = len(peers.seat.steps), False  # groups that were followed since the last step
         peers.seat.steps.append(0)
         self.withholding.follow()
         try:
@@ -99,7 +99,7 @@ class Shares:
         return self._divisions.now
 
     def _catch_up(self, *, ask: bool) -> None:
-        """Follow plan and groups as they are now, as the next step would. Collective if they are others, or to ask."""
+        """Follow the current plan and groups, as the next step would. Collective if they changed, or with ``ask``."""
         has_moved, problem = self._groups.have_moved(), None
         lags = has_moved or self._divisions.lags
         try:
@@ -118,7 +118,7 @@ class Shares:
     # The step
 
     def step(self, *, joins: bool = False, idle: bool = False, turn: str = "") -> None:
-        """Step this rank's share; all is stepped when this returns. Collective. See joining.py, turns.py."""
+        """Step this rank's share; the whole model is stepped on return. Collective. See joining.py, turns.py."""
         refuse_to_send(self._peers, "step")
         self._spread.finish()
         self._peers.seat.steps[self._number] += 1
@@ -142,7 +142,7 @@ class Shares:
                 said = self._groups.number(has_moved=False) if idle else number
                 self.layout.bring_back([] if moves else strayed, copies)
                 self._step_share(said, turn)
-        except BaseException as error:  # see [Note: half a step]; Ctrl-C right behind the meeting, too
+        except BaseException as error:  # see [Note: half a step]; also Ctrl-C right after the meeting
             is_ours_alone = not isinstance(error, StrettoError)
             if begun or (meets and is_ours_alone):
                 self._divisions.fail(error)
@@ -150,13 +150,13 @@ class Shares:
                 self.meetings.fail(error)
             raise
         self._has_moved |= has_moved
-        if self._has_moved and not turn:  # not before: what is there now is in the shares of this pass
+        if self._has_moved and not turn:  # not earlier: the present gradients are in this pass's shares
             self._has_moved = False
             self.withholding.follow()
             self.withholding.drop(self._everything())
 
     def _refuse(self, strayed: Sequence[int], *, has_moved: bool, turn: str = "load") -> None:
-        """Raise what speaks against a step of this rank."""
+        """Raise if this rank cannot step."""
         layout, where, plan = self.layout, self._peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         self._groups.refuse_other_dtypes(where)
@@ -167,11 +167,11 @@ class Shares:
             refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
 
     def _agree(self, number: int, strayed: Sequence[int], *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
-        """All have come, with groups that are alike: without shared memory that is seen in what they send."""
+        """Check that all ranks step with equal groups; without shared memory this is seen in what they send."""
         written = self._writings.found(self.layout)
         number ^= mark_of(strayed)
         met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
-        if met.have_written > len(self.layout.hosts):  # as of one rank for each memory, all is well
+        if met.have_written > len(self.layout.hosts):  # one rank for each memory is fine
             self._writings.tell(met.have_written, written, self.layout, self._peers.where, speaks=not self.rank)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(self._peers, call)
@@ -198,7 +198,7 @@ class Shares:
 
     @contextlib.contextmanager
     def tells(self) -> Iterator[None]:
-        """A failure of this rank alone, between two messages or behind the last, is told: others wait, or go on."""
+        """Tell the others of a failure of this rank between two messages or after the last: they wait, or go on."""
         try:
             yield
         except BaseException as error:
@@ -206,19 +206,19 @@ class Shares:
             raise
 
     def states(self) -> Iterator[tuple[torch.Tensor, State]]:
-        """What the optimizer would hold of each. Collective: exhaust it. Whoever fails meanwhile has to tell."""
+        """The whole state by parameter. Collective: exhaust it. A failure meanwhile must be told: see ``tells``."""
         return keeping.put_together(self._division)
 
     @torch.inference_mode(False)
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
         self._catch_up(ask=False)
-        with self.tells():  # torch's calls follow, in which the others would wait
+        with self.tells():  # torch's calls follow, where the others would wait
             return keeping.kept(self._division)
 
     @torch.inference_mode(False)
     def take(self, kept: Sequence[Kept]) -> None:
-        """Keep this from here on, in place of what was kept."""
+        """Keep this from now on, instead of what was kept."""
         with self.tells():  # the others have taken theirs
             self._spread.finish()
             self._division.take(kept)
@@ -226,7 +226,7 @@ class Shares:
 
     @torch.inference_mode(False)
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
-        """Take what this rank owns of whole states, by parameter, or say what kept it from having any. Collective."""
+        """Take this rank's part of whole states, by parameter, or say why this rank could load none. Collective."""
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
         refuse_unlike(places, problem, self._peers)
         self._catch_up(ask=True)
@@ -250,18 +250,18 @@ class Shares:
         return "; ".join(filter(None, (describe_shares(self._division), self.describe_gradients())))
 
     def describe_gradients(self) -> str:
-        """How they arrive, if in shares was asked for."""
+        """How gradients arrive, if shares were asked for."""
         return self.withholding.in_words(self.layout.hosts)
 
     def footprint(self) -> tuple[Footprint, Footprint]:
-        """What this rank holds; and without shares, but for the state that other ranks have."""
+        """What this rank holds; and what it would hold without shares, less the state that other ranks have."""
         return footprint_of(self._division)
 
     @torch.inference_mode(False)
     def release(self) -> None:
-        """Parameters get memory of their own; after half a step they stay as they are, and refuse to be looked at."""
+        """Parameters get memory of their own; after half a step they stay where they are, and reads raise."""
         self.withholding.end()
-        with contextlib.suppress(StrettoError):  # told to whoever looks at a parameter
+        with contextlib.suppress(StrettoError):  # a read of the parameter raises it
             self._spread.finish()
         self.inner.stretches.forget()
         if not self.meetings.is_spoiled:

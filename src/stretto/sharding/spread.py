@@ -1,18 +1,18 @@
-"""After a step: what each rank has stepped goes to the ranks that do not share its memory, while they go on.
+"""After a step: each rank's stepped share goes to the ranks that do not share its memory, while all go on.
 
-    step ──> share of each bucket ──> under way, in the order in which forward reads ──> whoever reads a parameter waits
+    step ──> share of each bucket ──> under way, in the order in which forward reads ──> reading a parameter waits
 
 Gradients arrive from the last layer to the first, so forward needs the plan's last bucket first. Where the optimizer
 can step one bucket after the other (inner.py), each leaves while the next is stepped.
 
-[Note: by themselves]  A rank that looks at a parameter by itself, to save it, must not wait for others that are in a
-barrier and do not come. A process group has threads of its own; where ranks share a host see transport/spreading.py.
-Between hosts with unequal numbers of ranks nothing is left under way when ``step`` returns: messages of several ranks
-of a host go on only while all of these are inside stretto.
+[Note: by themselves]  If one rank alone reads a parameter, to save it, it must not depend on other ranks that are in a
+barrier meanwhile. A process group has threads of its own, which see to that; for ranks that share a host see
+transport/spreading.py. Between hosts with unequal numbers of ranks nothing is left under way when ``step`` returns:
+messages of several ranks of a host go on only while all of these are inside stretto.
 
-[Note: in place]  What a rank owns of a bucket mostly lies in one row. Where one other rank owns the rest, and that is a
-row too, it is sent from there, and arrives where it belongs: whoever looks at a parameter, or writes to it, waits for
-both. What shows its memory beside it would not wait: then the step does.
+[Note: in place]  A rank's part of a bucket is mostly contiguous. If one other rank owns the rest, and that is
+contiguous too, the part is sent from where it lies, and the other arrives where it belongs, without copies: reading or
+writing a parameter waits for both. Another tensor that shows its memory would not wait: then the step does.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Spread:
         layout: where parameters lie.
         owned: the pieces of each rank, in rank order.
         transport: carries them.
-        wait_for: waits for a collective, named by a noun.
+        wait_for: waits for a collective; given it and a noun for messages.
         failed: told why a share will never come; a method, held weakly.
-        compare: given the two numbers with which each rank has sent; raises if they cannot be. Held weakly too.
-        compiler: whether it is at work; what is under way is waited for when it begins, and then on.
+        compare: given the two numbers that each rank has sent; raises if they do not fit. Held weakly too.
+        compiler: tells whether torch compiles; from then on everything is waited for at once.
         overlap: False to wait for all of them at once; see also [Note: by themselves].
     """
 
@@ -92,9 +92,9 @@ class Spread:
         """Whether messages are under way when a step has ended."""
         on_host = bool(self._buckets) and all(one.parameters[0].is_cpu for one in self._buckets)
         self.in_turn = self.is_late and not layout.is_shared and on_host
-        """Whether a bucket is sent before others are stepped. A device steps behind the host anyhow."""
+        """Whether a bucket is sent before others are stepped. A device runs steps later than the host anyway."""
         self._numbers: list[torch.Tensor] = []
-        """Of all ranks, in elements of the first bucket's dtype. Where memory is shared they have met before."""
+        """All ranks' numbers, as the first bucket's dtype. None if memory is shared: then ranks have met before."""
         if self._buckets and not layout.is_shared and self._buckets[0].parameters[0].is_cpu:
             first, dtype = self._buckets[0], self._buckets[0].parameters[0].dtype
             self._numbers = [torch.zeros(2, dtype=torch.int64, device="cpu").view(dtype) for _ in owned]
@@ -102,13 +102,13 @@ class Spread:
             self._buckets[0] = _OfBucket(flats, first.parameters, first.bucket)
 
     def send(self, groups: int, whose: int, step: Callable[[int | None], None] | None = None) -> None:
-        """Put all shares under way. Collective. With the first of them go numbers, which all ranks should have alike.
+        """Send all shares. Collective. The first message also has two numbers, which should be equal on all ranks.
 
         Args:
-            groups: with which parameter groups this rank has stepped.
-            whose: which optimizer.
-            step: steps this rank's share of a bucket, by its number, and what is in none, by None. Left out if all is
-                stepped.
+            groups: number of the parameter groups with which this rank has stepped.
+            whose: number of the optimizer.
+            step: steps this rank's share of a bucket, given its number, or (None) what is in no bucket. Left out if
+                everything is stepped already.
         """
         if self._numbers:
             self._numbers[self._transport.rank].view(torch.int64).copy_(torch.tensor([groups, whose], device="cpu"))
@@ -147,7 +147,7 @@ class Spread:
             self._spreading.doubt()
 
     def _send(self, message: int, shares: _OfBucket) -> Callable[[], None]:
-        """Put one bucket's under way; what is returned waits until they are in place, and does not hold this."""
+        """Send one bucket's shares. The returned function waits until they are in place, and does not hold this."""
         if self._spreading is not None:
             return self._spread(message, shares)
         exchange = self._transport.spread_share
@@ -197,7 +197,7 @@ class Spread:
 def _arrive(receive: Callable[[], None], reference: weakref.WeakMethod[Callable[[BaseException], None]]) -> None:
     try:
         receive()
-    except Exception as error:  # after Ctrl-C whoever reads next waits again
+    except Exception as error:  # after Ctrl-C the next read waits again
         if (failed := reference()) is not None:
             failed(error)
         raise

@@ -14,7 +14,7 @@ from ..specs import ParameterSpec, counted
 from ..transport import Transport
 
 State = dict[str, Any]
-"""What an optimizer keeps for a parameter; of a flat one, one-dimensional tensors are by element, the rest for all."""
+"""What an optimizer keeps for a parameter. If that is flat, 1-d tensors are by element, the rest is for all."""
 
 
 class Held(NamedTuple):
@@ -25,7 +25,7 @@ class Held(NamedTuple):
     flat: dict[str, torch.Tensor]
     """By element."""
     rest: State
-    """For all of the parameter; the same on all ranks that have some of it."""
+    """For the whole parameter; the same on all ranks that have a part of it."""
 
 
 class Kept(NamedTuple):
@@ -36,11 +36,11 @@ class Kept(NamedTuple):
     strides: Sequence[int]
     held: Held
     is_new: bool
-    """Nothing was kept so far: which keys there would be, with values that mean nothing."""
+    """Nothing was kept so far: the keys are those that there would be, the values mean nothing."""
 
     @property
     def state(self) -> State:
-        """All of it, what is by element flat."""
+        """The whole state; what is kept by element is flat."""
         return self.held.flat | self.held.rest
 
 
@@ -50,13 +50,13 @@ def whole_states(
     transport: Transport,
     peers: Peers,
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], State]]:
-    """For each parameter its index, its by-element tensors, flat and whole, and the rest. Collective; exhaust it.
+    """For each parameter: its index, its whole by-element tensors, flat, and the rest. Collective; exhaust it.
 
     Args:
         held: what this rank keeps, by parameter.
         specs: of all parameters, by the same numbers on all ranks.
         transport: carries what is kept by element, one message a parameter.
-        peers: the other ranks; they gather the rest.
+        peers: the other ranks; gathers the rest.
     """
     told: dict[int, tuple[dict[str, torch.dtype], State]] = {}
     mine = {
@@ -109,12 +109,12 @@ def refuse_unlike(places: Sequence[int], problem: Exception | None, peers: Peers
 
 
 def by_element(value: Any, numel: int) -> bool:
-    """Whether it is a state of each element of a flat parameter."""
+    """Whether it is kept for each element of a flat parameter."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
 
 
 def _cut(message: torch.Tensor, numel: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """The widest first, so that each begins where it may."""
+    """The widest dtype first, so that each part is aligned."""
     found, start = {}, 0
     for key, dtype in sorted(dtypes.items(), key=lambda item: -item[1].itemsize):
         found[key] = message[start : start + numel * dtype.itemsize].view(dtype)
@@ -123,14 +123,14 @@ def _cut(message: torch.Tensor, numel: int, dtypes: Mapping[str, torch.dtype]) -
 
 
 def laid_flat(value: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """A tensor of the parameter's shape as it lies in a bucket."""
+    """A tensor of the parameter's shape, laid flat as in a bucket."""
     flat = torch.empty(spec.numel, dtype=value.dtype, device=value.device)
     flat.as_strided(spec.shape, spec.strides).copy_(value)
     return flat
 
 
 def shaped(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """The same the other way round, without a copy."""
+    """The inverse, without a copy."""
     return flat.as_strided(spec.shape, spec.strides, flat.storage_offset())
 
 
@@ -140,7 +140,7 @@ def flat_state(state: State, spec: ParameterSpec, keys: Collection[str]) -> Stat
     Args:
         state: of the parameter.
         spec: its own.
-        keys: what is by element, where the parameter has no dimensions, so that it cannot be seen.
+        keys: what is kept by element, if the parameter has no dimensions, so that shapes do not tell.
     """
     return {
         key: laid_flat(value, spec)
@@ -151,7 +151,7 @@ def flat_state(state: State, spec: ParameterSpec, keys: Collection[str]) -> Stat
 
 
 def follow_dtype(state: State, before: torch.dtype, now: torch.dtype) -> None:
-    """The parameter has another dtype by now: so has what was kept in its dtype."""
+    """Convert what was kept in the parameter's former dtype to its present one."""
     for key, value in state.items() if before is not now else ():
         if torch.is_tensor(value) and value.dtype is before and key != "step":
             state[key] = value.to(now)

@@ -1,8 +1,8 @@
 """Parameters that were given other memory on some ranks alone (``parameter.data = ...``) before a step in shares.
 
-Each rank steps its share from the values that it has, so the model would be put together of several. Which parameters
-have strayed goes into the number by which ranks compare groups; where it differs, they look at values, which may be
-the same: one rank has evaluated averaged weights, say, and has put clones of its own back.
+Each rank steps its share from the values that it has, so the new model would be a mixture. Which parameters have
+strayed is part of the number by which ranks compare groups. If that differs, they compare values, which may be equal
+all the same: say, one rank has evaluated averaged weights, and has then put back clones of its own.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     bucket of the plan:      | p0       | p1   | p2         |          share of rank 0 | share of rank 1
     stretches of rank 1:                   | p1+p2, as long as their group and their state are alike |
 
-A stretch is as long as it can be, so that the optimizer has few tensors to go through. Where parameters of one stretch
-part ways (one has no gradient in this pass, so its state must not move), it is split; it stays so.
+A stretch is as long as possible, so that the optimizer has few tensors to go through. If parameters of a stretch must
+be treated differently (one has no gradient in this pass, so its state must not change), it is split, and stays split.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .state import State, by_element, flat_state, laid_flat
 
 @dataclass(eq=False)
 class Stretch:
-    """Some pieces that lie one behind the other."""
+    """Consecutive pieces."""
 
     pieces: Sequence[Piece]
     group: int
     parameter: torch.nn.Parameter
     """Lies in the layout; ``.grad`` is the same stretch of the bucket's slots, or None."""
     slots: torch.Tensor
-    """That stretch, wherever the slots go."""
+    """The same stretch of the slots; it follows when the slots move."""
     state: State = field(default_factory=dict)
     """At the beginning."""
 
@@ -55,7 +55,7 @@ class Stretch:
 def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -> State:
     """What belongs to some elements of a flat parameter. By-element tensors are views; the rest is copied.
 
-    Deeply: a dict that two stretches had in common would be counted up by the step of each.
+    It is copied deeply: a dict shared by two stretches would be counted up by the step of each.
     """
 
     def part(value: Any) -> Any:
@@ -69,7 +69,7 @@ def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -
 def states_of_pieces(
     pieces: Sequence[Piece], optimizer: torch.optim.Optimizer, layout: Layout, states: Mapping[torch.Tensor, State]
 ) -> dict[Piece, State]:
-    """What belongs to each piece, of states as the optimizer keeps them of whole parameters, where there is one."""
+    """The part of each piece, from states in the form for whole parameters, if there is a state."""
     specs = layout.plan.parameters
     known = {index: one for index, one in layout.parameters.items() if one in states} if pieces else {}
     keys = keys_by_element(optimizer, [one for one in known.values() if not one.dim()])
@@ -91,7 +91,7 @@ def _join(states: Sequence[State], numels: Sequence[int]) -> State:
 
 
 def _of_its_own(value: Any) -> Any:
-    """A view of the state of a whole parameter would keep all of that in memory."""
+    """A copy, since a view would keep the state of the whole parameter in memory."""
     if not torch.is_tensor(value) or value.untyped_storage().nbytes() <= value.nbytes:
         return value
     return value.clone()
@@ -120,7 +120,7 @@ def most_elements(dtype: torch.dtype) -> int:
 
 
 class Stretches:
-    """Those of one rank, and their gradients.
+    """The stretches of one rank, and their gradients.
 
     Args:
         layout: where parameters lie.
@@ -134,7 +134,7 @@ class Stretches:
         self.all: list[Stretch] = []
         self._parameters: list[torch.nn.Parameter] = []
         self._slots: list[torch.Tensor] = []
-        """Of these parameters; or what stands for it in ``.grad``, where each rank has its share alone."""
+        """The parameters' slots; or the placeholder in ``.grad``, where each rank has only its share."""
         self._all_visible = True
 
     def cut(self, pieces: Sequence[Piece], group_of: Mapping[int, int], states: Mapping[Piece, State]) -> None:
@@ -171,7 +171,7 @@ class Stretches:
         return Stretch(pieces, group, torch.nn.Parameter(flat), slots, state)
 
     def _look_at(self) -> None:
-        """Remember whose gradients are to be looked at before each step."""
+        """Remember which gradients must be checked before each step."""
         seen: dict[int, torch.Tensor] = {}
         for stretch in self.all:
             for piece in stretch.pieces:
@@ -181,7 +181,7 @@ class Stretches:
         self._all_visible = not any(isinstance(slot, Withheld) for slot in self._slots)
 
     def forget(self) -> None:
-        """They are not used any more."""
+        """The stretches are no longer used."""
         for stretch in self.all:
             self._buckets[stretch.bucket].memory.forget_stretch(stretch.slots)
         self.all.clear()
@@ -192,13 +192,13 @@ class Stretches:
         """Give each stretch its gradient as it is now.
 
         Args:
-            replaced: told of a stretch that was split, and into which.
+            replaced: called with a stretch that was split, and its parts.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         if all(map(operator.is_, gradients, self._slots)) or (
             self._all_visible and all(which_lie_in(gradients, self._slots))
         ):
-            for stretch in self.all:  # what steps them may have put others there
+            for stretch in self.all:  # the optimizer may have replaced them
                 if stretch.parameter.grad is not stretch.slots:
                     stretch.parameter.grad = stretch.slots
             return
@@ -209,7 +209,7 @@ class Stretches:
         self._look_at()  # other gradients may be withheld by now, since another optimizer was sharded
 
     def _alike(self, stretch: Stretch, replaced: Callable[[Stretch, Sequence[Stretch]], None]) -> Sequence[Stretch]:
-        """The stretch, or parts of it whose gradients are alike: in their slots, elsewhere, or none."""
+        """The stretch, or the parts into which it is split: with gradients in their slots, elsewhere, or none."""
         runs = [[*run] for _, run in groupby(stretch.pieces, self._where)]
         if len(runs) == 1:
             return [stretch]
@@ -230,7 +230,7 @@ class Stretches:
     def _in_grad(self, piece: Piece) -> torch.Tensor:
         """What ``.grad`` of the piece's parameter is when its mean lies in the bucket."""
         gradient = self._layout.parameters[piece.index].grad
-        if isinstance(gradient, Withheld):  # of a pass since which buckets were asked to be whole
+        if isinstance(gradient, Withheld):  # from a pass before the buckets were asked to be whole
             return gradient
         bucket, place = self._buckets[piece.bucket], self._places[piece.index]
         return bucket.withheld[place] if bucket.withheld else bucket.views[place]
@@ -244,7 +244,7 @@ class Stretches:
         return torch.cat([flat(piece.index)[piece.first : piece.end] for piece in stretch.pieces])
 
     def _laid_flat(self, index: int) -> torch.Tensor:
-        """A gradient that somebody has put in place of the slot."""
+        """A gradient that the program has put in place of the slot, laid flat."""
         gradient = self._layout.parameters[index].grad
         assert gradient is not None, "asked by _where"
         return laid_flat(gradient, self._layout.plan.parameters[index])

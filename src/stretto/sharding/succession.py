@@ -1,6 +1,6 @@
-"""The divisions of one optimizer, one after the other: another where the plan, or the groups, have changed.
+"""The successive divisions of one optimizer: a new one whenever the plan or the groups have changed.
 
-State goes with its elements. What becomes of the model where a rank fails, amid that or in a step: see meetings.py,
+State moves with its elements. What happens to the model if a rank fails, during a change or in a step: see meetings.py,
 [Note: half a step].
 """
 
@@ -25,7 +25,7 @@ from .state import State, follow_dtype
 
 
 class Succession:
-    """Has the division in use. Collective where it begins.
+    """Has the division in use. Collective to make.
 
     Args:
         kind: how the optimizer can be divided.
@@ -41,11 +41,11 @@ class Succession:
         self.now = self._divide(groups.optimizer.state)
 
     def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None = None) -> Division:
-        """Divide along the plan in use, and remember the groups. Collective.
+        """Make a division for the plan in use, and remember the groups. Collective.
 
         Args:
-            states: what the optimizer keeps, as it would of whole parameters.
-            before: what is replaced.
+            states: what the optimizer keeps, in the form for whole parameters.
+            before: the division that is replaced.
         """
         made = Division(
             self._kind,
@@ -74,15 +74,15 @@ class Succession:
 
     @property
     def lags(self) -> bool:
-        """Whether there is another plan by now."""
+        """Whether there is a new plan."""
         return self._queue.plan is not self.now.layout.plan
 
     def follow(self) -> None:
-        """The plan, or the groups, which have changed. Collective."""
+        """Follow a changed plan or changed groups. Collective."""
         before = self.now
         try:
             self.lay_out_again()
-        except BaseException as error:  # this rank's parameters lie where no rank has stepped, or where the others will
+        except BaseException as error:  # its parameters lie where no rank steps, or where others will
             self._meetings.fail(error)
             layout = self.now.layout
             if layout.is_shared and (self.now is not before or layout.strayed()):
@@ -101,7 +101,7 @@ class Succession:
     # Failures
 
     def fail(self, error: BaseException) -> None:
-        """Of this rank, where others may have stepped. Nothing if another was first."""
+        """A failure of this rank, where others may have stepped. Does nothing after an earlier failure."""
         if self._meetings.broken is None:
             self._meetings.fail(error, sent=self.now.spread.is_under_way)
             self._spoil(error)
@@ -111,11 +111,11 @@ class Succession:
         self._meetings.spoil(error, self.now.layout.parameters.values())
 
     def _lost(self, error: BaseException) -> None:
-        """What other ranks have stepped will not come; nor do they know, unless it was told them before."""
+        """What other ranks have stepped will not arrive. They are told, unless they know already."""
         if not isinstance(error, PeerError):
             self._queue.peers.tell_failed("step", error, error.__traceback__, leaves=True)
         self._spoil(error)
 
     def _compare(self, stepped: Sequence[Sequence[int]]) -> None:
-        """What each rank has stepped, and with which groups. Raises ``ModelMismatchError`` if that was not alike."""
+        """Compare what each rank has stepped, and with which groups. Raises ``ModelMismatchError`` if that differs."""
         self._groups.refuse_patchwork(stepped, self._queue.transport.rank, self._queue.peers.where)

@@ -1,6 +1,6 @@
 """Whether an optimizer can step with states that it was given to load: found out by trying.
 
-torch loads whatever has the same groups, and fails in the step after it, when there is no way back.
+torch loads any state with the same groups, and fails only in the next step, when there is no way back.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .state import State
 
 
 def misfit(division: Division, states: Mapping[torch.Tensor, State]) -> Exception | None:
-    """Why a step could not follow, if so. Not collective.
+    """Why no step could follow, or None. Not collective.
 
     Args:
         division: of the optimizer. Nothing of it is stepped.
-        states: whole ones, by parameter. Where there is none, the optimizer begins with its first.
+        states: whole ones, by parameter. For a parameter without one, the optimizer starts from nothing.
     """
     whole, optimizer = division.kind is Kind.WHOLE, division.groups.optimizer
     own = {piece.index for piece in division.pieces} if whole else division.layout.parameters.keys()
@@ -48,7 +48,7 @@ def _try_one_element_each(
     parameters: Mapping[str, torch.nn.Parameter],
     states: Mapping[torch.Tensor, State],
 ) -> None:
-    """Once for all states of a kind."""
+    """Try one element of each parameter, once for all states of a kind."""
     groups = groups_of(optimizer)
     keys: dict[int, set[str]] = {}
     tried = set[Hashable]()
@@ -68,7 +68,7 @@ def _try_one_element_each(
 
 
 def _one_element(value: Any, shape: torch.Size) -> Any:
-    """Of what is kept for each element; the rest as it is."""
+    """One element of what is kept for each element; anything else as it is."""
     by_element = isinstance(value, torch.Tensor) and value.shape == shape and value.dim()
     return value.flatten()[:1] if by_element else value
 
@@ -81,7 +81,7 @@ def _what_it_is(state: State) -> Hashable:
 
 
 def _try_either_way(optimizer: torch.optim.Optimizer, group: int, like: torch.Tensor, state: State, name: str) -> None:
-    """Its gradients may be sparse, and its state then too."""
+    """Try with dense, then with sparse gradients: with these the state may be sparse too."""
     try:
         _try(optimizer, group, like, state, name)
     except ValueError:

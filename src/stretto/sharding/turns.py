@@ -8,23 +8,23 @@ from ..errors import SetupError
 
 
 def turns(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """``"train"`` and ``"eval"``, if it has both."""
+    """``"train"`` and ``"eval"`` if it has both methods, else nothing."""
     both = "train", "eval"
     return both if all(callable(getattr(optimizer, one, None)) for one in both) else ()
 
 
 def turn(how: str, *optimizers: torch.optim.Optimizer) -> None:
-    """Call this one of each that has both."""
+    """Call this method of each optimizer that has both."""
     for one in optimizers:
         if how in turns(one):
             getattr(one, how)()
 
 
 def refuse_to_step(optimizer: torch.optim.Optimizer, where: str, turn: str) -> None:
-    """Raise ``SetupError`` where a step would: a share that has failed to step leaves nothing to go on with.
+    """Raise ``SetupError`` if a step would fail: a share that failed to step could not be repaired.
 
     Args:
-        optimizer: the user's, whose groups tell.
+        optimizer: the user's; its groups say in which mode it is.
         where: how the message begins.
         turn: what follows; empty for a step.
     """

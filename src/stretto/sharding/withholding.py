@@ -1,4 +1,4 @@
-"""Of which gradients each rank is left with its share, because of one optimizer."""
+"""Which gradients are left in shares on the ranks, because of one optimizer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .groups import Groups
 
 
 class Withholding:
-    """Those of an optimizer; several may ask.
+    """The gradients that one optimizer wants in shares; several optimizers may ask.
 
     Args:
         groups: of the optimizer.
-        queue: asked to leave them in shares.
+        queue: is asked to leave them in shares.
         asked: False to leave every gradient whole.
         divisible: False where each parameter is stepped whole on one rank, which needs its whole gradient.
     """
@@ -29,10 +29,10 @@ class Withholding:
         self._wanted = asked and divisible
         self._mine = Alive()
         self.left = Alive()
-        """What was asked for, and is in the groups no more: what stands for its gradient is nobody's, or another's."""
+        """Asked for earlier, no longer in the groups: their placeholders in ``.grad`` belong to nobody, or another."""
 
     def follow(self) -> None:
-        """Ask for what is in the groups now, in place of what was asked for."""
+        """Ask for the parameters now in the groups, instead of those asked for before."""
         if self._wanted:
             others, known = self._others(), [*self._mine, *self.left]
             self._mine = Alive(self._groups.parameters)
@@ -49,13 +49,13 @@ class Withholding:
         return [one for one in self._queue.in_shares if not self._mine.holds(one)]
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """What stands for gradients of these has been stepped with."""
+        """The shares of these gradients have been used in a step: remove the placeholders."""
         for parameter in parameters if self._wanted else ():
             if isinstance(parameter.grad, Withheld):
                 parameter.grad = None
 
     def in_words(self, hosts: Sequence[Sequence[int]]) -> str:
-        """How gradients arrive, and why so; empty if they were to be whole.
+        """How gradients arrive, and why; empty if they were asked to be whole.
 
         Args:
             hosts: groups of ranks that share memory.

@@ -1,8 +1,8 @@
-"""Parameters that a program writes in place between two steps, where the ranks of a host have them in one memory.
+"""Parameters that a program writes in place between two steps, in memory that the ranks of a host share.
 
-A change that every rank makes is made as often as there are ranks (``p.mul_(0.9)``), and amid what others read. torch
-counts the writes of this process to each parameter, but for those through ``p.data``; how many ranks have written is
-told in the first meeting of the next step, see [Note: two meetings], so nothing is sent for it.
+If every rank makes a change (``p.mul_(0.9)``), it happens once for each rank, while others may be reading. torch counts
+this process's writes to each parameter, except those through ``p.data``. How many ranks have written is learnt in the
+first meeting of the next step, see [Note: two meetings], so this costs no message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..specs import describe_ranks
 from .layout import Layout
 
 _EVERY = 1 << 10
-"""Steps, at most, from one look to the next. There is one behind steps 1, 2, 4, 8 and so on."""
+"""At most so many steps from one check to the next. Checks follow steps 1, 2, 4, 8 and so on."""
 
 _writes_of = attrgetter("_version")
 
@@ -24,20 +24,20 @@ log = logging.getLogger("stretto")
 
 
 class Writings:
-    """What the parameters of one optimizer suffer between its steps."""
+    """Writes to the parameters of one optimizer between its steps."""
 
     def __init__(self) -> None:
         self._steps, self._has_told = 0, False
         self._before: tuple[Layout, list[int]] | None = None
 
     def stepped(self, layout: Layout) -> None:
-        """They are as a step has left them. To be called before any is under way: a look would wait for it."""
+        """Remember the state after a step. Call this before shares are under way: reading would wait for them."""
         self._steps += 1
         looks = layout.is_shared and not self._has_told and not (self._steps & self._steps - 1 and self._steps % _EVERY)
         self._before = (layout, [*map(_writes_of, layout.parameters.values())]) if looks else None
 
     def found(self, layout: Layout) -> list[str]:
-        """The names of those that this rank has written where all have them. What strayed lies elsewhere."""
+        """The names of parameters that this rank has written in the shared memory. Strayed ones lie elsewhere."""
         if self._before is None or self._before[0] is not layout:
             return []
         writes = zip(layout.parameters.items(), self._before[1], strict=True)
@@ -46,14 +46,14 @@ class Writings:
         return [layout.plan.parameters[index].name for index in lying]
 
     def tell(self, count: int, names: Sequence[str], layout: Layout, where: str, *, speaks: bool) -> None:
-        """Of several ranks that have written in one memory, and look for no more.
+        """Warn that several ranks have written in one memory, and check no more.
 
         Args:
-            count: of the ranks that have written.
-            names: what this one has.
+            count: how many ranks have written.
+            names: what this rank has written.
             layout: in use.
             where: how the message begins.
-            speaks: this rank tells where all have written.
+            speaks: whether this rank warns if all have written.
         """
         self._has_told = True
         if names and (speaks or count < sum(map(len, layout.hosts))):

@@ -1,4 +1,4 @@
-"""What moves and sums a bucket: ``base`` has the protocol, ``choose`` says which implementation carries these ranks."""
+"""What moves and sums a bucket: ``base`` has the protocol, ``choose`` picks the implementation for these ranks."""
 
 from .base import Transport, Work
 from .choose import TransportName, choose

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from .common import Offered
 
 SHORTEST_SECONDS = 0.001
-"""Torch cuts time limits to whole milliseconds, and takes none to mean: without a limit."""
+"""Torch truncates time limits to whole milliseconds, and takes 0 to mean no limit."""
 FLUSH_SECONDS = 5.0
-"""How long a rank that has given up a pass stays with it at most, where others need its part: it may not come back."""
+"""How long, at most, a rank that gives up a pass waits for others that need its part: it may not come back."""
 
 
 class Work(Protocol):
     """One collective under way: torch's, or one of ours.
 
-    Some of ours say more, and are asked whether they do: ``waits_again`` (who is stopped while it waits leaves nothing
-    behind), ``goes_on_by_itself``, ``will_never_begin()``, ``is_carried`` (False if by the store alone); and, for
-    records, ``is_over``, ``future``, ``ended_at``.
+    Some of ours have further members, for which callers check: ``waits_again`` (an interrupted wait leaves nothing
+    unfinished), ``goes_on_by_itself``, ``will_never_begin()``, ``is_carried`` (False if only the store carries it);
+    and, for records, ``is_over``, ``future``, ``ended_at``.
     """
 
     def wait(self) -> Any:
@@ -45,7 +45,7 @@ class Transport(abc.ABC):
     """Moves and sums flat tensors between ``world_size`` ranks.
 
     Every abstract method except ``allocate`` and ``close`` is collective: all ranks must call it, in the same order.
-    What is not abstract can be left as it is: then the library does without.
+    The other members may be left out: the library then does without them.
     """
 
     name: str
@@ -83,39 +83,39 @@ class Transport(abc.ABC):
     own_channel: bool = False
     """Whether nobody else's collectives can come between this transport's."""
     global_ranks: Sequence[int] = ()
-    """Of its ranks in the default group; empty if they are the same."""
+    """The ranks' numbers in the default group; empty if they are the same."""
 
     process_group: Any = None
-    """The group beneath, for comm hooks."""
+    """The process group underneath, for comm hooks."""
     hosts: Sequence[Sequence[int]] | None = None
-    """Groups of ranks that share memory; None if each has its own. With them goes ``common``."""
+    """Groups of ranks that share memory; None if each has its own. ``common`` exists only with them."""
 
     @property
     def transports(self) -> Sequence[Transport]:
-        """Those beneath where several take turns; else itself."""
+        """The transports underneath if several take turns; else itself."""
         return (self,)
 
-    # Less than an all-reduce. None where there is no such thing.
+    # Cheaper than an all-reduce. None if not available.
 
     all_reduce_mean: Callable[[torch.Tensor, int], Work] | None = None
-    """Sums like ``all_reduce``, then divides so many first elements by the world size, for less than before it."""
+    """Sums like ``all_reduce`` and divides the first ``numel`` elements by the world size, cheaper than separately."""
     reduce_shares: Callable[[torch.Tensor, int], Work] | None = None
-    """No more of that than each rank's share of those elements."""
+    """The same, but each rank gets only its share of those elements."""
     spread_share: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], Work] | None = None
-    """``(received, share, numels)``: this rank's share to all others, and theirs, see exchange.py."""
+    """``(received, share, numels)``: send this rank's share to all others, receive theirs; see exchange.py."""
     meet: Callable[[MutableSequence[int], bytes], Work] | None = None
     """``(numbers, action)``: the sums of a few numbers."""
     common: Callable[[int], Offered] | None = None
-    """So many bytes for parameters, once for the ranks of a host. Collective."""
+    """Allocate so many bytes for parameters, once for all ranks of a host. Collective."""
     spreading: Callable[[int, Callable[[Work, str], None]], Any] | None = None
-    """For shares that go into memory of hosts, see spreading.py."""
+    """For shares that go into the memory of hosts, see spreading.py."""
 
     # How ranks learn why another does not come (peers.py)
 
     patience: float | None = None
-    """Seconds that a collective may take. If there are any, ``Work.wait`` may take a ``timedelta``, raise
-    ``RuntimeError`` when that is over and be called again; ``Work.is_completed()`` then tells the two kinds of errors
-    apart. Works without are waited for plainly."""
+    """Seconds that a collective may take. If set, ``Work.wait`` accepts a ``timedelta``, raises ``RuntimeError`` when
+    that is over, and may be called again; ``Work.is_completed()`` then tells the two kinds of errors apart. Otherwise
+    ``Work.wait`` is called without arguments."""
     store: Store | None = None
     """One that all ranks see."""
     leftovers: Sequence[Leftover] = ()
@@ -123,23 +123,23 @@ class Transport(abc.ABC):
 
     @property
     def leftovers_for_hooks(self) -> Sequence[Leftover]:
-        """Of the group that carries what comm hooks send."""
+        """The same for the group that carries what comm hooks send."""
         return self.leftovers
 
     def dead(self) -> Sequence[tuple[int, int]] | None:
-        """Rank and pid of all whose process has ended without telling this transport why; None if it cannot say."""
+        """Rank and pid of all whose process has ended without giving this transport a reason; None if unknown."""
         return None
 
     def break_off(self, reason: str) -> None:  # noqa: B027
-        """End on all ranks, where the patience is over: what was waited for may be filled again, and must not be
-        summed when a late rank comes."""
+        """End on all ranks when the patience is over: the memory may be filled again, and must not be summed when a
+        late rank comes."""
 
     def abandon(self, work: Any, handle: str, told: str) -> None:  # noqa: B027
-        """Nobody waits any more for a work that may be under way: what would wait for it to be freed is never freed,
-        and ``leftovers`` say from then on that it would meet what is sent next."""
+        """Called when nobody waits any more for a work that may be under way: objects whose release would wait for it
+        are never freed, and from then on ``leftovers`` say that it would meet what is sent next."""
 
     def flush(self, seconds: float) -> None:  # noqa: B027
-        """Where collectives go on only while this rank is in a call: stay with them so long, or until nobody needs
+        """If collectives progress only while this rank is in a call: stay for so many seconds, or until nobody needs
         this rank any more."""
 
 
@@ -147,34 +147,34 @@ class Transport(abc.ABC):
 class Leftover:
     """A message of a process group for which a rank has stopped waiting: what is sent next would meet it.
 
-    Gloo ends the process where sizes differ, and sums what does not belong together where they do not.
+    Gloo ends the process if sizes differ; if they do not, it sums what does not belong together.
     """
 
     group: str = ""
-    """The ranks of the group, as Python writes them; empty of the default group."""
+    """The ranks of the group, as Python prints them; empty for the default group."""
     used: set[str] = field(default_factory=set)
-    """The names of all handles whose ranks have met in the group: by them ranks know which it is."""
+    """The names of all handles whose ranks have met in the group: they identify it to other ranks."""
     rank: int | None = None
-    """Whose; None if there is none."""
+    """The rank that stopped waiting; None if there is none."""
     handle: str = ""
-    """For which it was, if that had a name."""
+    """What the message was for, if that had a name."""
     told: str = ""
-    """Why that rank does not wait for it."""
+    """Why that rank stopped waiting."""
     is_sent: bool = True
-    """False if there may be none: that rank has only lost its place, and others may wait here for it. Then it is
-    known to that rank alone."""
+    """False if there may be no message: the rank has only lost its place, and others may wait for it here. Then only
+    that rank knows."""
 
     def is_of(self, rank: int, handle: str, told: str, *, is_sent: bool = True) -> None:
-        """Unless there is one, which what follows may have failed for."""
+        """Record it, unless there is one already, which may be the reason for this failure."""
         if self.rank is None or (is_sent and not self.is_sent):
             self.rank, self.handle, self.told, self.is_sent = rank, handle, told.partition("\n")[0], is_sent
 
     def is_sent_by(self, rank: int) -> bool:
-        """Whether there is one, of that rank."""
+        """Whether that rank has left a message."""
         return self.rank == rank and self.is_sent
 
     def come_together(self, handle: str) -> None:
-        """All ranks have, so none waits here for another; if ``handle`` is not empty, it uses what this is of."""
+        """All ranks have come, so none waits here for another; a ``handle`` that is not empty uses this group."""
         if not self.is_sent:
             self.rank, self.is_sent = None, True
         self.used.update([handle] if handle else ())
@@ -190,12 +190,12 @@ def done_within(work: Any, time: datetime.timedelta) -> bool:
             raise
         if not work.is_completed():
             return False
-    work.wait()  # it may have become complete just after the time was over
+    work.wait()  # it may have completed just after the time was over
     return True
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Whether it came out of a handler of signals of the program's, which Python calls amid any wait."""
+    """Whether it was raised by the program's signal handler, which Python may call during any wait."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
@@ -207,11 +207,11 @@ def _code_of(handler: Any) -> Any:
 
 
 def in_one_row(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as they read, one behind the other: a view where they lie so already, else a copy."""
+    """Its elements in reading order, as a flat tensor: a view if they lie so already, else a copy."""
     row = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return row.as_strided(row.shape, (1,))  # torch leaves any stride to a single element, and refuses other dtypes then
 
 
 def as_reals(row: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones, which sum alike; others as they are. A view of a contiguous row."""
+    """Complex numbers as pairs of real ones, which have the same sums; others unchanged. A view of a contiguous row."""
     return torch.view_as_real(row).view(-1) if row.is_complex() else row

@@ -1,8 +1,8 @@
-"""The ranks of one host, and why one of them goes on no more.
+"""The ranks of one host, and why one of them does not go on.
 
-[Note: broken]  A rank whose sequence of messages has come to an end (they called something else, there is no memory,
-Ctrl-C stopped it amid a message, its patience is over) is broken: it publishes nothing any more, and says why in its
-page. Whoever waits looks every 0.2 s whether a rank that is behind has died or is broken, and is broken then too.
+[Note: broken]  A rank whose sequence of messages has ended (ranks called different things, there is no memory, Ctrl-C
+stopped it during a message, its patience is over) is broken: it publishes nothing more, and gives the reason in its
+page. A rank that waits checks every 0.2 s whether a rank that is late has died or is broken, and is then broken too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .page import FINISHED, PUBLISHED, Page, Peer, behind, first_dead
 
 
 class Breakable:
-    """What of :class:`~stretto.transport.host.Host` may end, and how; arguments as there."""
+    """The part of :class:`~stretto.transport.host.Host` about how it ends; arguments as there."""
 
     def __init__(self, page: Page, peers: Sequence[Peer], local_rank: int) -> None:
         self.page, self.local_rank = page, local_rank
         self.peers = list(peers)
         self.broken: str | None = None
-        """Why nothing will ever be done again: see [Note: broken]."""
+        """Why this rank will not go on: see [Note: broken]."""
         self._cause: BaseException | None = None
         self._by_peer = False
         self._futex = page.futex
@@ -36,7 +36,7 @@ class Breakable:
         in_children().change(more=self._forked)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """As of the arena. If there is no memory, the others are told: they may have it, and wait for this rank."""
+        """As in the arena. If there is no memory, the others are told: they may have some, and wait for this rank."""
         try:
             return self.page.arena.allocate(nbytes)
         except CommunicationError as error:
@@ -44,7 +44,7 @@ class Breakable:
             raise
 
     def break_off(self, reason: str, cause: BaseException | None = None, *, by_peer: bool = False) -> None:
-        """Nothing will ever be done again. Those who wait for this rank are told why."""
+        """Go on no further. Ranks that wait for this one are told why."""
         if self.broken is None:
             self.broken, self._cause, self._by_peer = reason, cause, by_peer
             if not by_peer:
@@ -65,17 +65,17 @@ class Breakable:
             self.break_off(f"stopped by {type(error).__name__}", error)
 
     def dead(self) -> list[Peer]:
-        """Those whose process has ended without a word."""
+        """The ranks whose process has ended without giving a reason."""
         return [peer for peer in self._others if peer.is_dead() and not peer.reason()]
 
     def _look_at_peers(self, posted: Posted, word: int) -> None:
-        """Whether one that is behind with the message will never come."""
+        """Find a rank that is late with the message and will never come."""
         late = [peer for peer in self._others if behind((peer,), word, posted.number)]
         for peer in late:
-            if reason := peer.reason():  # also of one that has ended since
+            if reason := peer.reason():  # also if it has ended since
                 return self.break_off(reason, by_peer=True)
         for peer in late:
-            if peer.is_dead() and behind((peer,), word, posted.number):  # it may have come, and ended then
+            if peer.is_dead() and behind((peer,), word, posted.number):  # it may have come, and then ended
                 return self.break_off(_died(peer), by_peer=True)
 
     def _forked(self) -> None:

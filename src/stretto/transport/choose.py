@@ -1,8 +1,8 @@
-"""Which transport: whether ranks share memory is found out by doing it.
+"""Choosing a transport: whether ranks share memory is found out by trying.
 
 Every rank offers a page of memory, every rank tries to open those of all others through /proc and compares a random
-token. Names of hosts, LOCAL_WORLD_SIZE and the like are not asked: containers share names, and hosts do not. Ranks that
-have opened each other's memory are a host, whatever machine they run on.
+token. Host names, LOCAL_WORLD_SIZE and the like are not used, since they do not tell: containers may have the same name
+and no common memory. Ranks that have opened each other's memory count as one host, whatever machine they run on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Offer:
     asked: str
     address: Address | None
     reason: str = ""
-    """Why it has nothing to offer."""
+    """Why it cannot offer memory."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Opened:
     ranks: tuple[int, ...]
     """Whose memory it can read."""
     problem: str
-    """Why it cannot read that of another."""
+    """Why it cannot read another rank's memory."""
     name: str
-    """Random; rank 0's names the place where hosts meet."""
+    """Random; rank 0's value names the place in the store where hosts meet."""
 
 
 def carrier_of(
@@ -93,12 +93,12 @@ def carrier_of(
 
 
 def _started(variable: str = "WORLD_SIZE") -> str:
-    """How many processes a launcher has started, as it says in the environment, if that is more than one."""
+    """How many processes a launcher has started, according to the environment, if more than one."""
     return "" if (started := os.environ.get(variable, "").strip()) in ("", "0", "1") else started
 
 
 def warn_of_group_of_one(base: Transport) -> None:
-    """Log where a launcher has started several ranks, and each has made a group of its own."""
+    """Log if a launcher has started several ranks, and each has made a group of its own."""
     if (
         (launched := _started())
         and dist.is_available()
@@ -113,10 +113,10 @@ def warn_of_group_of_one(base: Transport) -> None:
 
 
 def warn_of_tasks() -> None:
-    """Log where ``srun``, ``mpirun`` or torch's ``spawn`` has started processes, of which no group is initialised.
+    """Log if ``srun``, ``mpirun`` or torch's ``spawn`` has started processes, and no group is initialised.
 
-    No error as with torchrun: their tasks may each have a model of its own, on purpose. One that torch has
-    spawned cannot see whether there are others.
+    It is not an error, as with torchrun, since each task may train a model of its own on purpose. A process that torch
+    has spawned cannot see whether there are others.
     """
     target: object = getattr(multiprocessing.current_process(), "_target", None)
     if getattr(target, "__module__", None) == "torch.multiprocessing.spawn":
@@ -146,16 +146,17 @@ def choose(
     gather: Callable[[Any], list[Any]] | None = None,
     tell: Callable[[str], object] = lambda why: None,
 ) -> Transport:
-    """What suits the ranks of ``base``. Collective.
+    """The transport that suits the ranks of ``base``. Collective.
 
-    Shared memory where all of them see each other's, both where some do, and ``base`` where each is alone on its host.
+    Shared memory if all of them see each other's, shared memory and ``base`` if some do, and ``base`` if each is alone
+    on its host.
 
     Args:
         base: carries the questions, and whatever shared memory cannot.
         asked: ``"auto"``, ``"shared_memory"`` or ``"process_group"``, the same on all ranks.
-        on_host: whether this rank has tensors in the host's memory at all.
-        gather: takes the part of ``base.all_gather_object``, which waits without a look at the other ranks.
-        tell: is told, on each rank, why not all share memory, where they do not and ``"auto"`` was asked for.
+        on_host: whether this rank has any tensors in the host's memory.
+        gather: used instead of ``base.all_gather_object``, which would wait without checking on the other ranks.
+        tell: called on each rank with the reason if not all share memory, and ``"auto"`` was asked for.
 
     Raises:
         SetupError: ``"shared_memory"`` was asked for and cannot be had, or ranks ask differently; on all ranks.
@@ -196,11 +197,11 @@ def choose(
 def _exchange_seen(
     gather: Callable[[Any], list[Any]], own_rank: int, offers: Sequence[Offer], mine: Opened
 ) -> list[Opened]:
-    """Raises ``PeerError`` naming a rank that has died meanwhile."""
+    """Raises ``PeerError`` for a rank that has died meanwhile."""
     try:
         seen: list[Opened] = gather(mine)
     except CommunicationError:
-        raise  # it names what is to blame already
+        raise  # it names the cause already
     except RuntimeError as error:
         if dead := first_dead([offer.address for offer in offers if offer.address is not None]):
             rank = next(rank for rank, offer in enumerate(offers) if offer.address == dead)
@@ -213,7 +214,7 @@ def _exchange_seen(
 def hosts_among(seen: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Groups of ranks that share memory, in the order of their first ranks.
 
-    None of them if a rank has no such memory, or if two ranks share that of a third and not each other's.
+    No groups if a rank has no such memory, or if two ranks share memory with a third but not with each other.
 
     Args:
         seen: the ranks whose memory each rank has opened, in rank order.
@@ -250,7 +251,7 @@ def _why_not() -> str | None:
 
 
 def refuse_unknown_name(name: object, where: str) -> None:
-    """Raise if no transport is called so. ``where``: how the message begins."""
+    """Raise if no transport has this name. ``where``: how the message begins."""
     known = get_args(TransportName)
     if name not in known:
         of_group = '; Gloo and NCCL come with the process group, "process_group"' if name in ("gloo", "nccl") else ""
@@ -262,7 +263,7 @@ def refuse_unknown_name(name: object, where: str) -> None:
 
 
 def refuse_other_kinds(transport: object, where: str) -> None:
-    """Raise if it is no transport, or lacks what a subclass has to give it. ``where``: how the message begins."""
+    """Raise if it is not a transport, or lacks what a subclass must define. ``where``: how the message begins."""
     if not isinstance(transport, Transport):
         refuse_unknown_name(transport, where)
     if missing := [name for name in Transport.__annotations__ if not hasattr(transport, name)]:
@@ -283,7 +284,7 @@ def _refuse(rank: int, offers: Sequence[Offer]) -> None:
 
 
 def _open(rank: int, offers: Sequence[Offer]) -> tuple[dict[int, Peer], str]:
-    """The ranks whose memory this one can read, and why not that of the first of the rest."""
+    """The ranks whose memory this one can read, and why it cannot read the first of the others."""
     peers: dict[int, Peer] = {}
     problem = offers[rank].reason
     for other, offer in enumerate(offers):

@@ -1,11 +1,12 @@
-"""Collectives of one host on tensors that lie anywhere, done when the call returns.
+"""Collectives of one host on tensors in any memory, done when the call returns.
 
     tensor ──piece by piece──> staging memory ──> every rank reads everybody's ──> result
 
-A tensor passes through shared memory in pieces that stay in the processor's cache, a few of them under way at once: a
-large one needs no memory to speak of. All ranks post the pieces of a call in the same order. Few ranks reduce all of a
-piece each for itself, one meeting a piece; more of them reduce a strip each, and gather the strips in a second one.
-Either way an element is reduced over the ranks in their order, so the bits are the same on every rank.
+A tensor passes through shared memory in pieces that stay in the processor's cache, a few of them under way at once, so
+that even a large one needs hardly any memory. All ranks post the pieces of a call in the same order. With few ranks,
+each reduces the whole piece for itself, with one meeting per piece; with more ranks each reduces a strip, and a second
+meeting gathers the strips. Either way an element is reduced over the ranks in their order, so the bits are the same on
+every rank.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from .staging import Staging
 from .sums import Copy
 
 STAGED_BYTES = 1024 * KIB
-"""What is staged at a time, to stay in the processor's cache: less than where slices are summed, sums.PIECE_BYTES."""
+"""Size of a piece, so that it stays in the processor's cache: less than where slices are summed, sums.PIECE_BYTES."""
 WINDOW_BYTES = 4 * STAGED_BYTES
-"""So much staging memory may be in use before a rank waits until all have read the oldest."""
+"""With more staging memory than this in use, a rank waits until all have read the oldest."""
 STRIPS_FROM_RANKS = 4
-"""From so many ranks on, each reduces a strip only, which is less memory traffic in all."""
+"""From so many ranks on, each reduces only a strip, which is less memory traffic in total."""
 STRIPS_FROM_BYTES = 64 * KIB
-"""What is smaller is not worth a second meeting."""
+"""A smaller piece is not worth a second meeting."""
 
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -48,7 +49,7 @@ _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.
 
 
 class WorldOfOne:
-    """The same calls in a world of one, where every sum is there already."""
+    """The same calls in a world of one, where there is nothing to sum."""
 
     def all_reduce(self, tensor: torch.Tensor, operation: str, timeout: timedelta | None = None) -> None:
         """The tensor stays as it is."""
@@ -77,7 +78,7 @@ class WorldOfOne:
 
 
 def can_reduce(operation: str, dtype: torch.dtype) -> bool:
-    """Whether the operation is known here, and means something for the dtype."""
+    """Whether the operation is known here, and defined for the dtype."""
     if operation not in _OPERATIONS:
         return False
     if operation in ("band", "bor", "bxor"):
@@ -86,10 +87,10 @@ def can_reduce(operation: str, dtype: torch.dtype) -> bool:
 
 
 class Collectives:
-    """What the ranks of ``host`` do together. All of them make the same calls in the same order, one at a time.
+    """The collectives of the ranks of ``host``. All make the same calls in the same order, one at a time.
 
     Tensors are flat, contiguous and on the CPU; ``operation`` and dtype are such that :func:`can_reduce`. A call
-    returns when this rank's result is there; its arguments may be written again then.
+    returns when this rank's result is there; its arguments may be written again from then on.
 
     Each call raises ``RuntimeError`` when a rank has died, when ranks call different things, and when a piece takes
     longer than ``timeout`` (default, the patience of the host).
@@ -109,7 +110,7 @@ class Collectives:
             self._run((Reduction(self._host, self._staging, [p], 0, p, operation) for p in pieces), timeout)
 
     def _reduce_strips(self, pieces: Sequence[torch.Tensor], operation: str, timeout: timedelta | None) -> None:
-        """While a piece is reduced, the strips of the one before are gathered."""
+        """Gathers the strips of one piece while the next is reduced."""
         ranks, place = len(self._host.peers), self._host.local_rank
         reduced: collections.deque[tuple[list[torch.Tensor], Posted]] = collections.deque()
         for piece in pieces:
@@ -126,14 +127,14 @@ class Collectives:
         return self._post(Gathering(self._host, self._staging, strips[self._host.local_rank], strips), timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
-        """Replace the tensor by that of rank ``root``, who waits for the others only where the window is full."""
+        """Replace the tensor by that of rank ``root``, which waits for the others only if the window is full."""
         pieces = _pieces(tensor.view(torch.uint8), STAGED_BYTES)
         self._run((Copy(self._host, piece, self._staging, root) for piece in pieces), timeout)
 
     def all_gather(
         self, results: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta | None = None
     ) -> None:
-        """Write the tensor of each rank into one of ``results``, which are all as large."""
+        """Write the tensor of each rank into one of ``results``, which all have its size."""
         parts = [_pieces(result.view(torch.uint8), STAGED_BYTES) for result in results]
         pieces = zip(_pieces(tensor.view(torch.uint8), STAGED_BYTES), *parts, strict=True)
         self._run((Gathering(self._host, self._staging, piece, into) for piece, *into in pieces), timeout)
@@ -145,7 +146,7 @@ class Collectives:
         operation: str,
         timeout: timedelta | None = None,
     ) -> None:
-        """Write into ``result`` the reduction of what the ranks have for this one: of ``tensors``, one for each."""
+        """Write into ``result`` the reduction of what all ranks have for this one; ``tensors`` has one for each."""
         nbytes = max(STAGED_BYTES // len(tensors), 64)
         parts = zip(_pieces(result, nbytes), *(_pieces(tensor, nbytes) for tensor in tensors), strict=True)
         place = self._host.local_rank
@@ -160,7 +161,7 @@ class Collectives:
         self._run([Barrier()], timeout)
 
     def _run(self, messages: Iterable[Message], timeout: timedelta | None) -> None:
-        """Post one after the other as they are made, and wait for the last: they end in order."""
+        """Post messages as they are made, and wait for the last: they end in order."""
         posted = None
         for message in messages:
             posted = self._post(message, timeout)
@@ -168,7 +169,7 @@ class Collectives:
             self._host.wait(posted, timeout)
 
     def _post(self, message: Message, timeout: timedelta | None) -> Posted:
-        """Post; wait until others have read what was staged before, where that has become too much."""
+        """Post; if too much is staged, wait until the others have read the oldest."""
         posted = self._host.post(message)
         self._posted.append(posted)
         while self._staging.in_use > WINDOW_BYTES and len(self._posted) > 1:
@@ -177,7 +178,7 @@ class Collectives:
 
 
 class Staged(Message):
-    """A message for which each rank lays something into staging memory, where all read it."""
+    """A message for which each rank puts something into staging memory, where all read it."""
 
     tensor: torch.Tensor
 
@@ -193,7 +194,7 @@ class Staged(Message):
             at += part.numel()
 
     def seen(self, entries: Sequence[bytes], place: int, low: int, like: torch.Tensor) -> torch.Tensor:
-        """What the rank at ``place`` has laid there, from element ``low`` on, as many as ``like`` has."""
+        """What the rank at ``place`` has staged, from element ``low`` on, as many elements as ``like`` has."""
         location = Entry.unpack(entries[place]).location.plus(low * like.itemsize)
         return self._host.peers[place].memory.bytes_at(location, like.nbytes).view(like.dtype)
 
@@ -203,7 +204,7 @@ class Staged(Message):
 
 
 class Reduction(Staged):
-    """Reduce what each rank laid there from element ``low`` on, as much as fits into ``result``."""
+    """Reduce what each rank has staged from element ``low`` on, as much as fits into ``result``."""
 
     def __init__(
         self,
@@ -225,12 +226,12 @@ class Reduction(Staged):
         reduce_into(self._result, parts, self._operation)
 
     def end(self) -> None:
-        """Whoever called may let go of the tensor."""
+        """The caller may drop the tensor."""
         del self._result
 
 
 class Gathering(Staged):
-    """Copy what each rank laid there into the one of ``results`` that is for it."""
+    """Copy what each rank has staged into the matching one of ``results``."""
 
     def __init__(self, host: Host, staging: Staging, part: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
         super().__init__(host, staging, [part], b"all_gather", sum(result.numel() for result in results))
@@ -242,19 +243,19 @@ class Gathering(Staged):
             result.copy_(self.seen(entries, place, 0, result))
 
     def end(self) -> None:
-        """Whoever called may let go of the tensors."""
+        """The caller may drop the tensors."""
         del self._results
 
 
 class Barrier(Message):
-    """Nothing but that all have come."""
+    """Only tells that all have come."""
 
     action = b"barrier"
     numel = 0
 
 
 def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], operation: str) -> None:
-    """Reduce two or more parts in their order; half types are added and multiplied in float32, and rounded once."""
+    """Reduce two or more parts in order; half types are added and multiplied in float32, and rounded once."""
     apply = _OPERATIONS[operation]
     wide = WIDER.get(result.dtype) if operation in ("sum", "avg", "prod") else None
     first, second, *rest = parts

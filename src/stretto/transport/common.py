@@ -1,7 +1,6 @@
-"""Memory that lies once for several ranks: in the arena of the first of their host.
+"""Memory that several ranks have in common: it lies in the arena of the first rank of their host.
 
-Tensors in it have storages of their own, though they may overlap: whoever saves or copies one, saves or copies no more
-than its own bytes.
+Tensors in it have storages of their own, which may overlap: saving or copying one covers only its own bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class CommonMemory:
         self._buffer = buffer
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """So many elements from byte ``start`` on, flat, as a tensor with a storage of its own."""
+        """``numel`` elements from byte ``start`` on, flat, as a tensor with a storage of its own."""
         return tensor_over(self._buffer, start, numel, dtype) if numel else torch.empty(0, dtype=dtype, device="cpu")
 
     def words(self, count: int) -> memoryview:
-        """So many numbers of four bytes, from the first byte on, written and read in one piece each."""
+        """So many four-byte numbers from the first byte on, each written and read atomically."""
         return self._buffer[: 4 * count].cast("I")
 
 
@@ -58,7 +57,7 @@ class OfferMemory(Message):
         self._host = host
 
     def begin(self, entries: Sequence[bytes]) -> None:
-        """Open it; the first rank has it open, and would count it twice."""
+        """Open it; not on the first rank, which has it open and would count it twice."""
         if self.tensor is not None:
             self.memory = CommonMemory(self._host.page.arena.buffer_of(self.tensor))
         else:

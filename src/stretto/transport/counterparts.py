@@ -1,4 +1,4 @@
-"""One rank on each host: those who own the same slice of a message, connected by a Gloo group of their own."""
+"""One rank on each host: the owners of the same slice of a message, connected by a Gloo group of their own."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .prompt import let_gloo_go_first
 class Counterparts:
     """The owners of one slice, one on each host, in the order of the hosts.
 
-    [Note: a group of our own]  ``new_group`` is collective over all ranks there are, though only those of one handle
-    attach. With ``use_local_synchronization`` it is not, but then names the group after the number of groups that this
-    rank has already: ranks that are in different numbers of them look for each other under different names until the
-    time is over. So the backend itself is made here, in a place of the store that no other handle has. It ends with
-    this transport, with the base's group and with the interpreter, whichever comes first: its threads, running into the
-    end of the interpreter, could abort it.
+    [Note: a group of our own]  ``new_group`` is collective over all ranks, but only those of one handle attach. With
+    ``use_local_synchronization`` it is not, but then the group is named after the number of groups that this rank has
+    already: ranks with different numbers would look for each other under different names until time runs out. So the
+    backend itself is made here, under a key of the store that no other handle uses. It ends with this transport, with
+    the base's group or with the interpreter, whichever comes first: threads that outlive the interpreter could abort
+    the process.
 
     Args:
-        base: its store is where counterparts find each other.
-        seconds: that a collective may take.
+        base: counterparts find each other in its store.
+        seconds: how long a collective may take.
     """
 
     def __init__(self, base: Transport, seconds: float) -> None:
@@ -65,17 +65,17 @@ class Counterparts:
         return self._in_flight.add(work)
 
     def all_gather(self, received: list[torch.Tensor], sent: torch.Tensor) -> Work:
-        """What each of them sends, in the order of hosts."""
+        """Gather what each of them sends, in the order of hosts."""
         work: Work = self._group.allgather([received], [sent])
         return self._in_flight.add(work)
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, numels: Sequence[int]) -> Work:
-        """One part of ``sent`` to each of them, given their lengths, and equally long ones from all."""
+        """Send one part of ``sent`` to each, given the parts' lengths, and receive equally long ones from all."""
         parts = [len(received) // len(numels)] * len(numels)
         return self._in_flight.add(all_to_all(self._group, received, sent, parts, numels))
 
     def spread(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Exchange:
-        """``share`` to each of them, and theirs, one behind the other, into ``received``."""
+        """Send ``share`` to each of them, and receive theirs, one after the other, into ``received``."""
         exchange = exchange_shares(self._group, received, share, numels)
         for work in exchange.works:
             self._in_flight.add(work)
@@ -98,12 +98,12 @@ class Counterparts:
         return self._groups[0]
 
     def abandon(self) -> None:
-        """Never let go: their threads wait for what will not come."""
+        """Never free the group: its threads wait for what will not come."""
         for group in self._groups:
             self._in_flight.never_free(group)
 
     def close(self) -> None:
-        """Let go of the others. Harmless twice."""
+        """Leave the others. Harmless twice."""
         self._close()
 
 

@@ -1,15 +1,15 @@
 """A thread that puts what other hosts have sent into the memory of this one.
 
-[Note: by itself]  A rank that reads a parameter must not need the others of its host to be inside stretto: they may be
-in a barrier, waiting for it. So each rank has a thread that waits for its messages, puts what has come into place and
-says so, whatever the rank itself is doing. It is there only while something is under way. Callbacks in Gloo's own
-threads would not do: these run on into the end of the interpreter, which ends a process whose thread asks for its lock,
-and whoever lets go of a group in one of its threads waits for himself. The end of the program waits for this one.
+[Note: by itself]  A rank that reads a parameter must not depend on other ranks of its host being inside stretto: they
+may be in a barrier, waiting for it. So each rank has a thread that waits for its messages, puts what arrives into place
+and says so, whatever the rank itself is doing. The thread exists only while something is under way. Callbacks in Gloo's
+own threads would not do: these outlive the interpreter, which ends a process whose thread asks for its lock then; and a
+thread that frees its own group waits for itself. The end of the program waits for this thread.
 
-[Note: doubt]  Whoever stops waiting, by Ctrl-C or since a rank has died, may read again, and others of its host still
-do. So messages go on; but where the transport is closed, or the program ends, all of them are waited for
-``DOUBT_SECONDS`` and no longer, and the group that carries them is never freed. Where nobody is in doubt all ranks
-should have stepped, so that all messages come: each is waited for ``END_SECONDS`` then.
+[Note: doubt]  A rank that stops waiting, after Ctrl-C or because a rank has died, may read again, and other ranks of
+its host still do. So messages go on. But when the transport is closed, or the program ends, all of them are waited for
+``DOUBT_SECONDS`` and no longer, and the group that carries them is never freed. Without doubt, all ranks should have
+stepped, so that all messages arrive: then each is waited for ``END_SECONDS``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Incoming:
     exchange: Exchange
     received: torch.Tensor
     flats: Sequence[torch.Tensor]
-    """Where what is received belongs, one behind the other."""
+    """Where the received data belongs, one tensor after the other."""
     say: Callable[[BaseException | None], None]
-    """Called when it is there, or with what was the matter."""
+    """Called when it is in place, or with the error."""
 
     def put(self) -> None:
-        """Copy it there. Not by torch, which would make this thread the first of a team."""
+        """Copy it there. Not with torch, which would start a thread team for this thread."""
         source = self.received.data_ptr()
         for flat in self.flats:
             ctypes.memmove(flat.data_ptr(), source, flat.nbytes)
@@ -54,10 +54,10 @@ class Incoming:
 
 
 class Courier:
-    """The thread of one rank; messages come in the order in which they were sent.
+    """The thread of one rank; messages arrive in the order in which they were sent.
 
     Args:
-        groups: those that carry messages.
+        groups: the groups that carry messages.
         patience: seconds that a message may take.
     """
 
@@ -72,7 +72,7 @@ class Courier:
         self._is_closing = self._is_in_doubt = False
 
     def take(self, message: Incoming) -> None:
-        """Put it into place when it has come."""
+        """Put a message's data into place when it has arrived."""
         with self._lock:
             self._messages.append(message)
             if self._thread is None:
@@ -85,16 +85,16 @@ class Courier:
                 self._thread = thread
 
     def doubt(self) -> None:
-        """Somebody has stopped waiting: see [Note: doubt]."""
+        """A rank has stopped waiting: see [Note: doubt]."""
         self._is_in_doubt = True
 
     def trust(self) -> None:
-        """A round begins. What is left of another's stays in doubt."""
+        """A round begins. Messages left from an earlier one stay in doubt."""
         if not self._messages:
             self._is_in_doubt = self._has_given_up = False
 
     def close(self) -> None:
-        """Wait until nothing is under way, or too long."""
+        """Wait until nothing is under way, or the time is over."""
         self._is_closing = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -120,7 +120,7 @@ class Courier:
             message.say(None)
 
     def _wait(self, work: Any) -> None:
-        """In slices, with a look whether the program ends."""
+        """Wait in slices, and check in between whether the program ends."""
         began = time.monotonic()
         while not done_within(work, _LOOK):
             if self._has_given_up or self._takes_too_long(began, time.monotonic()):

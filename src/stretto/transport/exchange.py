@@ -1,15 +1,16 @@
 """Shares over a process group: each rank sends every other what that one needs, and nothing else.
 
-    reduce     rank r sends share s of its tensor to rank s ──> rank s adds up what all have sent, in rank order
+    reduce rank r sends share s of its tensor to rank s ──> rank s adds up what all have sent, in rank order
     spread     rank r sends its own share to all
 
 Both are all-to-alls: (N - 1) / N of the tensor leaves each rank, half of what an all-reduce sends. Gloo's own
 reduce-scatter costs as much as its all-reduce.
 
-[Note: two at a time]  Between two ranks Gloo's all-to-all uses the link in one direction after the other: 8 MB each
-way take 139 ms at 1 Gb/s. Two at the same time, which is what a group of Gloo works on, use both. So a message goes in
-an even number of pieces, small enough that none is alone for long at the end: four of 4.7 MB each way take 160 ms, and
-171 in halves. What every rank needs of all others, the words behind the shares, goes with the last.
+[Note: two at a time]  Between two ranks, Gloo's all-to-all uses one direction of the link and then the other: 8 MB each
+way take 139 ms at 1 Gb/s. Two all-to-alls at the same time, as many as a Gloo group works on, use both directions. So a
+message goes in an even number of pieces, small enough that the last one is not alone for long: four pieces of 4.7 MB
+each way take 160 ms, two halves 171. The words after the shares, which every rank needs from all others, go with the
+last piece.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .base import SHORTEST_SECONDS, Work, done_within
 from .slices import add_in_order, slice_of
 
 _ALONE_BYTES = 64 * KIB
-"""A share of up to here is sent at once."""
+"""A share of up to this size is sent in one piece."""
 _PIECE_BYTES = 512 * KIB
 
 
@@ -39,7 +40,7 @@ def all_to_all(
     received_splits: Sequence[int],
     sent_splits: Sequence[int],
 ) -> Work:
-    """Flat tensors of one dtype, cut by rank into so many elements. As bytes: every dtype can travel."""
+    """All-to-all of flat tensors of one dtype, cut by rank as given. Sent as bytes, so that every dtype can travel."""
     size = sent.itemsize
     work: Work = group.alltoall_base(
         received.view(torch.uint8),
@@ -59,11 +60,11 @@ class Exchange(NamedTuple):
     """Until it has left."""
 
     def is_completed(self) -> bool:
-        """Whether it can be had without waiting."""
+        """Whether the result is there, without waiting."""
         return all(work.is_completed() for work in self.works)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Until all have come. Raises ``RuntimeError`` if one lasts longer, and can be called again then."""
+        """Wait until all have arrived. Raises ``RuntimeError`` if one takes longer; may then be called again."""
         for work in self.works:
             work.wait(*([timeout] if timeout else []))
 
@@ -71,7 +72,7 @@ class Exchange(NamedTuple):
 def exchange_shares(
     group: dist.ProcessGroup, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]
 ) -> Exchange:
-    """This rank's share to all others, and theirs, one behind the other, into ``received``.
+    """Send this rank's share to all others, and receive theirs, one after the other, into ``received``.
 
     Args:
         group: of all ranks.
@@ -94,7 +95,7 @@ def exchange_shares(
 
 
 def _pieces(numel: int, like: torch.Tensor, places: int) -> int:
-    """In how many a share goes, given the elements of the longest, alike on all ranks. See [Note: two at a time]."""
+    """In how many pieces shares go, given the longest one's elements; equal on all ranks. See [Note: two at a time]."""
     nbytes = numel * like.itemsize
     if places != 2 or nbytes < _ALONE_BYTES or not like.is_cpu:
         return 1
@@ -107,12 +108,12 @@ def _cut(flat: torch.Tensor, pieces: int) -> list[torch.Tensor]:
 
 
 class ShareSum:
-    """The mean of this rank's share of a tensor's first elements, and the sum of all behind them, on its way.
+    """A collective: the mean of this rank's share of a tensor's first elements, and the sum of all after those.
 
     Args:
         group: of all ranks.
         tensor: flat; the result is in place, and the other shares hold what they held.
-        shared: so many elements are divided into shares.
+        shared: how many elements are divided into shares.
     """
 
     def __init__(self, group: dist.ProcessGroup, tensor: torch.Tensor, shared: int) -> None:
@@ -135,15 +136,15 @@ class ShareSum:
             self._exchanges.append(Exchange([work], [sent]))
             self._received.append(received)
         self._added = 0
-        """So many pieces are in place."""
+        """How many pieces are in place."""
         self._has_failed = False
 
     def is_completed(self) -> bool:
-        """Whether it can be had without waiting, or never will be."""
+        """Whether the result is there, or never will be, without waiting."""
         return self._has_failed or all(exchange.is_completed() for exchange in self._exchanges)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Until the result is there. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        """Wait for the result. Raises ``RuntimeError`` if it takes longer; may then be called again."""
         until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while self._added < len(self._own):
             own, received = self._own[self._added], self._received[self._added]
@@ -161,20 +162,20 @@ class ShareSum:
         try:
             come = done_within(piece, datetime.timedelta(seconds=left))
         except RuntimeError:
-            self._has_failed = True  # what is behind it may be under way for ever
+            self._has_failed = True  # what follows it may never end
             raise
         if not come:
             raise RuntimeError("not done in time")
 
     def _add_up(self, own: torch.Tensor, others: torch.Tensor, divisor: int) -> None:
-        """In rank order, into ``own``."""
+        """Add up in rank order, into ``own``."""
         parts = [*others]
         parts.insert(self._rank, own)
         add_in_order(parts, own, divisor)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts of one tensor, one behind the other; without a copy where they lie so."""
+    """Parts of one tensor, joined; without a copy if they are adjacent."""
     first, behind = parts[0], 0
     for part in parts:
         if part.data_ptr() != first.data_ptr() + behind:

@@ -1,18 +1,18 @@
-"""Sleeping until a 32-bit word in shared memory changes, and waking who sleeps: futex(2), through the C library.
+"""Sleeping until a 32-bit word in shared memory changes, and waking the sleepers: futex(2), through the C library.
 
 [Note: memory order]  A rank writes data, then a word that says so; another reads the word, then the data. On x86-64
-stores become visible in the order of the program, and loads happen in it, so plain loads and stores do; the calls of
-the interpreter in between keep the compiler from exchanging them. aarch64 promises neither. There ``fence()`` stands
-between: a futex call that wakes nobody. Waking must not miss a sleeper that has just looked at the word, so the kernel
-passes a full memory barrier before it looks for sleepers (kernel/futex: "smp_mb(); (A)" pairs with the sleeper's), at
-every wake. A word itself is four aligned bytes, which both processors write and read in one piece. No sleep is lost:
-the kernel compares the word with what the sleeper saw, under the lock that a wake takes.
+stores become visible, and loads happen, in program order, so plain loads and stores suffice; the interpreter's calls in
+between keep the compiler from reordering them. aarch64 promises neither. There ``fence()`` is called in between: a
+futex call that wakes nobody. Since a wake must not miss a sleeper that has just looked at the word, the kernel executes
+a full memory barrier before it looks for sleepers (kernel/futex: "smp_mb(); (A)" pairs with the sleeper's), at every
+wake. A word itself is four aligned bytes, which both processors write and read in one piece. No sleep is lost: the
+kernel compares the word with what the sleeper saw, under the lock that a wake takes.
 
-[Note: nobody sleeps]  A wake costs 2 us, so one is spared where nobody sleeps: a rank writes its word, then looks who
-says to be asleep; a sleeper says so, then the kernel looks at the word for it. One of the two sees the other, if on
-both sides what is written is seen by all before anything is read. The sleeper has the kernel's barrier for that; the
-other takes and gives back a lock, whose instructions are a full barrier on x86-64. On aarch64 they are not: there
-everybody is woken without a look.
+[Note: nobody sleeps]  A wake costs 2 us, so it is left out if nobody sleeps. A rank writes its word, then checks which
+ranks say that they sleep; a sleeper says so, then the kernel checks the word for it. One of the two sees the other,
+provided that on both sides the write is visible to all before the read. For the sleeper, the kernel's barrier sees to
+that; the other rank takes and releases a lock, whose instructions are a full barrier on x86-64. On aarch64 they are
+not: there all are woken without a check.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Timespec(ctypes.Structure):
 
 
 def why_not() -> str | None:
-    """Why this machine has no futex that we can use; None if it has."""
+    """Why this machine has no usable futex; None if it has one."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no futex"
     if platform.machine() not in _NUMBERS or ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -50,26 +50,26 @@ class Futex:
         self._number = _NUMBERS[platform.machine()]
         self._nobody = ctypes.c_uint32()
         self.fenced = platform.machine() not in ("x86_64", "AMD64")
-        """Whether ``fence`` has anything to do: it is asked first where a call would cost too much."""
+        """Whether ``fence`` does anything: checked first where a call would cost too much."""
         self._lock = threading.Lock()
 
     def wake(self, address: int) -> None:
-        """Wake everybody who sleeps on the word."""
+        """Wake all that sleep on the word."""
         self._wake(self._number, address, _WAKE, _EVERYBODY, None, None, 0)
 
     def wait(self, address: int, seen: int, seconds: float) -> None:
-        """Sleep until somebody wakes the word, unless it is no longer ``seen``. Returns early on signals."""
+        """Sleep until the word is woken, unless its value is no longer ``seen``. Returns early on signals."""
         whole = int(seconds)
         limit = _Timespec(whole, int((seconds - whole) * 1e9))
         self._sleep(self._number, address, _WAIT, seen, ctypes.byref(limit), None, 0)
 
     def fence(self) -> None:
-        """What was read and written before is so for all processors, before anything that follows."""
+        """A memory barrier: earlier reads and writes take effect, on all processors, before any that follow."""
         if self.fenced:
             self._wake(self._number, ctypes.addressof(self._nobody), _WAKE, 1, None, None, 0)
 
     def may_look(self) -> bool:
-        """Whether what is read from here on is read after what was written before is seen by all processors."""
+        """Whether later reads happen only after earlier writes are visible to all processors."""
         if self.fenced:
             return False
         with self._lock:

@@ -8,14 +8,16 @@ that each slice has one owner on every host; places beyond that own none. The ow
 a host sends 2 (H - 1) / H of the message with H hosts, however many ranks it has. A flat ring over all P ranks sends
 2 (P - 1) / P over each link between hosts: twice as much at two hosts with many ranks each, 1.5 times with two each.
 
-Inside a host slices are summed in rank order, half types in float32; between hosts travels what the message holds, half
-types as such. Gloo computes each element on one rank and copies it to the others, so the bits are the same everywhere.
-See host.py for how the ranks of a host meet; the all-reduce between hosts is the work that a message has outside.
+Inside a host slices are summed in rank order, half types in float32; between hosts the message travels in its own
+dtype, half types too. Gloo computes each element on one rank and copies it to the others, so the bits are the same
+everywhere. See host.py for how the ranks of a host meet; the all-reduce between hosts is what a message does outside
+its host.
 
-[Note: another kind]  Inside a host a message has a name, and whoever calls something else is told. Between hosts a rank
-that is alone on its own, or all of one host, could begin a pass while others step: Gloo ends a process that receives
-more than it expects. But it keeps the kinds of its collectives apart. So where ranks meet numbers are gathered, which
-nothing else is, and each adds them up: what does not fit together waits, and then ranks are told where the others are.
+[Note: another kind]  Inside a host a message has a name, and a rank that calls something else is told. Between hosts
+this is not so: a rank that is alone on its host, or all ranks of one host, could begin a pass while the others step,
+and Gloo ends a process that receives more than it expects. But Gloo keeps different kinds of collectives apart. So when
+ranks meet, their numbers travel by a gather, which nothing else uses, and each rank adds them up. Calls that do not fit
+together then wait, and ranks are told where the others are.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ Hosts = Sequence[Sequence[int]]
 
 
 def why_not(base: Transport) -> str | None:
-    """Why nothing but ``base`` can carry slices between hosts; None if a group of Gloo can be made."""
+    """Why only ``base`` can carry slices between hosts; None if a Gloo group can be made."""
     if base.store is None:
         return f"{base.name} has no store, by which ranks of different hosts could find each other"
     return None if dist.is_gloo_available() else "this torch was built without Gloo"
 
 
 class HierarchicalTransport(HostMemoryTransport):
-    """Collectives of ranks on several hosts, of which some share memory; tensors of other devices go over ``base``.
+    """Collectives of ranks on several hosts, some of which share memory; tensors on other devices go over ``base``.
 
     Made by :func:`stretto.transport.choose`, since ranks have to open each other's memory first. Collective.
 
@@ -61,7 +63,7 @@ class HierarchicalTransport(HostMemoryTransport):
         host: the ranks of this host.
         hosts: the ranks of each host.
         base: a transport of all ranks, for objects and for tensors that are not in a host's memory.
-        name: of the meeting place in ``base``'s store; the same on all ranks, and never used before.
+        name: of the place in ``base``'s store where hosts meet; the same on all ranks, and never used before.
     """
 
     def __init__(self, host: Host, hosts: Hosts, base: Transport, name: str) -> None:
@@ -73,8 +75,8 @@ class HierarchicalTransport(HostMemoryTransport):
         self._team = Team(host, tuple(map(tuple, hosts)), base, name)
 
     @property
-    def hosts(self) -> Hosts:  # type: ignore[override]  # nobody gives it others
-        """The ranks of each host share one memory."""
+    def hosts(self) -> Hosts:  # type: ignore[override]  # never assigned elsewhere
+        """The ranks of each host, which share one memory."""
         return self._team.hosts
 
     def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
@@ -85,7 +87,7 @@ class HierarchicalTransport(HostMemoryTransport):
         return self._post([Sum(self._team, piece, numel - n * step, staged=True) for n, piece in pieces])
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
-        """The mean of this rank's share of the first ``numel`` elements, the sum of what follows; the rest is lost."""
+        """Mean of this rank's share of the first ``numel`` elements, and sum of what follows; other shares are lost."""
         divisible = self._team.is_even and tensor.is_cpu and not tensor.is_complex()
         if not divisible or tensor.nbytes <= SMALL_BYTES or self.host.page.arena.locate(tensor) is None:
             return self.all_reduce_mean(tensor, numel)
@@ -95,27 +97,27 @@ class HierarchicalTransport(HostMemoryTransport):
         """The sums of numbers, in place. See [Note: another kind].
 
         Args:
-            numbers: of 64 bits, in one memory.
+            numbers: 64-bit, contiguous.
             action: at most 16 bytes.
         """
         return self._post([SumOfFew(self._team, torch.frombuffer(numbers, dtype=torch.int64), action)])
 
     def spreading(self, messages: int, wait_for: Callable[[Work, str], None]) -> Spreading | None:
-        """For shares that go into memory that each host has in common; None where hosts have unequal numbers of ranks.
+        """For shares that go into each host's common memory; None if hosts have unequal numbers of ranks.
 
         Collective. Arguments as of :class:`Spreading`.
         """
         return Spreading(self._team, messages, wait_for) if self._team.is_even else None
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        """Each slice leaves the root's host by its owner there."""
+        """Each slice leaves the root's host through its owner there."""
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, root)
         parts = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
         return self._post([CopyAcross(self._team, part, root) for part in parts])
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
-        """Of the groups that this stands on, those that have something under way are not freed any more."""
+        """Groups underneath with something under way are never freed."""
         if isinstance(work, SharesUnderWay):
             work.doubt()  # and goes on: others of this host wait for it
             return
@@ -136,7 +138,7 @@ class HierarchicalTransport(HostMemoryTransport):
 
 
 class Team:
-    """What the messages of one transport share: this rank's host, and the way to the others.
+    """What the messages of one transport have in common: this rank's host, and the connection to the others.
 
     Args:
         host, hosts, base, name: as those of the transport.
@@ -161,7 +163,7 @@ class Team:
         return found, self.hosts[found].index(rank)
 
     def own_slice(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """First and last (excluded) element of what this rank owns; small messages are not cut, the first owns all."""
+        """First and last (excluded) element that this rank owns. Small messages are not cut: the first owns them."""
         slices = 1 if numel * dtype.itemsize <= SMALL_BYTES else self.slices
         return slice_of(numel, self.host.local_rank, slices)
 
@@ -175,7 +177,7 @@ class OwnSlice:
     """The slice of a message that this rank owns, in the memory of every rank of the host."""
 
     source: torch.Tensor
-    """All of it, of the rank whose memory it leaves from and comes to."""
+    """The whole slice, in the memory of the rank from which it leaves and to which it returns."""
     blocks: tuple[Block, ...]
     """Cut to fit the processor's cache; the source's part comes first."""
 
@@ -187,8 +189,8 @@ class AcrossHosts(Message, abc.ABC):
         team: those who take part.
         action: the same on all ranks.
         flat: what is to be replaced.
-        staged: it does not lie in the arena, and passes through memory that does.
-        source: the place whose memory is that of the host towards the other hosts.
+        staged: whether it lies outside the arena, and passes through memory inside.
+        source: the place whose memory stands for this host towards the others.
     """
 
     tensor: torch.Tensor
@@ -202,11 +204,11 @@ class AcrossHosts(Message, abc.ABC):
         self._flat = flat
         self._staged = staged
         self._source = source
-        self._averaged = 0  # so many elements, from the first on, are to be divided by the world size
+        self._averaged = 0  # how many of the first elements are divided by the world size
         self._share: OwnSlice | None = None
 
     def begin(self, entries: Sequence[bytes]) -> Any:
-        """This rank's share: what is to be done inside the host, then what goes on outside."""
+        """This rank's part: first inside the host, then outside."""
         key = (self.action, self.numel, self._averaged, *entries)
         routes = self._team.host.routes
         if key not in routes:
@@ -270,7 +272,7 @@ class SumOfFew(Sum):
         return self._team.counterparts.all_gather(self._brought, share.source)
 
     def end(self) -> None:
-        """What all hosts have brought, added up; then as any."""
+        """Add up what all hosts have brought; then as for any message."""
         if self._share is not None:
             torch.sum(torch.stack(self._brought), 0, out=self._share.source)
         super().end()

@@ -4,13 +4,13 @@
                                          ├──────>     ──> this rank's part ──> finished[me] += 1 ──> wake
     peers likewise  ─────────────────────┘        wait:    advance, then sleep on the word of a rank that is awaited
 
-Every rank has a page that all map: two counters that only it writes, and a ring that says where the tensor of message
-number n lies, or holds two numbers instead. Ranks post the same messages in the same order. A message is a small
-machine: published by this rank, begun when those it needs have published, ended at once or when what goes on outside
-the host is done, over when its own part, or for some everybody's, has ended. Nothing but ``wait`` ever waits, so a late
-peer stops nobody's backward.
+Every rank has a page that all map: two counters that only this rank writes, and a ring that says where the tensor of
+message number n lies, or holds two numbers instead. Ranks post the same messages in the same order. A message is a
+small state machine: published by this rank; begun when the ranks it needs have published; ended at once, or when the
+work outside the host is done; over when this rank's part (for some messages, every rank's) has ended. Only ``wait``
+ever waits, so a late peer does not stop another rank's backward.
 
-See breaking.py for how messages come to an end, futex.py for [Note: memory order] and [Note: nobody sleeps].
+See breaking.py for how a host ends, futex.py for [Note: memory order] and [Note: nobody sleeps].
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, RETIRED, Entry, Missing,
 from .prompt import woken_first
 
 _SPINS = 36
-"""Looks before a rank sleeps: some 10 us. None yields the core: where another program wants it, that costs a slice."""
+"""Checks before a rank sleeps, some 10 us. They never yield the core, which could cost a whole time slice."""
 _LOOK_SECONDS = 0.2
-"""How long a rank sleeps before it looks whether the others still live."""
+"""How long a rank sleeps before it checks whether the others still live."""
 _OUTSIDE_SECONDS = 0.002
-"""How long it waits for what goes on outside, while messages wait for peers: one cannot sleep on both."""
+"""How long it waits for work outside the host while messages wait for peers: it cannot sleep on both."""
 
 
 class Host(Breakable):
@@ -58,9 +58,9 @@ class Host(Breakable):
         self._waiting: collections.deque[Posted] = collections.deque()  # for others to publish
         self._outside: collections.deque[Posted] = collections.deque()  # begun, and not ended
         self._held: collections.deque[Posted] = collections.deque()  # ended here, and not by all
-        self.abroad = "other hosts"  # what fails outside names an address, and no rank
+        self.abroad = "other hosts"  # errors from outside name an address, not a rank
         self.routes = Routes()
-        """What messages keep from one time to the next, as long as memory stays where it is."""
+        """What messages cache from one pass to the next, as long as memory stays where it is."""
         first = self.peers[0].address
         with contextlib.suppress(OSError):  # that rank has left already
             self.page.arena.take_turns_at(memory.open_file(first.pid, first.fd))
@@ -68,7 +68,7 @@ class Host(Breakable):
     # Posting
 
     def post(self, message: Message, location: Location | None = None) -> Posted:
-        """Publish, and do what can be done now for this and earlier messages. ``location``: of its tensor, if known."""
+        """Publish, and do what can be done now for this and earlier messages. ``location``: its tensor's, if known."""
         if len(self._held) + len(self._waiting) + len(self._outside) >= ENTRIES:
             self._make_room()
         number = self._number + 1
@@ -100,11 +100,11 @@ class Host(Breakable):
             self._futex.wake(self._me.base + word)
 
     def _make_room(self) -> None:
-        """The ring is full: wait until everybody is done with its oldest entry."""
+        """If the ring is full: wait until all ranks are done with its oldest entry."""
         while self.broken is None and len(self._held) + len(self._waiting) + len(self._outside) >= ENTRIES:
             try:
                 self.wait((self._held or self._outside or self._waiting)[0], None, by_all=True)
-            except RuntimeError as error:  # told by the wait for the message that finds no room
+            except RuntimeError as error:  # raised by the wait for the message that finds no room
                 self.break_off(f"{error}", error)
 
     # Progress
@@ -129,7 +129,7 @@ class Host(Breakable):
                 posted.is_over = True
                 if not self._waiting and not self._outside:
                     self._forget_retired()
-        except BaseException as error:  # went it on, the counters would say that this rank has done its part
+        except BaseException as error:  # if it went on, the counters would say that this rank's part is done
             self._stopped_by(error)
             if not isinstance(error, (OSError, RuntimeError)):
                 raise
@@ -163,9 +163,9 @@ class Host(Breakable):
             self._say(FINISHED, posted.number)
 
     def _entries(self, posted: Posted) -> list[bytes]:
-        """Where everybody's tensor lies. Raises ``CallsDifferError`` if they called something else.
+        """Where each rank's tensor lies. Raises ``CallsDifferError`` if ranks called something else.
 
-        Of a message that needs only its root, those who have not come yet are given as this rank.
+        If a message needs only its root, ranks that have not come yet are given as this rank.
         """
         number, missing = posted.number, set()
         if posted.message.root is not None:
@@ -193,13 +193,14 @@ class Host(Breakable):
     # Waiting
 
     def wait(self, posted: Posted, timeout: timedelta | None, *, by_all: bool = False, again: bool = False) -> None:
-        """Do what can be done, and sleep in between. Raises as :meth:`Posted.wait`.
+        """Do what can be done, and sleep in between. Raises like :meth:`Posted.wait`.
 
         Args:
-            posted: what is waited for.
+            posted: the message that is waited for.
             timeout: default, the patience of the host.
-            by_all: wait until everybody is done with it, not only until the result is here.
-            again: the message goes on when the time is over, as whoever waits comes back; else it ends this host.
+            by_all: wait until all ranks are done with it, not only until the result is here.
+            again: the message goes on when the time is over, since the caller will wait again; otherwise it ends this
+                host.
         """
         seconds = self.patience if timeout is None else timeout.total_seconds()
         spins, until = 0, 0.0
@@ -220,7 +221,7 @@ class Host(Breakable):
                     raise RuntimeError(f"not done within {seconds:.0f} s{late}")
                 if not self._sleep(posted, min(_LOOK_SECONDS, until - now)):
                     self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
-        except BaseException as error:  # Ctrl-C: the caller may use the memory again, and others would sum that
+        except BaseException as error:  # Ctrl-C: the caller may reuse the memory, and others would sum that
             if not isinstance(error, RuntimeError) or raised_by_handler(error):
                 self._stopped_by(error)
             raise
@@ -230,18 +231,18 @@ class Host(Breakable):
         return any(posted.outside is not None and not posted.outside.is_completed() for posted in self._outside)
 
     def flush(self, seconds: float) -> None:
-        """See messages under way through, as far as others come within so many seconds. Raises no ``RuntimeError``."""
+        """Complete messages under way, if the other ranks come within so many seconds. Raises no ``RuntimeError``."""
         under_way = self._waiting or self._outside or self._held
         if under_way and self.broken is None:
             with contextlib.suppress(RuntimeError):
                 self.wait(under_way[-1], timedelta(seconds=seconds), by_all=True, again=True)
 
     def _sleep(self, posted: Posted, seconds: float) -> bool:
-        """Until a word has changed without which nothing goes on. False if time went by instead."""
+        """Sleep until the word changes on which everything waits. False if the time ran out instead."""
         if self._outside and (work := self._outside[0].outside) is not None:
             also_peers = self._waiting or posted.number < self._outside[0].number
             limit = max(min(seconds, _OUTSIDE_SECONDS) if also_peers else seconds, SHORTEST_SECONDS)
-            with contextlib.suppress(RuntimeError):  # raised again where its end is looked for
+            with contextlib.suppress(RuntimeError):  # raised again where its end is checked
                 work.wait(timedelta(seconds=limit))
             return bool(work.is_completed())
         if self._waiting and self._waiting[0].number <= posted.number:
@@ -258,16 +259,16 @@ class Host(Breakable):
     # Breaking off: see breaking.py
 
     def lose_patience(self, reason: str) -> str:
-        """Nobody waits any more: the memory may be filled again, and whoever comes late would sum that.
+        """Nobody waits any more: the memory may be filled again, and a late rank would sum that.
 
-        Returns who has not come, to be said behind the reason.
+        Returns, in words, which ranks have not come, to be added to the reason.
         """
         first = next(iter(self._waiting), None)
         missing = None if first is None else self._unpublished(first)
         told, _, advice = reason.partition("\n")
         late = "" if missing is None else f", and rank {missing[0].rank} had not come"
         self.break_off(f"{told}{late}" + (f".\n{advice}" if advice else ""))
-        for posted in self._outside:  # Gloo cannot drop what is under way, and another host would sum this memory yet
+        for posted in self._outside:  # Gloo cannot cancel it, and another host would still sum this memory
             if posted.outside is not None:
                 with contextlib.suppress(RuntimeError):
                     posted.outside.wait()

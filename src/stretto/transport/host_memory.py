@@ -1,4 +1,4 @@
-"""What the transports over the memory of a host have in common."""
+"""The common part of the transports over the memory of a host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HostMemoryTransport(Transport):
     """Tensors of the host lie in memory that its ranks map; objects and tensors of other devices go over ``base``.
 
     Args:
-        host: the ranks of this host, for whoever has messages of other kinds for them too.
+        host: the ranks of this host, also for other kinds of messages.
         base: a transport of all ranks.
     """
 
@@ -33,13 +33,13 @@ class HostMemoryTransport(Transport):
         self.base = base
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """On the host, in memory that all its ranks map."""
+        """Memory of the host that all its ranks map."""
         if device.type != "cpu":
             return self.base.allocate(numel, dtype, device)
         return elements(self.host.allocate(numel * dtype.itemsize), dtype)
 
     def common(self, nbytes: int) -> Offered:
-        """Memory that lies once for all ranks of a host. Collective; it is there when the work is done."""
+        """Memory that exists once for all ranks of a host. Collective; it is there when the work is done."""
         return Offered.by(self.host, nbytes)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
@@ -55,7 +55,7 @@ class HostMemoryTransport(Transport):
 
     @abc.abstractmethod
     def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
-        """Of real numbers on the host."""
+        """Sum a real tensor that lies on the host, and divide its first ``numel`` elements."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Over ``base``."""
@@ -72,12 +72,12 @@ class HostMemoryTransport(Transport):
         return self.base.leftovers
 
     def flush(self, seconds: float) -> None:
-        """Let the others have what they need of this rank, as far as they come within so many seconds.
+        """Give the other ranks what they need from this one, if they come within so many seconds.
 
-        For a rank that leaves, or will not come back for a while: what it has begun goes on only while it waits.
+        For a rank that leaves, or will not come back for a while: what it has begun progresses only while it waits.
         """
         self.host.flush(seconds)
 
     def break_off(self, reason: str) -> None:
-        """Nothing will ever be done again on this host, for this reason; other hosts wait in vain."""
+        """End everything on this host, for this reason; other hosts wait in vain."""
         self.host.lose_patience(reason)

@@ -1,10 +1,10 @@
-"""Shares over several hosts: each rank receives its share of the mean, and the sum of what lies behind all shares.
+"""Shares over several hosts: each rank receives its share of the mean, and the sum of what follows the shares.
 
     all ranks of a host publish ──> place p adds up, inside its host, the shares of place p of every host
                                 ──> an all-to-all with place p of the other hosts ──> adds up what all hosts have sent
 
-A host sends (H - 1) / H of the message with H hosts, half of what an all-reduce sends. Only between hosts of equally
-many ranks. Inside a host it is summed in rank order, then in the order of hosts.
+With H hosts, a host sends (H - 1) / H of the message, half of what an all-reduce sends. This works only between hosts
+with equal numbers of ranks. Sums are taken in rank order inside a host, then in the order of hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostShares(Message):
     Args:
         team: those who take part.
         tensor: flat, in the arena; the result is in place.
-        shared: so many elements are divided into shares.
+        shared: how many elements are divided into shares.
     """
 
     tensor: torch.Tensor
@@ -49,7 +49,7 @@ class HostShares(Message):
         self._received = tensor.new_empty((len(team.hosts), self._sizes[team.host_number]))
 
     def begin(self, entries: Sequence[bytes]) -> Any:
-        """What this host has of each counterpart's share, to the counterparts."""
+        """Send to each counterpart what this host has of its share."""
         for (start, stop), part in zip(self._bounds, torch.split(self._sent, self._sizes), strict=True):
             self._add_up(entries, start, stop, part[: stop - start])
             self._add_up(entries, self._shared, self.numel, part[stop - start :])
@@ -70,6 +70,6 @@ class HostShares(Message):
         torch.div(total[: stop - start], self._team.world_size, out=self.tensor[start:stop])
 
     def release(self) -> None:
-        """Nobody reads any more what this rank brought."""
+        """No rank reads this rank's data any more."""
         start, stop = self._own
         self.tensor[self._shared :].copy_(self._received[0][stop - start :])

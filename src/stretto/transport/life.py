@@ -11,12 +11,12 @@ from . import memory
 
 
 def started_at(pid: int) -> str:
-    """What tells a process from a later one of its pid; empty where there is none, or no /proc."""
+    """Distinguishes a process from a later one with its pid; empty if there is none, or no /proc."""
     return _state_of(pid)[1]
 
 
 def is_over(pid: int, started: str) -> bool:
-    """Whether that process has ended, reaped or not. A killed child that nobody reaped is ``Z``."""
+    """Whether that process has ended, reaped or not. A killed child that was not reaped has state ``Z``."""
     state, now = _state_of(pid)
     if not state:
         return not _exists(pid)
@@ -29,7 +29,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class Life:
-    """Of one process, which is looked at often."""
+    """The life of one process, which is checked often."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -47,21 +47,21 @@ class Life:
 
 
 def _exists(pid: int) -> bool:
-    """Where nothing of it can be read: /proc may hide it, as another user's, or there is no descriptor left."""
+    """For when nothing of it can be read: /proc hides other users' processes, or no descriptor is left."""
     try:
-        os.kill(pid, 0)  # never on Windows, where this ends it: there nobody is known to be of this host
+        os.kill(pid, 0)  # never on Windows, where this would end it
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is there, and another user's
+    except PermissionError:  # it exists, and is another user's
         pass
     return True
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """State letter and start time; empty where there is no such process, or it cannot be read.
+    """State letter and start time; empty if there is no such process, or it cannot be read.
 
-    Those of its first thread: where qemu runs programs of another processor, ``/proc/PID/stat`` of the asking process
-    is qemu's own, with another time than its peers read.
+    They are read from its first thread: if qemu runs programs for another processor, ``/proc/PID/stat`` of the process
+    itself is qemu's own, with another time than its peers read.
     """
     try:
         stat = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes()

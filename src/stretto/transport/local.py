@@ -62,7 +62,7 @@ class LocalGroup:
                 meeting.done.set()
 
     def meet(self, sequence: int, rank: int, action: str, value: Any, combine: Callable[[list[Any]], None]) -> Work:
-        """Bring ``value`` to the collective number ``sequence``; whoever completes it runs ``combine``."""
+        """Bring ``value`` to the collective number ``sequence``; the rank that completes it runs ``combine``."""
         with self._lock:
             meeting = self._meetings.setdefault(sequence, _Collective(action))
             if self._broken is not None:
@@ -130,7 +130,7 @@ class LocalTransport(Transport):
         return self._meet(f"broadcast of {tensor.numel()} x {tensor.dtype}", tensor, copy)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Pickled as between processes, so that no rank holds what another goes on to change."""
+        """Pickled as between processes, so that no rank sees later changes of another's objects."""
         gathered: list[bytes] = []
         box = (pickle.dumps(value), gathered)
 
@@ -142,7 +142,7 @@ class LocalTransport(Transport):
         return [pickle.loads(pickled) for pickled in gathered]
 
     def break_off(self, reason: str) -> None:
-        """Nothing will ever be done again, on any rank, for this reason."""
+        """End everything, on all ranks, for this reason."""
         self._group.abort(reason)
 
     def close(self) -> None:

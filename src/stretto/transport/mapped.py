@@ -25,7 +25,7 @@ class Segment(NamedTuple):
 
 
 def not_mapped(rank: int, error: OSError) -> str:
-    """What that rank says of an error of ``bytes_at`` or ``buffer_at``."""
+    """What that rank reports for an error of ``bytes_at`` or ``buffer_at``."""
     return (
         f"rank {rank}: the memory of another rank cannot be mapped: {error.strerror or error}.\n"
         "Raise the limits of this process (ulimit -n, ulimit -v) or of the container, or attach with "
@@ -34,11 +34,11 @@ def not_mapped(rank: int, error: OSError) -> str:
 
 
 class PeersMemory:
-    """The segments of one rank (this one, too), mapped for moving data.
+    """The segments of one rank (maybe this one), mapped for moving data.
 
     Args:
         pid: of the rank's process.
-        table: where it says which segments there are.
+        table: where that rank says which segments there are.
     """
 
     def __init__(self, pid: int, table: memoryview) -> None:
@@ -46,7 +46,7 @@ class PeersMemory:
         self._table = table
         self._mapped: dict[int, Segment] = {}  # by line of the table
         self._alive: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-        """Each mapping by its address, as long as anybody uses it."""
+        """Each mapping by its address, as long as it is used."""
         self._map_privately = private_mapper()
         self._private = False
 
@@ -59,7 +59,7 @@ class PeersMemory:
         return self._segment(location).everything[location.offset : location.offset + nbytes]
 
     def buffer_at(self, location: Location, nbytes: int) -> memoryview:
-        """The same as a buffer, by which the mapping lives as long as anything made of it. Raises ``OSError`` too."""
+        """The same as a buffer, which keeps the mapping alive for anything made of it. Raises ``OSError`` too."""
         return memoryview(self._segment(location).mapping)[location.offset : location.offset + nbytes]
 
     def _segment(self, location: Location) -> Segment:
@@ -75,16 +75,16 @@ class PeersMemory:
         return segment
 
     def forget_retired(self) -> None:
-        """Drop the mappings of segments that their owner has given up. Messages under way may still need them."""
+        """Drop the mappings of segments that their owner has freed. Messages under way may still need them."""
         for line, segment in [*self._mapped.items()]:
             if LINE.unpack_from(self._table, line * LINE.size)[0] != segment.number:
                 del self._mapped[line]
 
     def make_private(self) -> None:
-        """In a forked child: see memory.py, [Note: forked]. In a child of the child they are so already.
+        """In a forked child: see memory.py, [Note: forked]. In a child of the child they are private already.
 
-        Pages of a segment that its owner still has are copied as they are written. Of others, whose parameters may
-        live on here, all are copied now.
+        Pages of a segment that its owner still has are copied when they are written. Segments that the owner has freed
+        may hold parameters that live on here, so they are copied at once.
         """
         if self._private:
             return

@@ -2,17 +2,18 @@
 
     allocate ──> Segment (memfd_create) ──> tensor           a peer: /proc/PID/fd/FD ──> the same bytes
 
-A segment lives as long as tensors in it: they hold its mapping, everybody else holds it weakly. When the last tensor is
-gone its line in the owner's table is cleared, and peers drop their mapping when they next look. A process that ends in
-any way takes its descriptors and mappings with it, so nothing is left behind.
+A segment lives as long as tensors in it: they hold its mapping, everything else holds it weakly. When the last tensor
+is gone, its line in the owner's table is cleared, and peers drop their mapping when they next check. A process that
+ends in any way takes its descriptors and mappings with it, so nothing is left behind.
 
-[Note: reserved]  Pages are taken when the segment is made. Taken at the first write, a full machine would answer with a
-SIGBUS in the middle of backward, and a full control group by killing somebody. So we look first how much there is, one
-rank of the host after the other: all of them allocate at the same moment, and each would find room for itself.
+[Note: reserved]  Pages are allocated when the segment is made. If they were allocated at the first write, a full
+machine would raise SIGBUS in the middle of backward, and a full control group would kill a process. So a rank first
+checks how much memory there is, one rank of the host after the other: all of them allocate at the same moment, and each
+would find enough for itself.
 
-[Note: forked]  A child has the mappings of its parent. Were they still shared there, a backward in the child would add
-to the parent's gradients. In the child they become private copies, page by page as they are written; only the process
-that made them touches the table and the descriptors.
+[Note: forked]  A forked child has the mappings of its parent. If they stayed shared, a backward in the child would add
+to the parent's gradients. So in the child they become private copies, page by page as they are written; only the
+process that made them touches the table and the descriptors.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from ..specs import MIB
 from ..system_memory import available_bytes
 from .ordinary import all_bytes
 
-if sys.platform != "win32":  # which has none of what this file is for: see choose.py
+if sys.platform != "win32":  # which lacks all that this file uses: see choose.py
     import fcntl
 
 CHUNK_BYTES = 4 * MIB
-"""Segments for several tensors are at least so large; later ones a quarter of all in use, up to the following."""
+"""Smallest size of a segment for several tensors; later ones take a quarter of all in use, up to the next constant."""
 LARGEST_CHUNK_BYTES = 64 * MIB
 _SPARE_BYTES = 16 * MIB
-"""Left to the program: in a control group that is full its next object would get a process killed."""
+"""Left for the program: in a full control group its next object would get a process killed."""
 LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _MAP_FIXED = 16
@@ -56,7 +57,7 @@ TABLE_BYTES = SEGMENTS * LINE.size
 
 
 class Location(NamedTuple):
-    """Where in a rank's memory a tensor lies. One is made for every message, at a third of a dataclass's cost."""
+    """Where in a rank's memory a tensor lies. Made for every message; costs a third of a dataclass."""
 
     line: int
     """Of the table of segments."""
@@ -82,7 +83,7 @@ def _map_fresh(fd: int, nbytes: int) -> mmap.mmap:
 
 
 def create(nbytes: int) -> tuple[int, mmap.mmap]:
-    """A new file without a name, reserved and mapped. Of this user alone, and of a size that nobody can change.
+    """A new file without a name, reserved and mapped; only for this user, and of a fixed size.
 
     Raises:
         OSError: the system does not allow it, or has no memory for it.
@@ -117,7 +118,7 @@ def open_peers(pid: int, fd: int, nbytes: int) -> mmap.mmap:
 
 
 def open_file(pid: int, fd: int) -> int:
-    """A descriptor of what another process has created. Raises ``OSError`` as ``open_peers``."""
+    """A descriptor of what another process has created. Raises ``OSError`` like ``open_peers``."""
     path = f"/proc/{pid}/fd/{fd}"
     if not os.readlink(path).startswith("/memfd:stretto"):  # opening a pipe of some other process would block
         raise OSError(errno.ENOENT, "is not stretto's", path)
@@ -125,12 +126,12 @@ def open_file(pid: int, fd: int) -> int:
 
 
 def close_with(owner: object, fd: int) -> None:
-    """Close the descriptor when its owner is gone; the end of the process does without."""
+    """Close the descriptor when its owner is gone; not needed when the process ends."""
     weakref.finalize(owner, _close, os.getpid(), fd).atexit = False
 
 
 def _close(pid: int, fd: int) -> None:
-    if pid == os.getpid():  # in a forked child the number may stand for something else by now
+    if pid == os.getpid():  # in a forked child the number may mean something else
         os.close(fd)
 
 
@@ -144,7 +145,7 @@ def _refuse_more_than_there_is(nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _turn(fd: int | None) -> Iterator[None]:
-    """Hold the lock of a file that all ranks of the host know; a process that ends gives it back."""
+    """Hold the lock of a file that all ranks of the host know; a process that ends releases it."""
     until = time.monotonic() + _TURN_SECONDS  # one that was stopped does not
     held = False
     while fd is not None and not held and time.monotonic() < until:
@@ -200,7 +201,7 @@ class Arena:
         chunk = min(max(CHUNK_BYTES, self._in_use // 4), LARGEST_CHUNK_BYTES)
         mapping = self._space() if self._space is not None else None
         if mapping is None or self._used + needed > self._size:
-            if needed >= chunk:  # as large as it is: what is left of the last segment serves others
+            if needed >= chunk:  # given its own size: the rest of the last segment serves others
                 return all_bytes(self._new_segment(needed))[:nbytes]
             mapping = self._new_segment(chunk)
             self._space, self._used, self._size = weakref.ref(mapping), 0, len(mapping)
@@ -209,7 +210,7 @@ class Arena:
         return all_bytes(mapping)[start : start + nbytes]
 
     def locate(self, tensor: torch.Tensor) -> Location | None:
-        """Where in this arena the tensor lies; None if elsewhere."""
+        """Where in this arena the tensor lies; None if it lies elsewhere."""
         address = tensor.data_ptr()
         place = bisect.bisect_right(self._bases, address)
         if not place:
@@ -219,7 +220,7 @@ class Arena:
         return Location(line, number, address - base) if address < end else None
 
     def buffer_of(self, tensor: torch.Tensor) -> memoryview:
-        """The bytes of a tensor of this arena, by which its segment lives as long as anything made of them."""
+        """The bytes of a tensor of this arena; they keep its segment alive for anything made of them."""
         address = tensor.data_ptr()
         base = self._bases[bisect.bisect_right(self._bases, address) - 1]
         return memoryview(self._mappings[base])[address - base : address - base + tensor.nbytes]
@@ -251,7 +252,7 @@ class Arena:
         return mapping
 
     def retire(self, base: int, line: int) -> None:
-        """The last tensor of a segment is gone."""
+        """Called when the last tensor of a segment is gone."""
         del self._lines[base]
         self._bases.remove(base)
         self._in_use -= LINE.unpack_from(self._table, line * LINE.size)[2]
@@ -261,7 +262,7 @@ class Arena:
             changed()
 
     def make_private(self) -> None:
-        """See [Note: forked]. In a child of the child they are so already."""
+        """See [Note: forked]. In a child of the child mappings are private already."""
         if self._private:
             return
         self._private = True
@@ -279,7 +280,7 @@ def _retire(arena: weakref.ref[Arena], pid: int, base: int, line: int, fd: int) 
 
 
 def private_mapper() -> Callable[[int, int, int | None], None]:
-    """What lets a mapping (address, bytes, descriptor) be a private copy: see [Note: forked]; without one, zeros.
+    """Returns what makes a mapping (address, bytes, descriptor) private: see [Note: forked]; zeros if no descriptor.
 
     Bound before the fork: in the child, another thread may have held the loader's lock for ever.
     """

@@ -1,11 +1,11 @@
-"""Shares by the collectives that the backend has for them: on accelerators, reduce-scatter and all-gather.
+"""Shares by the backend's own collectives: on accelerators, reduce-scatter and all-gather.
 
     reduce     reduce-scatter of the shares, all-reduce of the words behind them
     spread     all-gather
 
 As many bytes leave each rank as with the all-to-alls of exchange.py. But NCCL sends them along rings and trees of the
 machine, where a share passes from host to host once, not once for each rank of the other host. Its sums of half types
-are rounded on each of these hops, so half types go the other way.
+are rounded on each of these hops, so half types use exchange.py.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .slices import WIDER, slice_of
 
 
 def can_gather(share: torch.Tensor) -> bool:
-    """Whether the backend for such tensors has better than all-to-alls. Gloo, on CPU, has not."""
+    """Whether the backend for such tensors has something better than all-to-alls. Gloo, on the CPU, has not."""
     return not share.is_cpu
 
 
 def can_sum(tensor: torch.Tensor) -> bool:
-    """Whether shares of such tensors are to be summed by reduce-scatter."""
+    """Whether shares of such tensors should be summed by reduce-scatter."""
     return can_gather(tensor) and tensor.dtype not in WIDER
 
 
 class ScatteredSum:
-    """The mean of this rank's share of a tensor's first elements, and the sum of all behind them, on its way.
+    """A collective: the mean of this rank's share of a tensor's first elements, and the sum of all after those.
 
     Args:
         group: of all ranks.
         tensor: flat; the result is in place, and the other shares hold what they held.
-        shared: so many elements are divided into shares.
+        shared: how many elements are divided into shares.
     """
 
     def __init__(self, group: dist.ProcessGroup, tensor: torch.Tensor, shared: int) -> None:
@@ -59,7 +59,7 @@ class ScatteredSum:
         return self._is_in_place or all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Until the result is there. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        """Wait for the result. Raises ``RuntimeError`` if it takes longer; may then be called again."""
         for work in self._works:
             work.wait(*([timeout] if timeout else []))
         if not self._is_in_place:
@@ -68,11 +68,11 @@ class ScatteredSum:
 
 
 class GatheredShares:
-    """All ranks' shares, on their way to all.
+    """A collective: each rank's share to all.
 
     Args:
         group: of all ranks.
-        received: flat, as long as the other ranks' shares together; these come there one behind the other.
+        received: flat, as long as the other ranks' shares together, which arrive there one after the other.
         share: flat, of the same dtype.
         numels: of the ranks' shares.
     """
@@ -96,7 +96,7 @@ class GatheredShares:
         return bool(self._work.is_completed())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Until all have come. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        """Wait until all have arrived. Raises ``RuntimeError`` if it takes longer; may then be called again."""
         self._work.wait(*([timeout] if timeout else []))
         for part, row in self._parts:
             part.copy_(row)
@@ -104,5 +104,5 @@ class GatheredShares:
 
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
-    """With zeros behind, where there are not so many elements."""
+    """Padded with zeros to so many elements."""
     return flat if len(flat) == numel else torch.cat([flat, flat.new_zeros(numel - len(flat))])

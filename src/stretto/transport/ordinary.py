@@ -1,12 +1,12 @@
-"""Tensors over shared memory, and what messages keep of them from one time to the next.
+"""Tensors over shared memory, and what messages cache of them.
 
-In inference mode too they are ordinary ones. What is made in that mode can never be written outside of it: a sum or a
-check amid an evaluation would end the training that follows.
+They are ordinary tensors even if made in inference mode. An inference tensor can never be written outside of that mode:
+a sum or a check during an evaluation would make later training fail.
 
-[Note: past the end]  torch gives a buffer back to Python when the last tensor over it is gone. Of a backward that
-raised, autograd keeps the rest of the graph in its thread, and so these tensors, until after the interpreter has
-ended: to call Python then is the end by a signal of a program that had done its work. What is alive at the end of the
-interpreter is never let go of, therefore.
+[Note: past the end]  torch gives a buffer back to Python when the last tensor over it is gone. After a backward that
+raised, autograd keeps the rest of the graph, and so these tensors, in its thread until after the interpreter has ended.
+Calling Python then ends the program by a signal, although it had done its work. Therefore buffers that are alive when
+the interpreter ends are never released.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def all_bytes(mapping: mmap.mmap) -> torch.Tensor:
-    """Of a mapping, which lives as long as a tensor over it."""
+    """The bytes of a mapping, which lives as long as a tensor over it."""
     return tensor_over(memoryview(mapping), 0, len(mapping), torch.uint8)
 
 
 def tensor_over(buffer: memoryview, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many elements from byte ``start`` of a mapping on, flat, as a tensor with a storage of its own."""
+    """``numel`` elements from byte ``start`` of a mapping on, flat, as a tensor with a storage of its own."""
     held = buffer[start : start + numel * dtype.itemsize]  # by this storage alone
     with torch.inference_mode(False):
         tensor = torch.frombuffer(held, dtype=dtype)
@@ -36,7 +36,7 @@ def tensor_over(buffer: memoryview, start: int, numel: int, dtype: torch.dtype) 
 
 
 def _keep_for_ever(storage: StorageWeakRef) -> None:
-    """See [Note: past the end]. Before the end of the interpreter it is called when the storage has gone."""
+    """See [Note: past the end]. Called when the storage is gone, unless the interpreter has ended."""
     alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
     if alive is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))
@@ -49,14 +49,14 @@ def elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 MOST_ROUTES = 4096
-"""Buckets stay where they are. What passes through staging memory meets in any combination of the ranks' places, which
-differs with every late rank: there would be no end of them."""
+"""At most so many views are kept. Buckets stay where they are, but staging memory occurs in any combination of the
+ranks' places, which changes with every late rank: their number would have no limit."""
 
 
 class Routes(dict[Any, Any]):
-    """Views of where everybody's tensors lie (2 us each to cut anew), by all that makes two messages alike.
+    """Views of all ranks' tensors (cutting one takes 2 us), by everything that makes two messages alike.
 
-    When there are too many, one begins again.
+    When there are too many, all are dropped.
     """
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -4,9 +4,9 @@
 
 An entry says where the tensor of a message lies, or holds two numbers instead.
 
-Only the rank itself writes its page; the others read. The two counters are the words that ranks sleep on, ``asleep``
-says that this rank does or is about to, ``retired`` counts changes of the table, ``broken`` says why this rank will
-never go on. What different ranks look at lies in different cache lines.
+Only the rank itself writes its page; the others read. The two counters are the words that ranks sleep on. ``asleep``
+says that this rank sleeps or is about to, ``retired`` counts changes of the table, ``broken`` says why this rank will
+never go on. Fields that are polled for different purposes lie in different cache lines.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from .memory import LINE_BYTES, Arena, Location
 TOKEN_BYTES = 16
 PUBLISHED, FINISHED, RETIRED, ASLEEP, _BROKEN = (n * LINE_BYTES for n in range(1, 6))
 SEQUENCE = 2**32
-"""Counters begin again at 0 when they have come here."""
+"""Counters restart from 0 at this value."""
 ENTRIES = 1024
 _REASON_BYTES = 8 * LINE_BYTES
 _END = b"\x03"
-"""Behind the reason. It may be seen first, and holes of zeros in the text: cache lines come in any order."""
+"""Ends the reason. It may be seen before the text, or the text with gaps: cache lines arrive in any order."""
 _TABLE = _BROKEN + _REASON_BYTES
 _RING = -(-(_TABLE + memory.TABLE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 DYING_SECONDS = 0.5
-"""How long a process that is being killed may still be seen."""
+"""How long a process that is being killed may still look alive."""
 _ENTRY_BYTES = 64
 _PAGE_BYTES = _RING + ENTRIES * _ENTRY_BYTES
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank publishes of a message."""
+    """What a rank publishes about a message."""
 
     action: bytes
     """At most 16 bytes."""
@@ -72,12 +72,12 @@ class Entry:
 
 
 _CALLS = {"optimizer.step": "optimizer.step()", "optimizer.turn": "optimizer.step(), train() or eval()"}
-"""In which the elements are nobody's affair."""
+"""What to call these actions in messages; their number of elements does not matter."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """By which the others find a rank's page, and know that it is this one."""
+    """How the other ranks find a rank's page, and recognise it."""
 
     pid: int
     fd: int
@@ -85,7 +85,7 @@ class Address:
 
 
 class Page:
-    """This rank's page and arena, before it is known who else is on the host.
+    """This rank's page and arena, made before the other ranks of the host are known.
 
     Raises:
         OSError: the system does not give such memory.
@@ -120,7 +120,7 @@ class Page:
             self.set(ASLEEP, 0)
 
     def publish(self, number: int, action: bytes, numel: int, at: Location) -> None:
-        """Say where the tensor of message ``number`` lies; ``PUBLISHED`` then says that this was said."""
+        """Write where the tensor of message ``number`` lies; the counter ``PUBLISHED`` then announces it."""
         Entry.LAYOUT.pack_into(self.mapping, _RING + number % ENTRIES * _ENTRY_BYTES, action, numel, *at)
 
     def say_broken(self, reason: str) -> None:
@@ -141,25 +141,25 @@ class Peer:
         self.rank = rank
         self.pid = address.pid
         self.address = address
-        self._life = Life(address.pid)  # first: were it another process by now, the token would tell
+        self._life = Life(address.pid)  # first: if it is another process by now, the token tells
         self._mapping = memory.open_peers(address.pid, address.fd, _PAGE_BYTES)
         if self._mapping[:TOKEN_BYTES] != address.token:
             raise OSError(f"process {address.pid} here is another one than rank {rank}")
         self.words = memoryview(self._mapping).cast("I")
-        """Read at ``PUBLISHED // 4`` and so on."""
+        """The page as words: index ``PUBLISHED // 4`` and so on."""
         self.base = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         """The address of the page here."""
         self.memory = PeersMemory(address.pid, memoryview(self._mapping)[_TABLE : _TABLE + memory.TABLE_BYTES])
         self.retired = 0
-        """Its word of that name at the last look."""
+        """The value of its ``RETIRED`` word at the last check."""
 
     def packed_entry(self, number: int) -> bytes:
-        """What it has published of the message, as bytes, which compare fast."""
+        """What it has published about the message, as bytes, which compare fast."""
         at = _RING + number % ENTRIES * _ENTRY_BYTES
         return self._mapping[at : at + Entry.SIZE]
 
     def has_moved(self) -> bool:
-        """Whether memory was retired since the last look."""
+        """Whether memory was retired since the last check."""
         retired = self.words[RETIRED // 4]
         if retired == self.retired:
             return False
@@ -167,7 +167,7 @@ class Peer:
         return True
 
     def reason(self) -> str:
-        """Why it will never go on; empty if it has not said so, or not all of it can be seen yet."""
+        """Why it will never go on; empty if it has not said so, or if the text is not complete yet."""
         text, end, _ = self._mapping[_BROKEN:_TABLE].partition(_END)
         return text.decode(errors="ignore") if end and 0 not in text else ""
 
@@ -177,12 +177,12 @@ class Peer:
 
 
 Missing = tuple[Peer, int, int]
-"""Somebody who has to go on first, the word that will say so, and what it says now."""
+"""A rank that must go on first, the word that will say so, and the word's present value."""
 Whose = TypeVar("Whose", Peer, Address)
 
 
 def behind(peers: Sequence[Peer], word: int, number: int) -> Missing | None:
-    """The first rank that has not said the number of a message by that word, if any."""
+    """The first rank whose word has not reached the number of a message, if any."""
     for peer in peers:
         seen = peer.words[word // 4]
         if (seen - number) % SEQUENCE >= SEQUENCE // 2:
@@ -191,7 +191,7 @@ def behind(peers: Sequence[Peer], word: int, number: int) -> Missing | None:
 
 
 def first_dead(those: Sequence[Whose]) -> Whose | None:
-    """One whose process has ended. Its files and sockets go a moment before it, so a moment is waited for."""
+    """A rank whose process has ended. Its files and sockets go a moment earlier, so this waits for a moment."""
     until = time.monotonic() + DYING_SECONDS
     while True:
         for one in those:

@@ -1,7 +1,7 @@
 """Any torch.distributed process group: Gloo on CPU, NCCL on CUDA, MPI where torch was built with it.
 
-On CUDA tensors the same calls suffice: NCCL runs on its own stream, ordered behind the stream that filled the bucket,
-and ``Work.wait`` orders the current stream behind it without stopping the host.
+For CUDA tensors the same calls suffice: NCCL runs on its own stream, ordered after the stream that filled the bucket,
+and ``Work.wait`` orders the current stream after NCCL's without blocking the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .prompt import let_gloo_go_first
 from .under_way import UnderWay
 
 _leftovers: MutableMapping[dist.ProcessGroup, Leftover] = weakref.WeakKeyDictionary()
-"""Of all groups: torch's objects have no room for it, and several handles may use one."""
+"""Leftovers of all groups: torch's objects have no room for them, and several handles may use one group."""
 
 
 class ProcessGroupTransport(Transport):
@@ -66,7 +66,7 @@ class ProcessGroupTransport(Transport):
         self._sum = dist.AllreduceOptions()  # its default is a sum
         self._in_flight = InFlight()
         self.under_way: UnderWay | None = None
-        """Shares that a step has sent; none where ``Work.wait`` does not stop the host."""
+        """Shares that a step has sent; None if ``Work.wait`` does not block the host."""
         if self.patience is not None:
             self.under_way = UnderWay(self._group, self.rank, self.patience)
             weakref.finalize(self, self.under_way.let_arrive)
@@ -74,7 +74,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group, while it exists."""
+        """The group; raises if it no longer exists."""
         group = self._group()
         if group is None:
             raise CommunicationError(
@@ -84,8 +84,8 @@ class ProcessGroupTransport(Transport):
         return group
 
     @property
-    def store(self) -> Store | None:  # type: ignore[override]  # nobody gives it another
-        """The group's own, by which its ranks found each other; it outlives the group."""
+    def store(self) -> Store | None:  # type: ignore[override]  # never assigned elsewhere
+        """The group's own store, by which its ranks found each other; it outlives the group."""
         try:
             store: Store = dist.distributed_c10d._get_process_group_store(self.process_group)
         except (KeyError, RuntimeError, ValueError):
@@ -110,7 +110,7 @@ class ProcessGroupTransport(Transport):
         return self._in_flight.add(sum_of(self.process_group, tensor, numel))
 
     def spread_share(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Work:
-        """This rank's share to all others, and theirs, one behind the other, into ``received``.
+        """Send this rank's share to all others, and receive theirs, one after the other, into ``received``.
 
         Args:
             received: flat, as long as the other ranks' shares together.
@@ -135,9 +135,9 @@ class ProcessGroupTransport(Transport):
         return values
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
-        """Unless it is over, the group is never freed, nor what is under way in it.
+        """Unless the work is over, neither the group nor what is under way in it is ever freed.
 
-        Gloo's would wait, in ``destroy_process_group`` or at exit, for what never ends; letting_go.py.
+        A Gloo group would wait, in ``destroy_process_group`` or at exit, for what never ends; see letting_go.py.
         """
         if self.under_way is not None:
             self.under_way.remove(work)
@@ -154,9 +154,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _waits_on_host(group: dist.ProcessGroup) -> bool:
-    """Whether ``Work.wait`` stops the host anyhow; a group made without naming a backend has one for each device.
+    """Whether ``Work.wait`` blocks the host; a group made without naming a backend has one for each device.
 
-    One of stretto, as of ``cpu:stretto,cuda:nccl``, is so for all of them: torch makes no other beside it.
+    stretto's backend, as in ``cpu:stretto,cuda:nccl``, blocks for all devices: torch makes no other next to it.
     """
     backend = dist.get_backend(group)
     several = backend == "undefined" or "gloo" in backend
@@ -164,6 +164,6 @@ def _waits_on_host(group: dist.ProcessGroup) -> bool:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds; torch's default where the backend does not say (MPI)."""
+    """Seconds; torch's default if the backend does not say (MPI)."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return float(getattr(options, "_timeout", dist.default_pg_timeout).total_seconds())

@@ -1,12 +1,12 @@
-"""Threads that carry bytes, and ranks that are waited for, go first where they share a core with what computes.
+"""Threads that carry bytes, and ranks that others wait for, run first on a core that also computes.
 
 [Note: short slices]  A message through Gloo is handed from thread to thread: one reads the socket, one of two runs the
-collective, which writes the next piece. On a core that computes, a thread that wakes up waits until the slice of what
-runs there is over, 1.4 to 3 ms by Linux' scheduler since 6.6 (EEVDF, which lets a slice end before it looks again), and
-meanwhile the link has nothing to do. A thread that asks for a shorter slice goes first (since 6.12). It gets no more of
-the processor, only sooner; it needs no privilege; and where the kernel is older, nothing happens.
+collective, which writes the next piece. On a busy core, a thread that wakes up waits until the time slice of the
+running thread is over: 1.4 to 3 ms with Linux's scheduler since 6.6 (EEVDF, which lets a slice end before it decides
+again). Meanwhile the link is idle. A thread that asks for a shorter slice runs first (since 6.12). It does not get more
+of the processor, only gets it sooner; it needs no privilege; and on an older kernel nothing happens.
 
-A rank that sleeps in shared memory asks for it while it sleeps, and computes with slices as long as before.
+A rank that sleeps in shared memory asks for short slices only while it sleeps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 SLICE_NANOSECONDS = 100_000
 """The shortest that Linux takes."""
 _NUMBERS = {"x86_64": (314, 315), "AMD64": (314, 315), "aarch64": (274, 275), "arm64": (274, 275)}
-"""Of the calls of ``_Calls``, which the C library does not have."""
+"""Numbers of the system calls in ``_Calls``, which the C library does not have."""
 _FAIR = (0, 3)
 """The policies that have slices: SCHED_OTHER and SCHED_BATCH."""
 _GLOO = (b"gloo_", b"pt_gloo_")
-"""How the names of its threads begin."""
+"""How the names of Gloo's threads begin."""
 
 
 class _Attributes(ctypes.Structure):
@@ -46,7 +46,7 @@ class _Attributes(ctypes.Structure):
 
 
 def let_gloo_go_first() -> None:
-    """Give the threads that Gloo has in this process by now the shortest slices. Not collective; harmless twice."""
+    """Give the present Gloo threads of this process the shortest slices. Not collective; harmless twice."""
     if _system_calls() is None:
         return
     with contextlib.suppress(OSError):  # no /proc, or a thread has ended
@@ -63,7 +63,7 @@ def shorten(thread: int) -> None:
 
 @contextlib.contextmanager
 def woken_first() -> Iterator[None]:
-    """This thread has the shortest slices inside, and those of before behind."""
+    """Inside, this thread has the shortest slices; afterwards its former ones."""
     if (found := _attributes_of(0)) is None:
         yield
         return
@@ -72,12 +72,12 @@ def woken_first() -> Iterator[None]:
         _set(0, found, SLICE_NANOSECONDS)
         yield
     finally:
-        if (now := _attributes_of(0)) is not None:  # somebody may have changed its niceness meanwhile
+        if (now := _attributes_of(0)) is not None:  # its niceness may have been changed meanwhile
             _set(0, now, before)
 
 
 def _attributes_of(thread: int) -> _Attributes | None:
-    """None where it has no slices, or older kernels know of none."""
+    """None if it has no slices, or the kernel is too old."""
     found = _Attributes()
     if (calls := _system_calls()) is None:
         return None
@@ -87,7 +87,7 @@ def _attributes_of(thread: int) -> _Attributes | None:
 
 def _set(thread: int, attributes: _Attributes, nanoseconds: int) -> None:
     attributes.size, attributes.runtime = ctypes.sizeof(attributes), nanoseconds
-    if (calls := _system_calls()) is not None:  # refused in some sandboxes: then it is as before
+    if (calls := _system_calls()) is not None:  # refused in some sandboxes: then nothing changes
         calls.set(thread, ctypes.byref(attributes), 0, 0)
 
 
@@ -98,7 +98,7 @@ class _Calls(NamedTuple):
 
 @functools.cache
 def _system_calls() -> _Calls | None:
-    """sched_setattr(2) and sched_getattr(2); None where their numbers are not known."""
+    """sched_setattr(2) and sched_getattr(2); None if their numbers are not known."""
     numbers = _NUMBERS.get(platform.machine()) if sys.platform.startswith("linux") else None
     if numbers is None or ctypes.sizeof(ctypes.c_void_p) != 8:  # else they have other numbers
         return None

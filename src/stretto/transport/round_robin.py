@@ -67,7 +67,7 @@ class RoundRobinTransport(Transport):
 
     @property
     def process_group(self) -> Any:
-        """The first's; None if it has none."""
+        """The first transport's; None if it has none."""
         return self._transports[0].process_group
 
     def break_off(self, reason: str) -> None:
@@ -76,7 +76,7 @@ class RoundRobinTransport(Transport):
             transport.break_off(reason)
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
-        """All: what others carry is under way as well."""
+        """Abandon on all transports: the others have messages under way as well."""
         for transport in self._transports:
             transport.abandon(work, handle, told)
 

@@ -21,7 +21,7 @@ from .staging import Staging
 from .sums import PIECE_BYTES, SMALL_BYTES, Copy, StagedSum, SumForAll, SumOfNumbers, SumOfShare, SumOfSlices
 
 CLOSE_SECONDS = 5.0
-"""How long a rank that leaves stays for others that have not yet read what it has sent."""
+"""How long a rank that leaves waits for others that have not yet read what it has sent."""
 
 
 class SharedMemoryTransport(HostMemoryTransport):
@@ -43,7 +43,7 @@ class SharedMemoryTransport(HostMemoryTransport):
         weakref.finalize(self, _flush_at_exit, weakref.ref(host))
 
     @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]  # nobody gives it others
+    def hosts(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]  # never assigned elsewhere
         """All ranks share one memory."""
         return (tuple(range(self.world_size)),)
 
@@ -60,14 +60,14 @@ class SharedMemoryTransport(HostMemoryTransport):
         return works[-1]  # they end in order
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
-        """The mean of this rank's share of the first ``numel`` elements, the sum of what follows; the rest is lost."""
+        """Mean of this rank's share of the first ``numel`` elements, and sum of what follows; other shares are lost."""
         place = self.host.page.arena.locate(tensor) if tensor.is_cpu and tensor.nbytes > SMALL_BYTES else None
         if place is None or tensor.is_complex():
             return self.all_reduce_mean(tensor, numel)
         return self.host.post(SumOfShare(self.host, tensor, numel), place)
 
     def meet(self, numbers: MutableSequence[int], action: bytes) -> Work:
-        """The sums of two numbers, in place, by a name of its own: it is told where other ranks called something else.
+        """The sums of two numbers, in place, under a name: so ranks that called something else are noticed.
 
         Args:
             numbers: two, from 0 to 2**63, summed too.
@@ -77,23 +77,23 @@ class SharedMemoryTransport(HostMemoryTransport):
         return self.host.post(SumOfNumbers(numbers, action), Location(numbers[0], numbers[1], 0))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        """Copied by each receiver from the root's memory."""
+        """Each receiver copies from the root's memory."""
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, root)
         pieces = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
         return [self.host.post(Copy(self.host, piece, self._staging, root)) for piece in pieces][-1]
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
-        """Memory waits for nothing; the group beneath may, for what a comm hook has begun there."""
+        """Shared memory waits for nothing; the group underneath may, for what a comm hook has begun there."""
         if not isinstance(work, Posted):
             self.base.abandon(work, handle, told)
 
     def dead(self) -> list[tuple[int, int]]:
-        """Rank and pid of those whose process has ended without a word."""
+        """Rank and pid of those whose process has ended without giving a reason."""
         return [(peer.rank, peer.pid) for peer in self.host.dead()]
 
     def close(self) -> None:
-        """Memory goes with the last tensor in it, everything else with the transport; but peers may still read."""
+        """Memory is freed with the last tensor in it, everything else with the transport; but peers may still read."""
         self.host.flush(CLOSE_SECONDS)
         self.base.close()
 
@@ -104,7 +104,7 @@ def _flush_at_exit(host: weakref.ref[Host]) -> None:
 
 
 def let_go(host: weakref.ref[Host]) -> None:
-    """The group was destroyed on this rank: who waits for it is told, once it has what it was to have."""
+    """The group was destroyed on this rank: ranks that wait for it are told, once they have what they were to get."""
     if (alive := host()) is not None:
         alive.flush(CLOSE_SECONDS)
         alive.break_off("it has let go of its process group")

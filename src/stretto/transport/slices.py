@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""In which dtype sums of half types are taken, to be rounded once."""
+"""The dtype in which half types are summed, to be rounded once."""
 
 
 def slice_of(numel: int, place: int, places: int) -> tuple[int, int]:
@@ -23,9 +23,9 @@ def add_in_order(
 
     Args:
         parts: of one shape and dtype; half types are summed in float32, and rounded once.
-        out: of the same.
+        out: of the same shape and dtype.
         divisor: the sum is divided by it.
-        first: or so many of its elements alone.
+        first: if given, only so many of its first elements are divided.
     """
     if wide := WIDER.get(out.dtype):
         total, rest = parts[0].to(wide), parts[1:]
@@ -33,7 +33,7 @@ def add_in_order(
         total, rest = out.copy_(parts[0]), ()
     else:
         rest = parts[2:]
-        is_later = any([part is out for part in rest])  # written over, it would be lost before its turn
+        is_later = any([part is out for part in rest])  # it would be overwritten before its turn
         total = torch.add(parts[0], parts[1], out=None if is_later else out)
     for part in rest:
         total.add_(part)

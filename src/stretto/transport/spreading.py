@@ -1,9 +1,9 @@
-"""Shares of ranks on several hosts, on their way into memory that the ranks of a host have in common.
+"""Shares of ranks on several hosts, sent into memory that the ranks of a host have in common.
 
     place p of each host ──all-to-all──> place p of the others ──> into its host's memory ──> its word says so
     whoever reads sleeps on the words of all places of its host
 
-The last two arrows are drawn by a thread, see courier.py. A word that will never say so says ``_FAILED``.
+A thread does the last two steps, see courier.py. If the data will never arrive, the word is set to ``_FAILED``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SLICE_SECONDS = 0.2
 
 
 class Spreading:
-    """Messages that are sent again and again, a round of them after every step. Collective where it begins.
+    """Messages that are sent repeatedly, one round after every step. Collective to make.
 
     Args:
         team: of all ranks; on each host equally many.
-        messages: so many in a round.
+        messages: how many in a round.
         wait_for: waits for a collective, named by a noun.
     """
 
@@ -48,7 +48,7 @@ class Spreading:
         self._round = 0
 
     def begin(self) -> None:
-        """A round begins; all messages of the last one have come. Collective."""
+        """A round begins; all messages of the last one have arrived. Collective."""
         self._round = self._round % _ROUNDS + 1
         self._team.counterparts.courier.trust()
 
@@ -59,13 +59,13 @@ class Spreading:
     def send(
         self, message: int, share: torch.Tensor, numels: Sequence[int], others: Sequence[torch.Tensor]
     ) -> SharesUnderWay:
-        """This rank's share to those of its place on the other hosts, and theirs into this host's memory. Collective.
+        """Send this rank's share to its place on the other hosts; theirs go into this host's memory. Collective.
 
         Args:
             message: its number in the round.
             share: flat.
-            numels: of the shares of this place, by host.
-            others: where those of the other hosts belong.
+            numels: elements of the shares of this place, by host.
+            others: where the shares of the other hosts belong.
         """
         places = [self._messages * place + message for place in range(len(self._team.host.peers))]
         say = self._words.sayer(places[self.local_rank], self._round)
@@ -80,7 +80,7 @@ class Spreading:
 
 
 class Words:
-    """Numbers that ranks of a host say to each other, one writer each.
+    """Numbers that the ranks of a host tell each other, each with one writer.
 
     Args:
         numbers: in common memory.
@@ -92,7 +92,7 @@ class Words:
         self._futex = futex
         self._address = torch.frombuffer(numbers, dtype=torch.int32).data_ptr() if len(numbers) else 0
         self.problems: dict[int, BaseException] = {}
-        """Why this rank's own say ``_FAILED``, by place."""
+        """Why this rank's own words are ``_FAILED``, by place."""
 
     def sayer(self, place: int, number: int) -> Callable[[BaseException | None], None]:
         """To be called once, by whatever thread."""
@@ -111,25 +111,25 @@ class Words:
         return self._numbers[place]
 
     def fence(self) -> None:
-        """What they say is read before what they speak of."""
+        """Orders the read of a word before reads of the data that it announces."""
         self._futex.fence()
 
     def sleep(self, place: int, seen: int, seconds: float) -> None:
-        """Until something else is said, or for so long."""
+        """Sleep until the word changes, or for so long."""
         self._futex.wait(self._address + 4 * place, seen, seconds)
 
 
 class SharesUnderWay:
-    """What the ranks of all hosts have sent with one message, in this host's memory.
+    """One message from the ranks of all hosts, arriving in this host's memory.
 
-    ``goes_on_by_itself``: a rank that has done its passes and ends stays until others have what they need of it.
+    ``goes_on_by_itself``: a rank that has finished and ends stays until others have what they need from it.
 
     Args:
-        words: say whether it is there.
-        ranks: who says it, by the word's place.
-        number: what they will say.
+        words: say whether the data is there.
+        ranks: which rank says it, by the word's place.
+        number: the value that the words will have.
         courier: of this rank.
-        abroad: with whom it exchanges.
+        abroad: the ranks with which this one exchanges.
     """
 
     goes_on_by_itself = True
@@ -146,21 +146,21 @@ class SharesUnderWay:
         return self._missing() is None or bool(self._failed())
 
     def _missing(self) -> tuple[int, int] | None:
-        """A word that does not say so yet, and what it says."""
+        """A word that does not say so yet, and its value."""
         said = ((place, self._words.seen(place)) for place in self._ranks)
         return next((one for one in said if one[1] == _FAILED or self._is_behind(one[1])), None)
 
     def _is_behind(self, round_: int) -> bool:
-        """Another thread may have gone on to the next."""
+        """Another thread may have begun the next round."""
         return (round_ - self._number) % _ROUNDS >= _ROUNDS // 2
 
     def _failed(self) -> list[int]:
         return [place for place in self._ranks if self._words.seen(place) == _FAILED]
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Until all of it is there. Raises ``RuntimeError`` if it lasts longer, and can be called again then.
+        """Wait until all of it is there. Raises ``RuntimeError`` if it takes longer; may then be called again.
 
-        It also raises if something will never come, and then at once, whatever else is on its way.
+        It also raises if a part will never arrive, and then at once, whatever else is under way.
         """
         until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while (missing := self._missing()) is not None:
@@ -181,5 +181,5 @@ class SharesUnderWay:
         raise RuntimeError(f"the exchange of rank {self._ranks[failed[0]]} with other hosts has failed")
 
     def doubt(self) -> None:
-        """Whoever has waited for it does not any more."""
+        """The rank that waited for it has stopped waiting."""
         self._courier.doubt()

@@ -1,4 +1,4 @@
-"""Shared memory through which tensors pass that lie elsewhere."""
+"""Shared memory through which tensors that lie elsewhere pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .host import Host
 from .ordinary import elements
 
 KEPT_BYTES = 16 * 1024 * 1024
-"""So much is kept for the next messages."""
+"""How much is kept for later messages."""
 
 _Views = dict[tuple[torch.dtype, int], torch.Tensor]
 
@@ -29,7 +29,7 @@ class Staging:
         self._kept = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes, as uint8; rounded up to a power of two."""
+        """At least ``nbytes`` bytes, as uint8; rounded up to a power of two."""
         size = max(64, 1 << (nbytes - 1).bit_length())
         self.in_use += size
         if not self._free.get(size):
@@ -47,7 +47,7 @@ class Staging:
             self._views.pop(id(memory), None)
 
     def view(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The beginning of memory that was taken, as elements like these. Remembered: to cut it anew costs 2 us."""
+        """The beginning of memory that was taken, as elements like these. Cached, since cutting it takes 2 us."""
         _, known = self._views.setdefault(id(memory), (memory, {}))
         key = like.dtype, like.numel()
         if key not in known:

@@ -1,9 +1,10 @@
 """What the collectives of one host's ranks do with memory.
 
-A large message has two halves. When all have published, each rank sums its slice over everybody's memory, in rank
-order, and writes the sum into everybody's memory; when all have finished, the result is there. A small one is copied
-into memory that is not waited for, and each rank sums all of it for itself: one meeting instead of two. Either way
-every element is summed in rank order, so the bits are the same on every rank, for every plan, in every run.
+A large message takes two meetings. When all have published, each rank sums its slice over all ranks' memory, in rank
+order, and writes the sum into all ranks' memory; when all have finished, the result is there. A small message is copied
+into staging memory, so that its tensor need not be waited for, and each rank sums all of it for itself: one meeting
+instead of two. Either way every element is summed in rank order, so the bits are the same on every rank, for every
+plan, in every run.
 
 Half types are summed in float32 and rounded once.
 """
@@ -25,15 +26,15 @@ from .slices import add_in_order, slice_of
 from .staging import Staging
 
 SMALL_BYTES = 16 * KIB
-"""Up to here each rank sums all of a message for itself."""
+"""Up to this size, each rank sums all of a message for itself."""
 BLOCK_BYTES = 128 * KIB
 """Added and written in blocks that stay in the processor's cache in between."""
 PIECE_BYTES = 4 * MIB
-"""What does not lie in shared memory passes through it in pieces of this size."""
+"""Tensors outside shared memory pass through it in pieces of this size."""
 
 
 class SumForAll(Message):
-    """Each rank sums all of a small message: from everybody's staging memory into the tensor."""
+    """Each rank sums all of a small message: from all ranks' staging memory into its tensor."""
 
     tensor: torch.Tensor
 
@@ -60,7 +61,7 @@ class SumForAll(Message):
 
 
 class SumOfNumbers(Message):
-    """Two whole numbers of each rank, which stand in its ring where other messages say where their tensor lies."""
+    """Two integers of each rank, in its ring entry, where other messages say where their tensor lies."""
 
     def __init__(self, numbers: MutableSequence[int], action: bytes) -> None:
         self.action = action
@@ -107,7 +108,7 @@ class SumOfSlices(Message):
 
 
 class SumOfShare(SumOfSlices):
-    """Each rank sums its share in its own memory, and for itself what lies behind the shares of all."""
+    """Each rank sums its share in its own memory, and for itself also what follows the shares."""
 
     def __init__(self, host: Host, tensor: torch.Tensor, shared: int) -> None:
         super().__init__(host, tensor, averaged=shared)
@@ -130,13 +131,13 @@ class SumOfShare(SumOfSlices):
         return [*blocks(self._host, entries, self.tensor.dtype, low, high, high, places), behind]
 
     def release(self) -> None:
-        """Nobody reads any more what this rank brought."""
+        """No rank reads this rank's data any more."""
         assert self._behind is not None, "it has begun"
         self.tensor[self._shared :].copy_(self._behind)
 
 
 class StagedSum(SumOfSlices):
-    """The same for a tensor that lies elsewhere."""
+    """The same for a tensor outside shared memory."""
 
     def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
         self._memory = staging.take(result.nbytes)
@@ -145,7 +146,7 @@ class StagedSum(SumOfSlices):
         self.tensor.copy_(result)
 
     def release(self) -> None:
-        """The result goes where it was asked for."""
+        """Copy the result to the tensor."""
         self._result.copy_(self.tensor)
         self._staging.give(self._memory)
 
@@ -171,7 +172,7 @@ class Copy(Message):
             self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self.numel))
 
     def end(self) -> None:
-        """Whoever called may let go of the tensor."""
+        """The caller may drop the tensor."""
         del self._result
 
     def release(self) -> None:
@@ -197,11 +198,11 @@ class Block:
     divisor: int
 
     def add_up(self, place: int = 0) -> torch.Tensor:
-        """The sum in rank order, divided, in the memory of one of them; the others' stay as they are."""
+        """The sum in rank order, divided, into the memory of one of them; the others are not changed."""
         return add_in_order(self.parts, self.parts[place], self.divisor)
 
     def write(self) -> None:
-        """What is in the first part, into all others."""
+        """Copy the first part into all others."""
         for part in self.parts[1:]:
             part.copy_(self.parts[0])
 
@@ -216,7 +217,7 @@ def blocks(
     divisor: int,
     source: int = 0,
 ) -> list[Block]:
-    """Elements ``low`` to ``high``, cut to fit the processor's cache; those before ``averaged`` are to be divided.
+    """Elements ``low`` to ``high``, cut to fit the processor's cache; those before ``averaged`` will be divided.
 
     The part of the rank at place ``source`` comes first.
     """
@@ -231,5 +232,5 @@ def blocks(
 
 @functools.cache
 def action(what: str, dtype: torch.dtype) -> bytes:
-    """What a message publishes of itself."""
+    """The name that a message publishes."""
     return f"{what} {dtype_name(dtype)}".encode()

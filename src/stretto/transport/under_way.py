@@ -1,9 +1,9 @@
-"""What a step has left under way over a process group, and the end that waits for it.
+"""What a step has left under way over a process group, and the wait for it at the end.
 
     spread_share ──> SentShares, in the list ──> waited for by whoever reads a parameter, and out of it
                                         └──> else by the end of the transport or of the program
 
-When the interpreter ends nothing is under way: letting_go.py.
+When the interpreter ends, nothing may be under way: see letting_go.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger("stretto")
 
 _LOOK = datetime.timedelta(seconds=0.1)
 _PATIENT_SECONDS = 5.0
-"""What is waited for longer is told."""
+"""A longer wait is reported."""
 LETTING_GO_SECONDS = 0.005
-"""Within which a thread of Gloo has let go of the tensors of a collective that it has told to be over."""
+"""Within this time Gloo's thread has released the tensors of a collective that it has reported as complete."""
 _LASTS = (
     "rank %d: the model was dropped, or the program ends, while parameters of its last step are on their way, and "
     "they have not arrived within %.0f s. Another rank has not taken that step, or hangs: look there. This rank "
@@ -38,7 +38,7 @@ _LASTS = (
 
 
 class UnderWay:
-    """The collectives of one transport that nobody has waited for yet.
+    """The collectives of one transport that have not been waited for.
 
     Args:
         group: carries them.
@@ -54,7 +54,7 @@ class UnderWay:
         self._spreads: list[SentShares] = []
 
     def add(self, work: Work) -> Work:
-        """Among them until it was waited for."""
+        """Keep a collective here until it has been waited for."""
         spread = SentShares(work, self)
         for one in [*self._spreads]:
             if one.is_completed():
@@ -63,7 +63,7 @@ class UnderWay:
         return spread
 
     def remove(self, spread: object) -> None:
-        """It has been waited for, or may never end. Harmless twice."""
+        """Drop one that has been waited for, or may never end. Harmless twice."""
         self._spreads[:] = [one for one in self._spreads if one is not spread]
 
     def let_arrive(self) -> None:
@@ -75,7 +75,7 @@ class UnderWay:
             return
         try:
             self._wait()
-        except BaseException:  # Ctrl-C; the group would go on waiting where it is freed
+        except BaseException:  # Ctrl-C; freeing the group would wait again
             for spread in self._spreads:
                 if not spread.is_completed():
                     never_free(spread)
@@ -98,22 +98,22 @@ class SentShares:
     """Shares on their way.
 
     Args:
-        work: carries them.
+        work: the collective that carries them.
         among: forgets this when it has been waited for: it holds as much memory as it has brought.
     """
 
     waits_again = True
-    """Who is stopped while it waits for them leaves nothing behind: whoever reads next waits for them."""
+    """An interrupted wait leaves nothing unfinished: the next read waits again."""
 
     def __init__(self, work: Work, among: UnderWay) -> None:
         self._work: Any = work
         self._among = among
 
     def is_completed(self) -> bool:
-        """Whether it can be had without waiting."""
+        """Whether they are there, without waiting."""
         return bool(self._work.is_completed())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
-        """Until all have come. Raises ``RuntimeError`` if it lasts longer, and can be called again then."""
+        """Wait until all have arrived. Raises ``RuntimeError`` if it takes longer; may then be called again."""
         self._work.wait(timeout)
         self._among.remove(self)

@@ -294,8 +294,9 @@ def test_statistics_of_a_forward_on_one_rank_alone_are_told_of_as_such() -> None
 
     told = (
         "pass 1: the ranks no longer hold the same values of 0.running_mean, 0.running_var, 0.num_batches_tracked.\n"
-        "They are buffers, and the parameters are equal. Mostly some ranks alone have run a forward in train() mode "
-        "since the last backward, to evaluate without model.eval(), say; then the next backward makes them equal again."
+        "They are buffers, and the parameters are equal. Usually only some ranks have run a forward in train() mode "
+        "since the last backward, for example to evaluate without model.eval(); the next backward makes them equal "
+        "again."
     )
     assert run_ranks(worker, 2) == [told] * 2
 

@@ -43,10 +43,10 @@ EARLY = (
 NOTE = "  rank {0}, pass {1}, forward: ValueError: bad token (test_forward.py:LINE in forward)\n"
 IN_BACKWARD = "  rank {0}, pass {1}, backward: ValueError: bad token (test_forward.py:LINE in raises)\n"
 MORE = (
-    "rank {0}, pass {1}: some ranks ran forward more often for this pass than for any before, others did not ({2})."
-    "\nIf a rank left out a batch (an exception that was caught, a loss that needs no gradient, a break or continue "
-    "before backward), its passes are shifted by one from here on. Forwards that no backward follows belong under "
-    "torch.no_grad(). Told once."
+    "rank {0}, pass {1}: some ranks ran forward more often for this pass than for any earlier one, others did not "
+    "({2}).\nIf a rank skipped a batch (an exception that was caught, a loss that needs no gradient, a break or "
+    "continue before backward), its passes are shifted by one from here on. Run forwards without a backward under "
+    "torch.no_grad(). Shown once."
 )
 
 

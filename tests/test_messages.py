@@ -48,7 +48,7 @@ class Heads(torch.nn.Module):
 NEVER_USED = (
     "rank 0, pass 3: heads.c.weight, heads.c.bias, heads.d.weight, heads.d.bias had no gradient in any pass so far, "
     "{}. Each stays untrained, and is sent as zeros if others share its bucket.\n"
-    "If it is meant so, as of a target network, freeze it: requires_grad_(False)."
+    "If that is intended, as for a target network, freeze it: requires_grad_(False)."
 )
 
 
@@ -123,7 +123,7 @@ def test_beside_noop_hook_rank_0_speaks_of_itself(caplog) -> None:
 
 
 NO_WEIGHT = (
-    "rank 0, pass 1: attached with weighted=True, and no weight was set before this pass, so this rank counts as 1.\n"
+    "rank 0, pass 1: attached with weighted=True, but no weight was set before this pass, so this rank counts as 1.\n"
     "Set it before each backward: sync.weight = len(inputs), or a wrapper's .synchronizer.weight; or leave out "
     "weighted=True."
 )
@@ -165,10 +165,10 @@ def test_a_join_over_the_ranks_that_are_left_sets_its_weights_itself() -> None:
 
 
 KEPT = (
-    "rank 0, {}: a step with gradients of this rank alone, from a backward inside no_sync(): weight, bias. Each "
-    "rank steps with its own gradients.\n"
+    "rank 0, {}: a step with gradients of this rank only, from a backward inside no_sync(): weight, bias. Each rank "
+    "steps with its own gradients.\n"
     "Run the last backward before each step outside no_sync(), also in the last, shorter round of an epoch. If "
-    "gradients, or later the weights, are averaged in another way, all is well. Told once."
+    "gradients, or later the weights, are averaged in another way, ignore this. Shown once."
 )
 
 
@@ -242,10 +242,10 @@ def test_steps_behind_gradients_that_were_dropped_are_not_told_of(caplog, set_to
 
 
 ANOTHER_IS_TRAINED = (
-    "rank 0, before pass 1: {} of SGD, which no handle averages, and no backward has reached the attached module: "
-    "each rank may be training its own model.\n"
-    "Attach the module that is trained, not an earlier one from which it was copied or built again. If it is "
-    "averaged in another way, or each rank is meant to train its own first, all is well. Told once."
+    "rank 0, before pass 1: {} of SGD, which no handle averages, and no backward has reached the attached module: each "
+    "rank may be training its own model.\n"
+    "Attach the module that you train, not an earlier one that it was copied or rebuilt from. If it is averaged in "
+    "another way, or each rank is meant to train its own first, ignore this. Shown once."
 )
 
 
@@ -351,8 +351,8 @@ def test_who_attaches_a_module_and_trains_another_is_told(
 
 STEPPED_ALONE = (
     "rank 0, pass 1: SGD steps {}, which no handle averages, beside parameters that one does: each rank may train its "
-    "own.\nAttach the module that holds all of them, or this part as well. Where they are to differ, or are averaged "
-    "in another way, all is well. Told once."
+    "own.\nAttach the module that holds all of them, or this part as well. If they are meant to differ, or are "
+    "averaged in another way, ignore this. Shown once."
 )
 
 
@@ -547,8 +547,8 @@ ALONE = [
     ),
     (
         lambda: Events(2).add(3),
-        "rank 2: observe() was given 3, which has no method that is named as an event.\n"
-        "Give it methods of stretto.events.Observer, as pass_settled(self, pass_number).",
+        "rank 2: observe() was given 3, which has no method named after an event.\n"
+        "Give it methods of stretto.events.Observer, such as pass_settled(self, pass_number).",
     ),
     (lambda: stretto.reduce([None, 1.0]), "reduce: item 1 is a float; give dense floating tensors"),
     (
@@ -815,8 +815,8 @@ ON_RANKS = [
     ),
     (
         who_used_what_beside_noop_hook,
-        "rank 0, before pass 1: which ranks used which parameters is not known beside torch's noop_hook, which stands "
-        "for no communication at all.\nUse another hook, or none, or look at .grad on each rank.",
+        "rank 0, before pass 1: with torch's noop_hook, which communicates nothing, it is not known which ranks used "
+        "which parameters.\nUse another hook, or none, or look at .grad on each rank.",
     ),
     (
         broken_link,
@@ -880,8 +880,8 @@ def test_text_of_an_observer_that_raises(caplog) -> None:
     with caplog.at_level(logging.DEBUG, "stretto"):
         run_ranks(worker, 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 1, pass 1: observer Careless() raised and was dropped; training goes on.\n"
-        "Mend it and hand it to sync.observe(...) again."
+        "rank 1, pass 1: observer Careless() raised an exception and was removed; training goes on.\n"
+        "Fix it and pass it to sync.observe(...) again."
     ]
 
 

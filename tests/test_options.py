@@ -531,14 +531,13 @@ def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: fl
                 "pass 4: the ranks no longer hold the same values of 2.bias.\n"
                 f"  2.bias: ranks 0, 2 differ from rank 1 by up to {far}, in 1 of 2 elements\n"
                 "Something changed them on some ranks only: a step that one rank skipped, or took after a backward "
-                "inside no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, "
-                "which shifts its passes; weights or an optimizer's state that only some ranks have loaded; another "
-                "learning rate, as from a scheduler that looks at one rank's loss; LBFGS, whose closure runs more "
-                "often on one rank, because of its own loss; a random number, as of weights that are drawn in the "
-                "first forward (run one before attach). Or they were never equal: attach(init_sync=False), where each "
-                "rank had drawn its own.\n"
-                "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the "
-                "optimizer on all ranks.",
+                "inside no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, which "
+                "shifts its passes; weights or an optimizer's state that only some ranks have loaded; another learning "
+                "rate, as from a scheduler that looks at one rank's loss; LBFGS, whose closure runs more often on one "
+                "rank, because of its own loss; random numbers, such as weights drawn in the first forward (run one "
+                "before attach). Or they were never equal: attach(init_sync=False), where each rank drew its own.\n"
+                "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer "
+                "on all ranks.",
             )
         ]
         * 3

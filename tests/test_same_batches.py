@@ -18,11 +18,11 @@ from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import LocalTransport, Transport
 
 TOLD = (
-    "rank 0, pass {0}: of {1} the gradients were the same, bit for bit, in each of 8 passes, before averaging. So "
+    "rank 0, pass {0}: before averaging, the gradients of {1} were the same, bit for bit, in each of 8 passes. So "
     "these ranks train on the same batches, and together do the work of one rank.\n"
-    "Give each rank its own: DataLoader(..., sampler=DistributedSampler(dataset)), with the global rank; for a "
-    "stream, datasets.distributed.split_dataset_by_node; for random data, a seed that contains the rank. If it is "
-    "meant so, all is well. Told once; check_every=0 never looks."
+    "Give each rank its own: DataLoader(..., sampler=DistributedSampler(dataset)), with the global rank; for a stream, "
+    "datasets.distributed.split_dataset_by_node; for random data, a seed that contains the rank. If that is intended, "
+    "ignore this. Shown once; check_every=0 never looks."
 )
 
 

@@ -503,7 +503,7 @@ def test_who_goes_through_the_state_is_told_once_that_it_is_not_there(caplog: py
     assert sorted(record.getMessage() for record in caplog.records) == [
         f"rank {rank}, shard: the state of this optimizer is divided over the ranks, so a loop over optimizer.state "
         "finds nothing, and changes nothing.\n"
-        "To read it: state_dict(), on all ranks; to set it: load_state_dict(). Told once."
+        "To read it: state_dict(), on all ranks; to set it: load_state_dict(). Shown once."
         for rank in (0, 1)
     ]
 

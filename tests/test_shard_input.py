@@ -678,13 +678,13 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
 
     shared(worker, world)
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"rank {rank}, pass {behind + 1}: since the last step {len(only)} ranks have written parameters in place "
-        "that the ranks of a host share in one memory (nn.init, p.mul_(), an optimizer hook, a forward); this rank, "
-        f"of ranks {', '.join(map(str, range(world)))}, has written first.weight. If several ranks of a host change "
-        "a parameter, it changes once for each of them, while others may be reading it.\n"
-        "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign parameter.data = "
-        "...; see docs/sharding.md. If each rank writes different parameters, or writing twice does no harm "
-        "(clamp_, values that are copied in between barriers), all is well. Told once."
+        f"rank {rank}, pass {behind + 1}: since the last step {len(only)} ranks have written in place to "
+        "parameters that the ranks of a host share in one memory (nn.init, p.mul_(), an optimizer hook, a forward); "
+        f"this rank, of ranks {', '.join(map(str, range(world)))}, has written to first.weight. If several ranks "
+        "of a host change a parameter, the change is applied once for each of them, while others may be reading it.\n"
+        "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign parameter.data = ...; "
+        "see docs/sharding.md. If each rank writes different parameters, or writing twice does no harm (clamp_, values "
+        "copied in between barriers), ignore this. Shown once."
         for rank in tells
     ]
 

@@ -30,15 +30,15 @@ APART = (
     "  0.bias: rank 0 differs from rank 1 by up to 1, in 4 of 4 elements\n"
     "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
     "Something changed them on some ranks only: a step that one rank skipped, or took after a backward inside "
-    "no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its "
-    "passes; weights or an optimizer's state that only some ranks have loaded; another learning rate, as from a "
-    "scheduler that looks at one rank's loss; LBFGS, whose closure runs more often on one rank, because of its own "
-    "loss; a random number, as of weights that are drawn in the first forward (run one before attach). Or they were "
-    "never equal: attach(init_sync=False), where each rank had drawn its own.\n"
+    "no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its passes; "
+    "weights or an optimizer's state that only some ranks have loaded; another learning rate, as from a scheduler that "
+    "looks at one rank's loss; LBFGS, whose closure runs more often on one rank, because of its own loss; random "
+    "numbers, such as weights drawn in the first forward (run one before attach). Or they were never equal: "
+    "attach(init_sync=False), where each rank drew its own.\n"
     "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
     "ranks.\n"
-    "stretto compares a few elements now and then. If ranks are meant to train on their own for a while, all is "
-    "well. Told once; check_every=n compares everything, and raises; check_every=0 never compares."
+    "stretto compares a few elements now and then. If ranks are meant to train on their own for a while, ignore this. "
+    "Shown once; check_every=n compares everything, and raises; check_every=0 never compares."
 )
 
 
@@ -286,13 +286,13 @@ def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_aga
     run_ranks(worker, 2)
     assert warnings_of(caplog) == [
         f"pass {told_in} of Sequential: before the last step the ranks held different values of 0.weight, 0.bias, "
-        "2.weight. Each rank has stepped its share from its own values, so the model is equal on all ranks again, "
-        "but a mixture.\n"
+        "2.weight. Each rank has stepped its share from its own values, so the model is equal on all ranks again, but "
+        "a mixture.\n"
         "  0.weight: rank 0 differs from rank 1 by up to 1, in 20 of 20 elements\n"
         "  0.bias: rank 0 differs from rank 1 by up to 1, in 4 of 4 elements\n"
         "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
-        "Change weights in the same way on all ranks: load them on each, and draw random values with one seed. "
-        "Start again from before that. Only a few elements were compared. Told once; check_every=0 never looks."
+        "Change weights in the same way on all ranks: load them on each, and draw random values with one seed. Start "
+        "again from before that. Only a few elements were compared. Shown once; check_every=0 never looks."
     ]
 
 

@@ -21,8 +21,8 @@ TOLD = (
     "pass {0} of Linear: an optimizer steps {1}, which no handle averages, and ranks hold different values of it.\n"
     "  {1}: rank 0 differs from rank 1 by up to {2}, in 1 of 1 element\n"
     "Attach the module that it belongs to; or, if it belongs to none, average its gradient on all ranks before each "
-    "step, stretto.reduce([parameter.grad]), and start from equal values. If ranks are meant to differ there, all "
-    "is well. Told once; check_every=0 never looks."
+    "step, stretto.reduce([parameter.grad]), and start from equal values. If ranks are meant to differ there, ignore "
+    "this. Shown once; check_every=0 never looks."
 )
 ALPHA = "param_groups[0]['params'][0] (1,) of SGD"
 

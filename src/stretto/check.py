@@ -87,17 +87,16 @@ def check_replicas(
 
 _PARAMETERS = (
     "Something changed them on some ranks only: a step that one rank skipped, or took after a backward inside "
-    "no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its "
-    "passes; weights or an optimizer's state that only some ranks have loaded; another learning rate, as from a "
-    "scheduler that looks at one rank's loss; LBFGS, whose closure runs more often on one rank, because of its own "
-    "loss; a random number, as of weights that are drawn in the first forward (run one before attach). Or they were "
-    "never equal: attach(init_sync=False), where each rank had drawn its own.\n"
-    "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all "
-    "ranks."
+    "no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its passes; "
+    "weights or an optimizer's state that only some ranks have loaded; another learning rate, as from a scheduler that "
+    "looks at one rank's loss; LBFGS, whose closure runs more often on one rank, because of its own loss; random "
+    "numbers, such as weights drawn in the first forward (run one before attach). Or they were never equal: "
+    "attach(init_sync=False), where each rank drew its own.\n"
+    "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all ranks."
 )
 _BUFFERS = (
-    "They are buffers, and the parameters are equal. Mostly some ranks alone have run a forward in train() mode since "
-    "the last backward, to evaluate without model.eval(), say; then the next backward makes them equal again."
+    "They are buffers, and the parameters are equal. Usually only some ranks have run a forward in train() mode since "
+    "the last backward, for example to evaluate without model.eval(); the next backward makes them equal again."
 )
 
 

@@ -116,8 +116,8 @@ class Events:
         methods = {event: getattr(observer, event, None) for event in EVENTS}
         if not any(map(callable, methods.values())):
             raise SetupError(
-                f"rank {self.rank}: observe() was given {reprlib.repr(observer)}, which has no method that is named as "
-                "an event.\nGive it methods of stretto.events.Observer, as pass_settled(self, pass_number)."
+                f"rank {self.rank}: observe() was given {reprlib.repr(observer)}, which has no method named after "
+                "an event.\nGive it methods of stretto.events.Observer, such as pass_settled(self, pass_number)."
             )
         for event, method in methods.items():
             if callable(method):
@@ -136,8 +136,8 @@ class Events:
                 method(*values)
             except Exception:
                 log.exception(
-                    "rank %s, pass %s: observer %r raised and was dropped; training goes on.\n"
-                    "Mend it and hand it to sync.observe(...) again.",
+                    "rank %s, pass %s: observer %r raised an exception and was removed; training goes on.\n"
+                    "Fix it and pass it to sync.observe(...) again.",
                     self.rank,
                     values[0],
                     observer,

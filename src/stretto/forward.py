@@ -219,10 +219,10 @@ class ForwardWatch:
             return
         told = "; ".join(f"rank {other} {now}, at most {most} before" for other, (now, most, _) in enumerate(everyone))
         log.warning(
-            "%s: some ranks ran forward more often for this pass than for any before, others did not (%s).\n"
-            "If a rank left out a batch (an exception that was caught, a loss that needs no gradient, a break or "
-            "continue before backward), its passes are shifted by one from here on. Forwards that no backward follows "
-            "belong under torch.no_grad(). Told once.",
+            "%s: some ranks ran forward more often for this pass than for any earlier one, others did not (%s).\n"
+            "If a rank skipped a batch (an exception that was caught, a loss that needs no gradient, a break or "
+            "continue before backward), its passes are shifted by one from here on. Run forwards without a backward "
+            "under torch.no_grad(). Shown once.",
             self._queue.where,
             told,
         )

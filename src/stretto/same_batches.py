@@ -95,11 +95,11 @@ class SameBatches:
         if groups and queue.transport.rank == 0:
             more = [f"{len(groups) - _GROUPS} more such groups"] * (len(groups) > _GROUPS)
             log.warning(
-                "%s: of %s the gradients were the same, bit for bit, in each of %d passes, before averaging. So "
-                "these ranks train on the same batches, and together do the work of one rank.\n"
-                "Give each rank its own: DataLoader(..., sampler=DistributedSampler(dataset)), with the global "
-                "rank; for a stream, datasets.distributed.split_dataset_by_node; for random data, a seed that "
-                "contains the rank. If it is meant so, all is well. Told once; check_every=0 never looks.",
+                "%s: before averaging, the gradients of %s were the same, bit for bit, in each of %d passes. So these "
+                "ranks train on the same batches, and together do the work of one rank.\n"
+                "Give each rank its own: DataLoader(..., sampler=DistributedSampler(dataset)), with the global rank; "
+                "for a stream, datasets.distributed.split_dataset_by_node; for random data, a seed that contains the "
+                "rank. If that is intended, ignore this. Shown once; check_every=0 never looks.",
                 queue.where,
                 " and of ".join([*groups[:_GROUPS], *more]),
                 len(self._weights),

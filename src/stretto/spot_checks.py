@@ -204,12 +204,12 @@ class SpotChecks:
         names, lines = unlike(kept or None, self._peers.gather, in_common=True)
         if names and self._speaks:
             log.warning(
-                "%s: before the last step the ranks held different values of %s. Each rank has stepped its share "
-                "from its own values, so the model is equal on all ranks again, but a mixture.\n"
+                "%s: before the last step the ranks held different values of %s. Each rank has stepped its share from "
+                "its own values, so the model is equal on all ranks again, but a mixture.\n"
                 "%s\n"
-                "Change weights in the same way on all ranks: load them on each, and draw random values with one "
-                "seed. Start again from before that. Only a few elements were compared. Told once; check_every=0 "
-                "never looks.",
+                "Change weights in the same way on all ranks: load them on each, and draw random values with one seed. "
+                "Start again from before that. Only a few elements were compared. Shown once; check_every=0 never "
+                "looks.",
                 where,
                 name_list(names),
                 "\n".join(lines),
@@ -220,6 +220,6 @@ class SpotChecks:
         log.warning(
             "%s\n"
             "stretto compares a few elements now and then. If ranks are meant to train on their own for a while, "
-            "all is well. Told once; check_every=n compares everything, and raises; check_every=0 never compares.",
+            "ignore this. Shown once; check_every=n compares everything, and raises; check_every=0 never compares.",
             error,
         )

@@ -122,12 +122,11 @@ class Unattached:
 
     def _tell(self, names: Sequence[str], lines: Sequence[str], number: int) -> None:
         log.warning(
-            "pass %s of %s: an optimizer steps %s, which no handle averages, and ranks hold different values of "
-            "it.\n"
+            "pass %s of %s: an optimizer steps %s, which no handle averages, and ranks hold different values of it.\n"
             "%s\n"
-            "Attach the module that it belongs to; or, if it belongs to none, average its gradient on all ranks "
-            "before each step, stretto.reduce([parameter.grad]), and start from equal values. If ranks are meant to "
-            "differ there, all is well. Told once; check_every=0 never looks.",
+            "Attach the module that it belongs to; or, if it belongs to none, average its gradient on all ranks before "
+            "each step, stretto.reduce([parameter.grad]), and start from equal values. If ranks are meant to differ "
+            "there, ignore this. Shown once; check_every=0 never looks.",
             number,
             type(self._members.module()).__name__,
             name_list(names),

@@ -71,8 +71,8 @@ def used_by(queue: LaunchQueue) -> dict[str, int]:
     """The same by name."""
     if not queue.tells:
         raise UnsupportedError(
-            f"{queue.where}: which ranks used which parameters is not known beside torch's noop_hook, which "
-            "stands for no communication at all.\nUse another hook, or none, or look at .grad on each rank."
+            f"{queue.where}: with torch's noop_hook, which communicates nothing, it is not known "
+            "which ranks used which parameters.\nUse another hook, or none, or look at .grad on each rank."
         )
     counts = ranks_that_had(queue.buckets)
     return {name: counts[index] for index, name in enumerate(queue.names) if name != STAND_IN}
@@ -151,9 +151,9 @@ class NeverUsed:
 
     def _warn(self, names: list[str], told: bool) -> None:
         log.warning(
-            "%s: %s had no gradient in any pass so far, %s. "
-            "Each stays untrained, and is sent as zeros if others share its bucket.\n"
-            "If it is meant so, as of a target network, freeze it: requires_grad_(False).",
+            "%s: %s had no gradient in any pass so far, %s. Each stays untrained, and is sent as zeros if others share "
+            "its bucket.\n"
+            "If that is intended, as for a target network, freeze it: requires_grad_(False).",
             self._queue.where,
             name_list(names),
             "on any rank" if told else "on this rank",
@@ -161,7 +161,7 @@ class NeverUsed:
 
     def _warn_of_weight(self) -> None:
         log.warning(
-            "%s: attached with weighted=True, and no weight was set before this pass, so this rank counts as 1.\n"
+            "%s: attached with weighted=True, but no weight was set before this pass, so this rank counts as 1.\n"
             "Set it before each backward: sync.weight = len(inputs), or a wrapper's .synchronizer.weight; or leave out "
             "weighted=True.",
             self._queue.where,
@@ -229,10 +229,10 @@ class SteppedAlone:
     def _tell_that_others_train(self) -> None:
         stop_listening(self._stepping)
         log.warning(
-            "%s: %s of %s, which no handle averages, and no backward has reached the attached module: each rank may "
-            "be training its own model.\n"
-            "Attach the module that is trained, not an earlier one from which it was copied or built again. If it "
-            "is averaged in another way, or each rank is meant to train its own first, all is well. Told once.",
+            "%s: %s of %s, which no handle averages, and no backward has reached the attached module: each rank may be "
+            "training its own model.\n"
+            "Attach the module that you train, not an earlier one that it was copied or rebuilt from. If it is "
+            "averaged in another way, or each rank is meant to train its own first, ignore this. Shown once.",
             self._queue.where,
             counted(self._early_steps, "steps"),
             self._optimizer,
@@ -257,10 +257,10 @@ class SteppedAlone:
         if kept and self._tracker.unsynchronized:
             stop_listening(self._stepping_kept)
             log.warning(
-                "%s: a step with gradients of this rank alone, from a backward inside no_sync(): %s. Each rank "
-                "steps with its own gradients.\n"
+                "%s: a step with gradients of this rank only, from a backward inside no_sync(): %s. Each rank steps "
+                "with its own gradients.\n"
                 "Run the last backward before each step outside no_sync(), also in the last, shorter round of an "
-                "epoch. If gradients, or later the weights, are averaged in another way, all is well. Told once.",
+                "epoch. If gradients, or later the weights, are averaged in another way, ignore this. Shown once.",
                 self._queue.where,
                 name_list(kept),
             )
@@ -302,8 +302,8 @@ class SteppedAlone:
     def _warn(self, optimizer: str, names: list[str]) -> None:
         log.warning(
             "%s: %s steps %s, which no handle averages, beside parameters that one does: each rank may train its own.\n"
-            "Attach the module that holds all of them, or this part as well. Where they are to differ, or are averaged "
-            "in another way, all is well. Told once.",
+            "Attach the module that holds all of them, or this part as well. If they are meant to differ, or are "
+            "averaged in another way, ignore this. Shown once.",
             self._queue.where,
             optimizer,
             name_list(names),

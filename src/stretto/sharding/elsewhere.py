@@ -40,7 +40,7 @@ class Elsewhere(defaultdict[torch.Tensor, Any]):
             log.warning(
                 "%s: the state of this optimizer is divided over the ranks, so a loop over optimizer.state finds "
                 "nothing, and changes nothing.\n"
-                "To read it: state_dict(), on all ranks; to set it: load_state_dict(). Told once.",
+                "To read it: state_dict(), on all ranks; to set it: load_state_dict(). Shown once.",
                 self._where,
             )
 

@@ -58,13 +58,13 @@ class Writings:
         self._has_told = True
         if names and (speaks or count < sum(map(len, layout.hosts))):
             log.warning(
-                "%s: since the last step %d ranks have written parameters in place that the ranks of a host share "
-                "in one memory (nn.init, p.mul_(), an optimizer hook, a forward); this rank, of %s, has written %s. "
-                "If several ranks of a host change a parameter, it changes once for each of them, while others may "
-                "be reading it.\n"
+                "%s: since the last step %d ranks have written in place to parameters that the ranks of a host share "
+                "in one memory (nn.init, p.mul_(), an optimizer hook, a forward); this rank, of %s, has written to %s. "
+                "If several ranks of a host change a parameter, the change is applied once for each of them, while "
+                "others may be reading it.\n"
                 "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign "
                 "parameter.data = ...; see docs/sharding.md. If each rank writes different parameters, or writing "
-                "twice does no harm (clamp_, values that are copied in between barriers), all is well. Told once.",
+                "twice does no harm (clamp_, values copied in between barriers), ignore this. Shown once.",
                 where,
                 count,
                 describe_ranks(layout.host),

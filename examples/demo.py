@@ -62,7 +62,7 @@ def main() -> int:
 
     print(f"\nThe plan stretto learnt:\n{ours['plan']}\n")
     Console().print(comparison(ours, theirs, difference))
-    print("One run of each, one after the other, is a first look at the time; `make bench` measures properly.\n")
+    print("One run of each, one after the other, is only a first look at the times; `make bench` measures properly.\n")
 
     words = "are the same numbers as" if same else "DIFFER from"
     ratio = ours["seconds_per_step"] / theirs["seconds_per_step"]

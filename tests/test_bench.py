@@ -458,7 +458,7 @@ def test_command_compares_a_model_of_ones_own(tmp_path: Path) -> None:
         (["none.py:f"], "stretto: none.py: no such file\n"),
         (["--ranks", "0"], "stretto: ranks=0 must be 1 or more"),
         (["--ranks", "two"], "stretto: Invalid value for '--ranks'"),
-        (["--rounds", "0"], "stretto: --rounds 0: at least one is run"),
+        (["--rounds", "0"], "stretto: --rounds 0: must be 1 or more"),
         (["--only", "elephant"], "stretto: no contestant has 'elephant' in its name."),
         (["--ranks", "1", "--network", "1gbit"], "stretto: a network needs two hosts"),
         (["--plot", "a.gif"], "stretto: a.gif: a plot ends in .svg, .png or .pdf\n"),

@@ -139,7 +139,7 @@ def test_run_says_that_an_option_of_its_own_stands_behind_the_script(tmp_path: P
     path = script(tmp_path, "import argparse; argparse.ArgumentParser().parse_args()")
     done = command("run", "--ranks", 1, path, option)
     assert done.returncode == 2
-    told = f"\n{option} stands behind the script, which it was handed to: stretto run {option} ... {path}"
+    told = f"\n{option} comes after the script, which got it: write stretto run {option} ... {path}"
     assert (told in done.stderr) is ("ranks" in option)
 
 
@@ -271,8 +271,8 @@ def test_run_refuses_what_there_are_no_descriptors_for(tmp_path: Path) -> None:
     script(tmp_path, "")
     line = f"ulimit -n 16; '{sys.executable}' -m stretto run -n 2 script.py"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    told = re.sub(r"\d+ are left", "? are left", done.stderr.removeprefix("stretto: "))
-    assert told.splitlines() == ["--ranks 2: takes 34 more open files, and ? are left of 16 (ulimit -n)"]
+    told = re.sub(r"\d+ of 16", "? of 16", done.stderr.removeprefix("stretto: "))
+    assert told.splitlines() == ["--ranks 2: needs 34 more open files, and ? of 16 are left (ulimit -n)"]
     assert done.returncode == 2
 
 
@@ -459,7 +459,7 @@ def test_plan_of_one_bucket(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPa
     assert execute(["plan", "one_bucket.py:net"]) == 0
     told = capsys.readouterr().out
     assert ": 1 parameter, 16 B, in 1 bucket\n" in told
-    assert "\nBackward can hide nothing of it: the only bucket leaves when backward has ended.\n" in told
+    assert "\nBackward cannot hide any of it: the only bucket leaves when backward has ended.\n" in told
 
 
 def test_plan_has_no_sparse_gradients_in_buckets(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,7 +479,7 @@ def test_plan_has_no_sparse_gradients_in_buckets(tmp_path: Path, capsys, monkeyp
     value = json.loads(capsys.readouterr().out)
     assert value["bytes"] == 72 and value["sparse"] == ["0.weight"]
     assert execute(["plan", "words.py:alone"]) == 2
-    assert "words.py:alone gives a module whose gradients are sparse: they travel by rows, in no bucket" in (
+    assert "words.py:alone gives a module whose gradients are sparse: they are sent by rows, not in buckets" in (
         capsys.readouterr().err
     )
 
@@ -575,7 +575,7 @@ def test_a_trace_that_was_cut_off_is_shown_as_far_as_it_goes(folder: Path) -> No
     done = command("trace", folder, "--rank", 1)
     assert done.returncode == 1
     assert done.stderr == (
-        f"stretto: rank 1: its trace is cut off after pass {last} (killed, still running, or not all was copied)\n"
+        f"stretto: rank 1: its trace is cut off after pass {last} (killed, still running, or not copied completely)\n"
     )
     assert done.stdout.startswith("rank 1 of 2 ") and (folder / "trace.json").exists()
     assert (folder / "rank1.jsonl").read_bytes() == whole[:-200]
@@ -641,8 +641,8 @@ def test_a_trace_that_is_cut_off_behind_the_passes_that_were_read(folder: Path, 
     path.write_bytes(path.read_bytes()[:-10])
     assert execute(["trace", str(folder), "--passes", "2:3"]) == 1
     assert capsys.readouterr().err == (
-        "stretto: rank 1: its trace is cut off behind the passes that were read (killed, still running, or not all was "
-        "copied)\n"
+        "stretto: rank 1: its trace is cut off after the passes that were read (killed, still running, or not copied "
+        "completely)\n"
     )
 
 
@@ -650,7 +650,7 @@ def test_a_trace_that_an_exception_ended_is_whole(folder: Path, capsys) -> None:
     path = folder / "rank0.jsonl"
     path.write_text(path.read_text().replace('"closed"', '"ValueError: a\\nb"'))
     assert execute(["trace", str(folder)]) == 0
-    assert capsys.readouterr().err == "stretto: rank 0: its trace ends after pass 4 by ValueError: a b\n"
+    assert capsys.readouterr().err == "stretto: rank 0: its trace ends after pass 4 with ValueError: a b\n"
 
 
 def test_a_folder_that_cannot_be_written_is_shown_all_the_same(folder: Path, tmp_path: Path, capsys) -> None:
@@ -752,7 +752,7 @@ def test_an_environment_of_ranks_that_is_none_is_named(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     with pytest.raises(stretto.SetupError) as caught:
         is_launched()
-    assert str(caught.value) == "WORLD_SIZE='two' in the environment is no number: set it, or leave it out"
+    assert str(caught.value) == "WORLD_SIZE='two' in the environment is not a number: correct it, or unset it"
 
 
 def test_advice_of_the_doctor() -> None:
@@ -769,9 +769,7 @@ def test_advice_of_the_doctor() -> None:
     assert advise(findings(speed=Speed({}, "rank 1: it is forbidden"))) == [
         "No shared memory because rank 1: it is forbidden: gradients go through Gloo inside this host."
     ]
-    assert advise(findings(available_memory=2**28)) == [
-        "Only 256 MB of memory are left, out of which buckets are taken: raise the limit."
-    ]
+    assert advise(findings(available_memory=2**28)) == ["Only 256 MB of memory is left for buckets: raise the limit."]
     assert advise(findings(omp_num_threads="8", threads=8)) == [
         "OMP_NUM_THREADS=8 on 2 cores: threads wait for each other; unset it, or lower it."
     ]
@@ -795,14 +793,14 @@ def test_speeds_say_over_what_they_were_measured(monkeypatch: pytest.MonkeyPatch
 
 def test_faults_that_the_doctor_finds() -> None:
     assert faults(findings(backends={"gloo": False})) == [
-        "this torch has no Gloo, by which ranks on CPUs meet: install one that has."
+        "this torch has no Gloo, which ranks on CPUs need to connect: install one that has it."
     ]
     assert faults(findings(reached=(Reached("eth0", "192.0.2.7", "refused"), Reached("hostname", "x", "?")))) == [
-        "a store on this host is not reached through eth0 (192.0.2.7): refused."
+        "a store on this host cannot be reached through eth0 (192.0.2.7): refused."
     ]
     assert faults(findings(speed=None, speed_problem="ranks died")) == ["ranks cannot exchange anything: ranks died."]
     assert faults(findings(speed=Speed({}, two_hosts="their sum is 3 and should be 6"))) == [
-        "ranks as if on two hosts cannot sum: their sum is 3 and should be 6."
+        "ranks that act as if on two hosts cannot sum: their sum is 3 and should be 6."
     ]
 
 
@@ -904,7 +902,7 @@ def test_a_full_disk_is_one_line(sink: str, code: int) -> None:
 
 
 FULL = "No space left on device"
-LOST = f"what ranks print is lost from here on, they run on: {FULL}"
+LOST = f"what ranks print from here on is lost, but they keep running: {FULL}"
 
 
 @pytest.mark.parametrize(
@@ -1128,20 +1126,20 @@ def lazy(): return torch.nn.LazyLinear(1)
 """
 
 REFUSED = [
-    ("run --ranks 0 script.py", 2, "--ranks 0: at least one rank runs"),
+    ("run --ranks 0 script.py", 2, "--ranks 0: must be 1 or more"),
     ("run nowhere.py", 2, "nowhere.py: no such script"),
     (
         "run script.py:fine",
         2,
         "script.py:fine: no such script; a function as fine is for stretto plan and stretto bench",
     ),
-    ("run trace", 2, "trace: a folder, without a __main__.py that could be run"),
+    ("run trace", 2, "trace: a folder without a __main__.py to run"),
     *(
         (
             f"run {option} 2 script.py",
             2,
-            "stretto run starts ranks on this host alone. On each of several: torchrun --nnodes 2 --nproc-per-node 2 "
-            "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py",
+            "stretto run starts ranks on this host only. For several hosts, run on each: torchrun --nnodes 2 "
+            "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py",
         )
         for option in ("--nnodes", "--node_rank")
     ),
@@ -1149,13 +1147,13 @@ REFUSED = [
         (
             f"run {option} 2 script.py",
             2,
-            "ranks of one host find each other: leave out --rdzv-... and --master-...",
+            "ranks on one host find each other by themselves: leave out --rdzv-... and --master-...",
         )
         for option in ("--rdzv-endpoint", "--rdzv_id", "--master_addr", "--master-port")
     ),
     ("run --standalone --nnodes=1 --node-rank 0 nowhere.py", 2, "nowhere.py: no such script"),
     ("run -m no.such.module", 2, "there is no module 'no.such.module'"),
-    ("run -m side.py", 2, "side.py is a script, and -m takes a module: leave out -m"),
+    ("run -m side.py", 2, "side.py is a script, but -m takes a module: leave out -m"),
     ("run", 2, None),
     ("run --rank 2 script.py", 2, None),
     ("fly", 2, None),
@@ -1191,7 +1189,7 @@ REFUSED = [
     (
         "plan script.py:lazy",
         2,
-        "script.py:lazy gives a module whose weight, bias have no size yet: call it once before",
+        "script.py:lazy gives a module whose weight, bias have no size yet: run one forward in the factory",
     ),
     (
         "plan script.py:fine --bandwidth 1e999bit",
@@ -1202,12 +1200,12 @@ REFUSED = [
     (
         "run --ranks 9999999 script.py",
         2,
-        "--ranks 9999999: each takes 64.0 MB of memory at the least, and {error} are available",
+        "--ranks 9999999: each takes 64.0 MB of memory or more, and {error} is available",
     ),
     (
         "bench script.py:fine --ranks 9999999",
         2,
-        "--ranks 9999999: each takes 64.0 MB of memory at the least, and {error} are available",
+        "--ranks 9999999: each takes 64.0 MB of memory or more, and {error} is available",
     ),
     ("trace trace --html x.svg --picture x.svg", 2, "x.svg is asked for twice: give each picture a file of its own"),
     (
@@ -1216,7 +1214,7 @@ REFUSED = [
         "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1); what is no "
         'definition belongs under if __name__ == "__main__":',
     ),
-    ("plan script.py:fine --ranks 0", 2, "--ranks 0: at least one rank takes part"),
+    ("plan script.py:fine --ranks 0", 2, "--ranks 0: must be 1 or more"),
     ("plan script.py:fine --bucket-cap-mb 0", 2, "--bucket-cap-mb 0: must be positive"),
     (
         "plan script.py:fine --bandwidth fast",
@@ -1224,7 +1222,7 @@ REFUSED = [
         "--bandwidth fast: give a bandwidth such as 1gbit, 100mbit or 125MB/s",
     ),
     ("plan script.py:fine --bandwidth 0bit", 2, "--bandwidth 0bit: give a bandwidth such as 1gbit, 100mbit or 125MB/s"),
-    ("bench script.py:fine --rounds 0", 2, "--rounds 0: at least one is run"),
+    ("bench script.py:fine --rounds 0", 2, "--rounds 0: must be 1 or more"),
     ("bench script.py:fine --threads 0", 2, "threads=0 must be 1 or more"),
     ("bench script.py:frozen", 2, "script.py:frozen gives a module without a parameter that requires a gradient"),
     ("bench script.py:fine --seconds -1", 2, "--seconds -1: must be positive"),
@@ -1240,12 +1238,12 @@ REFUSED = [
     ("trace begun", 1, "begun: no pass has settled in it, so there is nothing to show"),
     ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),
     ("trace trace --pass 9", 2, "--pass 9: the trace has passes 2 to 4"),
-    ("trace trace --last 0", 2, "--last 0: at least one pass is read"),
-    ("trace trace --passes 3", 2, "--passes 3: give the first and the last, as 100:120, 100: or :120"),
-    ("trace trace --passes :", 2, "--passes :: give the first and the last, as 100:120, 100: or :120"),
-    ("trace trace --passes a:b", 2, "--passes a:b: give the first and the last, as 100:120, 100: or :120"),
-    ("trace trace --passes 3:1", 2, "--passes 3:1: the first lies behind the last"),
-    ("trace trace --passes 8:9", 2, "trace: none of the passes that were asked for is in it; its last is 4"),
+    ("trace trace --last 0", 2, "--last 0: must be 1 or more"),
+    ("trace trace --passes 3", 2, "--passes 3: give the first and the last, such as 100:120, 100: or :120"),
+    ("trace trace --passes :", 2, "--passes :: give the first and the last, such as 100:120, 100: or :120"),
+    ("trace trace --passes a:b", 2, "--passes a:b: give the first and the last, such as 100:120, 100: or :120"),
+    ("trace trace --passes 3:1", 2, "--passes 3:1: the first comes after the last"),
+    ("trace trace --passes 8:9", 2, "trace: it has none of the passes that you asked for; its last is 4"),
     ("trace trace --picture a.gif", 2, "a.gif: a picture ends in .png or .svg"),
     ("trace trace --chrome trace/rank1.jsonl", 2, "trace/rank1.jsonl is part of the trace: write to another file"),
     ("trace trace --html empty", 2, "empty cannot be written: it is a folder"),
@@ -1292,8 +1290,8 @@ def test_bad_input_is_one_line(
     [
         ("trace nowhere --json", "nowhere: no such folder"),
         ("plan policy --json --foo", "No such option: --foo (stretto plan --help)"),
-        ("run --ranks 0 --json script.py", "--ranks 0: at least one rank runs"),
-        ("run --nproc-per-node 0 --json script.py", "--ranks 0: at least one rank runs"),
+        ("run --ranks 0 --json script.py", "--ranks 0: must be 1 or more"),
+        ("run --nproc-per-node 0 --json script.py", "--ranks 0: must be 1 or more"),
         ("run -m --json no.such.module", "there is no module 'no.such.module'"),
         ("run -n 2 nowhere.py --json", None),
         ("run --foo nowhere.py --json", None),

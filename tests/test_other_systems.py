@@ -127,5 +127,5 @@ def test_ranks_are_started_by_torchrun_on_windows(
     monkeypatch.setattr(sys, "platform", "win32")
     assert execute(["run", "--ranks", "3", "-m", "train", "--lr", "1"]) == 2
     assert capsys.readouterr().err.removeprefix("stretto: ").strip() == (
-        "stretto run is not made for Windows: torchrun --nproc-per-node 3 -m train --lr 1 is"
+        "stretto run does not work on Windows: use torchrun --nproc-per-node 3 -m train --lr 1"
     )

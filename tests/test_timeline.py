@@ -340,7 +340,7 @@ def test_a_trace_that_was_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_in_an_exception_says_so() -> None:
-    assert timeline_of([a_trace(end="KeyError: 'x'")]).notes() == ("rank 0: ended by KeyError: 'x'",)
+    assert timeline_of([a_trace(end="KeyError: 'x'")]).notes() == ("rank 0: ended with KeyError: 'x'",)
     told = "PeerError: rank 0, pass 7: rank 3 left.\n  rank 3: ValueError: x\nRemove the cause."
-    in_one_line = "rank 0: ended by PeerError: rank 0, pass 7: rank 3 left. rank 3: ValueError: x Remove the cause."
+    in_one_line = "rank 0: ended with PeerError: rank 0, pass 7: rank 3 left. rank 3: ValueError: x Remove the cause."
     assert timeline_of([a_trace(end=told)]).notes() == (in_one_line,)

@@ -182,7 +182,7 @@ class Timeline:
             if rank.end is None:
                 said.append(f"rank {rank.rank}: its trace was cut off, the process may have been killed")
             elif rank.end != "closed":
-                said.append(f"rank {rank.rank}: ended by {' '.join(rank.end.split())}")
+                said.append(f"rank {rank.rank}: ended with {' '.join(rank.end.split())}")
             if rank.uncertainty is None:
                 said.append(
                     f"rank {rank.rank}: its clock is not known, so its passes are drawn to settle with rank 0's"

@@ -76,7 +76,7 @@ def _say_version(wanted: bool) -> None:
 
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Show the version and leave.", is_eager=True, callback=_say_version)
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_say_version)
     ] = False,
 ) -> None:
     """Data-parallel training for PyTorch: start it, look into it, find out what is wrong."""

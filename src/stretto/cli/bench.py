@@ -20,12 +20,12 @@ from .ranks import check_room
 def bench(
     model: Annotated[str, typer.Argument(help=FORMS)] = "gpt2",
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes on this machine.")] = 2,
-    threads: Annotated[int, typer.Option(help="That torch may use in each.")] = 1,
-    rounds: Annotated[int, typer.Option(help="At most; in each everybody runs once.")] = 30,
-    seconds: Annotated[float, typer.Option(help="After so many no new round begins, but five are run.")] = 30.0,
+    threads: Annotated[int, typer.Option(help="Threads that torch may use in each process.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds at most; each contestant runs once a round.")] = 30,
+    seconds: Annotated[float, typer.Option(help="No new round begins after this; at least five run.")] = 30.0,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Contestants with this in their name, besides the step without communication. Repeatable."),
+        typer.Option(help="Only contestants with this in their name, and the step without communication. Repeatable."),
     ] = None,
     network: Annotated[
         str | None,
@@ -41,7 +41,7 @@ def bench(
     stretto could not train the model.
     """
     if rounds < 1:
-        raise CommandError(f"--rounds {rounds}: at least one is run")
+        raise CommandError(f"--rounds {rounds}: must be 1 or more")
     if not seconds > 0:
         raise CommandError(f"--seconds {seconds:g}: must be positive")
     effort, network = Effort(rounds, seconds), _cable(network)

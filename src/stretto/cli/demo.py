@@ -103,7 +103,7 @@ def _show(
     words = "are the same numbers as" if same else "DIFFER from"
     say(f"\nAll {len(after.losses)} losses {words} those of torch DDP.")
     say(f"Communication that nothing hides: {exposed[0]} of a step before, {exposed[1]} after.")
-    say(f"All this took {seconds:.0f} s. One run of each is a first look at the time, no measurement.")
+    say(f"All this took {seconds:.0f} s. One run of each is a first look at the times, not a measurement.")
     if not learnt:
         note(f"the network has not learnt: less than {ENOUGH:.0%} of unseen digits are read right")
 

@@ -42,9 +42,9 @@ class Findings:
 
 def doctor(
     interface: Annotated[
-        str | None, typer.Option(help="Look at this network interface alone, and measure over it.")
+        str | None, typer.Option(help="Look only at this network interface, and measure over it.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure a few rounds only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure only a few rounds.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Look at this machine: versions, network, shared memory, speed.
@@ -109,16 +109,18 @@ def faults(findings: Findings) -> list[str]:
     """Sentences on what is broken and must work."""
     found = []
     if not findings.machine.backends["gloo"]:
-        found.append("this torch has no Gloo, by which ranks on CPUs meet: install one that has.")
+        found.append("this torch has no Gloo, which ranks on CPUs need to connect: install one that has it.")
     if findings.gloo.problem:
         found.append(f"Gloo cannot listen on {findings.gloo}: {findings.gloo.problem}.")
     for one in findings.reached:
         if one.problem and one.through != "hostname":
-            found.append(f"a store on this host is not reached through {one.through} ({one.address}): {one.problem}.")
+            found.append(
+                f"a store on this host cannot be reached through {one.through} ({one.address}): {one.problem}."
+            )
     if findings.speed is None and not findings.gloo.problem:
         found.append(f"ranks cannot exchange anything: {findings.speed_problem}.")
     if findings.speed is not None and findings.speed.two_hosts:
-        found.append(f"ranks as if on two hosts cannot sum: {findings.speed.two_hosts}.")
+        found.append(f"ranks that act as if on two hosts cannot sum: {findings.speed.two_hosts}.")
     return found
 
 
@@ -136,7 +138,7 @@ def _of_memory(findings: Findings) -> str:
             f"No shared memory because {findings.speed.no_shared_memory}: gradients go through Gloo inside this host."
         )
     if left is not None and left < LITTLE_MEMORY:
-        return f"Only {format_bytes(left)} of memory are left, out of which buckets are taken: raise the limit."
+        return f"Only {format_bytes(left)} of memory is left for buckets: raise the limit."
     return ""
 
 

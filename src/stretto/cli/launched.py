@@ -50,7 +50,7 @@ def is_launched() -> bool:
         return False
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not os.environ[name].isdecimal():
-            raise SetupError(f"{name}={os.environ[name]!r} in the environment is no number: set it, or leave it out")
+            raise SetupError(f"{name}={os.environ[name]!r} in the environment is not a number: correct it, or unset it")
     return int(os.environ["WORLD_SIZE"]) > 1
 
 

@@ -27,12 +27,12 @@ OTHER_CAPS = (0.25, 1.0, 4.0, 25.0)
 
 
 def plan(
-    target: Annotated[str, typer.Argument(help=f"{FORMS} Of these, the model is looked at.")],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many take part.")] = 2,
-    bandwidth: Annotated[str, typer.Option(help="Of the link, each way: 1gbit, 100mbit, 125MB/s.")] = "1gbit",
+    target: Annotated[str, typer.Argument(help=f"{FORMS} Only the model is used.")],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Number of ranks.")] = 2,
+    bandwidth: Annotated[str, typer.Option(help="Of the link, in each direction: 1gbit, 100mbit, 125MB/s.")] = "1gbit",
     latency: Annotated[str, typer.Option(help="Of one message: 100us, 0.2ms.")] = "100us",
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="As in attach(); default, what attach() takes over Gloo on such a link.")
+        float | None, typer.Option(help="As in attach(). Default: what attach() picks over Gloo on such a link.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -43,14 +43,16 @@ def plan(
     hide all but the last bucket's.
     """
     if ranks < 1:
-        raise CommandError(f"--ranks {ranks}: at least one rank takes part")
+        raise CommandError(f"--ranks {ranks}: must be 1 or more")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
         raise CommandError(f"--bucket-cap-mb {bucket_cap_mb:g}: must be positive")
     link = Link(parse_bandwidth(bandwidth), parse_latency(latency), ranks)
     with progress(f"making {target}"):
         model = model_of(target)
     if lazy := [name for name, one in model.named_parameters() if is_lazy(one)]:
-        raise CommandError(f"{target} gives a module whose {name_list(lazy)} have no size yet: call it once before")
+        raise CommandError(
+            f"{target} gives a module whose {name_list(lazy)} have no size yet: run one forward in the factory"
+        )
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     if not trained:
         raise CommandError(f"{target} gives a module without a parameter that requires a gradient")
@@ -58,7 +60,7 @@ def plan(
     by_rows = [name for name in trained if name in sparse]
     specs = describe_parameters({name: one for name, one in trained.items() if name not in sparse})
     if not specs:
-        raise CommandError(f"{target} gives a module whose gradients are sparse: they travel by rows, in no bucket")
+        raise CommandError(f"{target} gives a module whose gradients are sparse: they are sent by rows, not in buckets")
     cap_mb = _cap_for(specs, link) if bucket_cap_mb is None else bucket_cap_mb
     made = _plan(specs, cap_mb)
     if as_json:
@@ -106,7 +108,7 @@ def _costs(made: BucketPlan, link: Link, words: str) -> str:
     sent = format_bytes(link.sent(sum(sizes)))
     end = f"Each rank sends {sent} in a pass; latency is {share(waiting, total)} of {ms(total)}."
     if len(sizes) == 1:
-        end += "\nBackward can hide nothing of it: the only bucket leaves when backward has ended."
+        end += "\nBackward cannot hide any of it: the only bucket leaves when backward has ended."
     else:
         end += f"\nBackward can hide all but the last bucket's {ms(link.all_reduce(sizes[-1]))}."
     return f"{head}\n{columns(rows, left=())}\n{end}"

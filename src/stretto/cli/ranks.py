@@ -33,7 +33,7 @@ def check_room(ranks: int) -> None:
     room = available_bytes()
     if room is not None and ranks * LEAST > room:
         least, there = format_bytes(LEAST), format_bytes(room)
-        raise CommandError(f"--ranks {ranks}: each takes {least} of memory at the least, and {there} are available")
+        raise CommandError(f"--ranks {ranks}: each takes {least} of memory or more, and {there} is available")
 
 
 def check_descriptors(ranks: int) -> None:
@@ -49,7 +49,7 @@ def check_descriptors(ranks: int) -> None:
     except OSError as error:
         limit = most_open_files() or "all"
         raise CommandError(
-            f"--ranks {ranks}: takes {needed} more open files, and {len(held)} are left of {limit} (ulimit -n)"
+            f"--ranks {ranks}: needs {needed} more open files, and {len(held)} of {limit} are left (ulimit -n)"
         ) from error
     finally:
         for one in held:

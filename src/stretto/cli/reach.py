@@ -95,7 +95,9 @@ def reach_the_store(hostname: str, interfaces: Sequence[Interface]) -> list[Reac
     try:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
-        return [Reached(name, address, f"no store starts here: {_first_line(error)}") for name, address in ways]
+        return [
+            Reached(name, address, f"a store cannot be started here: {_first_line(error)}") for name, address in ways
+        ]
     return [Reached(name, address, _why_not_reached(address, store.port)) for name, address in ways]
 
 

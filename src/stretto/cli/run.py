@@ -35,20 +35,20 @@ TAKE_A_VALUE = (*_RANKS, *_HOSTS, *_MEETING)
 def _refuse_hosts(value: str | None) -> None:
     if value not in (None, "0", "1", "1:1"):
         raise CommandError(
-            "stretto run starts ranks on this host alone. On each of several: torchrun --nnodes 2 --nproc-per-node 2 "
-            "--rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py"
+            "stretto run starts ranks on this host only. For several hosts, run on each: torchrun --nnodes 2 "
+            "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 script.py"
         )
 
 
 def _refuse_meeting(value: str | None) -> None:
     if value is not None:
-        raise CommandError("ranks of one host find each other: leave out --rdzv-... and --master-...")
+        raise CommandError("ranks on one host find each other by themselves: leave out --rdzv-... and --master-...")
 
 
 def run(
     program: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="For the script, as they are.")] = None,
-    ranks: Annotated[int, typer.Option(*_RANKS, help="How many, all on this host.")] = 2,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed to the script unchanged.")] = None,
+    ranks: Annotated[int, typer.Option(*_RANKS, help="Number of ranks, all on this host.")] = 2,
     module: Annotated[bool, typer.Option("--module", "-m", help="PROGRAM is a module, as for python -m.")] = False,
     as_json: AsJson = False,
     _hosts: Annotated[str | None, typer.Option(*_HOSTS, hidden=True, callback=_refuse_hosts)] = None,
@@ -63,11 +63,11 @@ def run(
     command.
     """
     if ranks < 1:
-        raise CommandError(f"--ranks {ranks}: at least one rank runs")
+        raise CommandError(f"--ranks {ranks}: must be 1 or more")
     command = [*(["-m"] if module else []), program, *(arguments or [])]
     if sys.platform == "win32":
         line = f"--nproc-per-node {ranks} {' '.join(command)}"
-        raise CommandError(f"stretto run is not made for Windows: torchrun {line} is")
+        raise CommandError(f"stretto run does not work on Windows: use torchrun {line}")
     check_room(ranks)
     check_descriptors(ranks)
     _check(program, module)
@@ -90,7 +90,7 @@ def run(
                 "less."
             )
         if failure.exit_code == _USAGE and (ours := [one for one in arguments or () if one.split("=")[0] in _OPTIONS]):
-            told += f"\n{ours[0]} stands behind the script, which it was handed to: stretto run {ours[0]} ... {program}"
+            told += f"\n{ours[0]} comes after the script, which got it: write stretto run {ours[0]} ... {program}"
         note(told + (f"\n--- traceback of rank {failure.rank} ---\n{failure.traceback}" if failure.traceback else ""))
     if as_json:
         first = asdict(outcome.failure) if outcome.failure else None
@@ -105,8 +105,8 @@ def _check(program: str, module: bool) -> None:
         if not path.is_file() and not (path / "__main__.py").is_file():  # python runs folders too
             raise CommandError(f"{program}: {_why_not(path)}")
         return
-    if program.endswith(".py"):  # find_spec would run side.py to look for a module py in it
-        raise CommandError(f"{program} is a script, and -m takes a module: leave out -m")
+    if program.endswith(".py"):  # find_spec would run side.py in search of a module py in it
+        raise CommandError(f"{program} is a script, but -m takes a module: leave out -m")
     sys.path.insert(0, "")
     try:
         found = importlib.util.find_spec(program)
@@ -120,8 +120,8 @@ def _check(program: str, module: bool) -> None:
 
 def _why_not(path: Path) -> str:
     if path.is_dir():
-        return "a folder, without a __main__.py that could be run"
+        return "a folder without a __main__.py to run"
     script, colon, name = str(path).partition(".py:")
     if colon and Path(f"{script}.py").is_file():
-        return f"no such script; a function as {name} is for stretto plan and stretto bench"
+        return f"no such script; a function such as {name} is for stretto plan and stretto bench"
     return "no such script"

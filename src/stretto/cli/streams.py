@@ -100,7 +100,7 @@ class Sink:
             self._file = None
         except OSError as error:
             self._file, self.is_full = None, True
-            note(f"what ranks print is lost from here on, they run on: {error.strerror}")
+            note(f"what ranks print from here on is lost, but they keep running: {error.strerror}")
 
 
 class Stream:

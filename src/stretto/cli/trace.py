@@ -26,19 +26,19 @@ MOST_DRAWN = 3
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(help="What sync.trace() was given.")],
+    folder: Annotated[Path, typer.Argument(help="The folder given to sync.trace().")],
     rank: Annotated[
-        int | None, typer.Option(help="Whose report to print. Default, that of the first there is.")
+        int | None, typer.Option(help="The rank whose report to print. Default: the first in the trace.")
     ] = None,
-    number: Annotated[int | None, typer.Option("--pass", help="Draw this pass. Default, a typical one.")] = None,
+    number: Annotated[int | None, typer.Option("--pass", help="Draw this pass. Default: a typical one.")] = None,
     passes: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Read passes A to B alone; either may be left out. Default, all.")
+        str | None, typer.Option(metavar="A:B", help="Read only passes A to B; either may be left out. Default: all.")
     ] = None,
     last: Annotated[
-        int | None, typer.Option(help="Read the last N passes (of --passes) alone: enough of a trace of hours.")
+        int | None, typer.Option(help="Read only the last N passes (of --passes): enough for a trace of hours.")
     ] = None,
     chrome: Annotated[
-        Path | None, typer.Option(help="Chrome Trace JSON, for https://ui.perfetto.dev. Default FOLDER/trace.json.")
+        Path | None, typer.Option(help="Chrome Trace JSON, for https://ui.perfetto.dev. Default: FOLDER/trace.json.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="A page that needs nothing else.")] = None,
     picture: Annotated[Path | None, typer.Option(help="A .png or .svg; needs matplotlib.")] = None,
@@ -59,7 +59,7 @@ def trace(
     notes += ends
     for one in notes:
         note(one)
-    with progress("laying ranks side by side"):
+    with progress("aligning ranks"):
         timeline = timeline_of(traces)
         reports = reports_from(traces) if timeline.passes else []
     _check_passes(timeline, folder, number, choice)
@@ -82,14 +82,14 @@ def trace(
 def _chosen(passes: str | None, last: int | None) -> WhichPasses:
     """What to read."""
     if last is not None and last < 1:
-        raise CommandError(f"--last {last}: at least one pass is read")
+        raise CommandError(f"--last {last}: must be 1 or more")
     if passes is None:
         return WhichPasses(newest=last)
     first, colon, end = passes.partition(":")
     if not all(one == "" or one.isdecimal() for one in (first, end)) or not (colon and first + end):
-        raise CommandError(f"--passes {passes}: give the first and the last, as 100:120, 100: or :120")
+        raise CommandError(f"--passes {passes}: give the first and the last, such as 100:120, 100: or :120")
     if first and end and int(first) > int(end):
-        raise CommandError(f"--passes {passes}: the first lies behind the last")
+        raise CommandError(f"--passes {passes}: the first comes after the last")
     return WhichPasses(int(first or 0), int(end) if end else None, last)
 
 
@@ -112,7 +112,7 @@ def _check_passes(timeline: Timeline, folder: Path, number: int | None, choice: 
     if not timeline.passes and choice != WhichPasses():
         newest = [one.number for rank in read_trace(folder, WhichPasses(newest=1)) for one in rank.passes]
         told = f"; its last is {max(newest)}" if newest else ""
-        raise CommandError(f"{folder}: none of the passes that were asked for is in it{told}")
+        raise CommandError(f"{folder}: it has none of the passes that you asked for{told}")
     if not timeline.passes:
         raise CommandError(f"{folder}: no pass has settled in it, so there is nothing to show", WRONG)
     if number is not None and number not in timeline.numbers:
@@ -147,11 +147,13 @@ def _how_it_ended(traces: Sequence[RankTrace], choice: WhichPasses) -> tuple[lis
     for one in traces:
         last = f"after pass {one.passes[-1].number}" if one.passes else "before a pass has settled"
         if choice.first or choice.last is not None:
-            last = "behind the passes that were read"
+            last = "after the passes that were read"
         if one.end is None:
-            notes.append(f"rank {one.rank}: its trace is cut off {last} (killed, still running, or not all was copied)")
+            notes.append(
+                f"rank {one.rank}: its trace is cut off {last} (killed, still running, or not copied completely)"
+            )
         elif one.end != "closed":
-            notes.append(f"rank {one.rank}: its trace ends {last} by {' '.join(one.end.split())}")
+            notes.append(f"rank {one.rank}: its trace ends {last} with {' '.join(one.end.split())}")
     return notes, any(one.end is None for one in traces)
 
 

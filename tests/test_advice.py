@@ -50,8 +50,8 @@ def test_a_calm_run_is_left_alone() -> None:
 def test_the_rank_that_is_late() -> None:
     said = advised([calm(n) for n in range(4)], [later(calm(n), 30 * MS) for n in range(4)])
     assert said == (
-        "Rank 1 ends backward last in 100 % of the passes, 30.0 ms behind the first: the others wait for it; most of "
-        "the difference lies in backward.",
+        "Rank 1 ends backward last in 100 % of the passes, 30.0 ms after the first: the others wait for it, and most "
+        "of the difference lies in backward.",
     )
 
 
@@ -59,7 +59,7 @@ def test_ranks_that_are_late_in_turn() -> None:
     fast, slow = [calm(n) for n in range(4)], [later(calm(n), 30 * MS) for n in range(4)]
     mine = [replace(one, settled=other.settled) for one, other in zip(fast, slow, strict=True)]
     turns = [[mine[0], slow[1], mine[2], slow[3]], [slow[0], mine[1], slow[2], mine[3]]]
-    assert advised(*turns)[0].startswith("This rank waits 15.0 ms a step for others, now for one and now for another: ")
+    assert advised(*turns)[0].startswith("This rank waits 15.0 ms a step for others, not always for the same one: ")
 
 
 def test_a_link_that_is_too_slow() -> None:

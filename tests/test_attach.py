@@ -841,16 +841,16 @@ def test_a_handle_says_that_it_is_no_model() -> None:
         with pytest.raises(AttributeError) as asked:
             getattr(handle, name)
         assert str(asked.value) == (
-            f"attach() returns a handle, which has no {name}: the model stays what it is.\n"
-            "Write sync = stretto.attach(model) and go on with model; for a wrapper, as torch's, "
-            "model = stretto.DistributedDataParallel(model)."
+            f"attach() returns a handle, which has no {name}: use the model as before.\n"
+            "Write sync = stretto.attach(model) and go on with model; for a wrapper like torch's, model = "
+            "stretto.DistributedDataParallel(model)."
         )
     with pytest.raises(TypeError) as called:
         handle(torch.ones(1))
     assert str(called.value) == (
-        "attach() returns a handle, which is not called: the model stays what it is.\n"
-        "Write sync = stretto.attach(model) and go on with model; for a wrapper, as torch's, "
-        "model = stretto.DistributedDataParallel(model)."
+        "attach() returns a handle, which cannot be called: use the model as before.\n"
+        "Write sync = stretto.attach(model) and go on with model; for a wrapper like torch's, model = "
+        "stretto.DistributedDataParallel(model)."
     )
     with pytest.raises(AttributeError) as misspelt:
         handle.reprot()

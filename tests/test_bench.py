@@ -266,7 +266,7 @@ def test_factories_of_all_forms_give_a_loss_and_a_model(mine: str, name: str) ->
 
 
 def test_a_batch_that_is_made_up_is_told_of(mine: str) -> None:
-    told = "The batch is made up after the first layer: {}."
+    told = "The batch is made up to fit the first layer: {}."
     assert try_out(f"{mine}:plain") == try_out("policy") == ""
     assert try_out(f"{mine}:lone") == told.format("32 x 4 random numbers")
     assert try_out(f"{mine}:images") == told.format("32 x 3 x 64 x 64 random numbers")
@@ -337,17 +337,17 @@ def refusals(mine: str) -> list[tuple[Any, str]]:
         (lambda: model_of(f"{mine}:swapped"), odd.format("swapped", "(Tensor, Linear)")),
         (
             lambda: workload_of(f"{mine}:no_layer")(),
-            f"{mine}:no_layer gives a model alone, and it has no layer (Linear, Conv, Embedding) that tells what goes "
-            "into it: return (model, batch)",
+            f"{mine}:no_layer gives only a model, without a layer (Linear, Conv, Embedding) that tells what its "
+            "input is: return (model, batch)",
         ),
         (
             lambda: try_out(f"{mine}:silent"),
-            "the model returns NoneType, of which no loss can be made.\n"
+            "the model returns NoneType, which cannot be made into a loss.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
         ),
         (
             lambda: try_out(f"{mine}:unlabelled"),
-            "the model returns Answer, whose loss is None, of which no loss can be made.\n"
+            "the model returns Answer, whose loss is None, which cannot be made into a loss.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step.",
         ),
         (lambda: compare(ranks=0), "ranks=0 must be 1 or more"),
@@ -388,7 +388,7 @@ def test_text_of_models_that_raise(mine: str) -> None:
         (
             lambda: try_out(f"{mine}:guessed_wrong"),
             f"{mine}:guessed_wrong cannot make one step: RuntimeError: unflatten: Provided sizes [2, 3] don't multiply "
-            "up to the size of dim 1 (4) in the input tensor; 32 x 4 random numbers went into it, made up after its "
+            "up to the size of dim 1 (4) in the input tensor; 32 x 4 random numbers went into it, made up to fit its "
             "first layer: return (model, batch)",
         ),
         (
@@ -399,7 +399,7 @@ def test_text_of_models_that_raise(mine: str) -> None:
         (
             lambda: load("broken_for_bench:f"),
             f"importing broken_for_bench failed: ZeroDivisionError: division by zero ({Path(mine).parent}/broken_for_"
-            'bench.py:1); what is no definition belongs under if __name__ == "__main__":',
+            'bench.py:1); code other than definitions belongs under if __name__ == "__main__":',
         ),
         (
             lambda: workload_of(f"{mine}:fails_in_a_library")(),  # the line is the user's

@@ -70,7 +70,7 @@ def test_what_does_not_change_is_sent_no_more() -> None:
         before = one.sync.describe().splitlines()[2]
         one.rest()
         assert before == "buffers (3): follow rank 0's at the end of every pass"
-        assert one.sync.describe().splitlines()[2] == f"{before}; sent no more, since none changes"
+        assert one.sync.describe().splitlines()[2] == f"{before}; no longer sent, since none changes"
         return before
 
     ranks(worker, 3)
@@ -309,7 +309,7 @@ def behind_hooks(rank: int) -> list[Any]:
         sync.register_comm_hook(None, hook)
         for _ in range(8):
             step(model)
-        rests = "sent no more" in sync.describe()
+        rests = "no longer sent" in sync.describe()
         model.scale.fill_(5.0 - rank)
         step(model)
         found.append((silent, rests, float(model.scale)))
@@ -375,7 +375,7 @@ def silent_at_last(rank: int) -> tuple[bool, float]:
     sync = stretto.attach(model)
     for _ in range(6):
         step(model)
-    rested = "sent no more" in sync.describe()
+    rested = "no longer sent" in sync.describe()
     sync.register_comm_hook(None, noop_hook)
     model.scale.fill_(5.0 - rank)
     step(model)

@@ -584,7 +584,7 @@ def test_a_trace_that_was_cut_off_is_shown_as_far_as_it_goes(folder: Path) -> No
 def test_a_trace_of_which_a_part_is_missing_or_damaged_is_shown_as_far_as_it_goes(folder: Path, capsys) -> None:
     whole = (folder / "rank0.jsonl").read_text()
     (folder / "rank0.jsonl").write_text(whole.replace('{"pass":{"number":3,', '{"pass":{"number":3,,'))
-    line = f"{folder}/rank0.jsonl: line 4 is no part of a trace: left out"
+    line = f"{folder}/rank0.jsonl: line 4 is not part of a trace: left out"
     assert execute(["trace", str(folder)]) == 1
     told = capsys.readouterr()
     assert told.err == f"stretto: {line}\n"
@@ -594,8 +594,8 @@ def test_a_trace_of_which_a_part_is_missing_or_damaged_is_shown_as_far_as_it_goe
     assert execute(["trace", str(folder), "--text"]) == 1
     told = capsys.readouterr()
     assert told.err == f"stretto: {line}\n"
-    assert told.out.startswith("rank 1 of 2 ") and "\nof ranks [0] there is no trace\n" in told.out
-    assert "\nseen of 2 ranks: 1; another one may have been later still\n" in told.out
+    assert told.out.startswith("rank 1 of 2 ") and "\nthere is no trace of ranks [0]\n" in told.out
+    assert "\nonly these of 2 ranks were seen: 1; another one may have been later still\n" in told.out
     assert execute(["trace", str(folder), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert (said["notes"], [one["rank"] for one in said["reports"]]) == ([line], [1])
@@ -1231,9 +1231,9 @@ REFUSED = [
     ("plan script.py:fine --latency 1..2s", 2, "--latency 1..2s: give a time such as 100us or 0.2ms"),
     ("plan script.py:fine --ranks two", 2, None),
     ("trace nowhere", 2, "nowhere: no such folder"),
-    ("trace trace/rank0.jsonl", 2, "trace/rank0.jsonl: this is a file; give the folder that sync.trace() was given"),
+    ("trace trace/rank0.jsonl", 2, "trace/rank0.jsonl: this is a file; give the folder that was given to sync.trace()"),
     ("trace empty", 2, "empty: no trace in it (rank0.jsonl, rank1.jsonl, ...)"),
-    ("trace other", 1, "other/rank0.jsonl: line 1 is no part of a trace"),
+    ("trace other", 1, "other/rank0.jsonl: line 1 is not part of a trace"),
     ("trace without", 1, "without/rank0.jsonl: is empty"),
     ("trace begun", 1, "begun: no pass has settled in it, so there is nothing to show"),
     ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),

@@ -521,7 +521,7 @@ def test_descriptions_name_the_hook():
         return sync.describe().splitlines()[1]
 
     hook = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
-    said = f"gradients: by comm hook {hook}, in the place of local (threads of one process), in place when backward"
+    said = f"gradients: by comm hook {hook}, instead of local (threads of one process), in place when backward"
     assert run_ranks(functools.partial(worker, default_hooks.bf16_compress_hook), 2) == [f"{said} returns"] * 2
     partly = functools.partial(default_hooks.bf16_compress_hook)
     assert (

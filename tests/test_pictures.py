@@ -347,7 +347,7 @@ def test_what_a_picture_says(tmp_path: Path) -> None:
         "hidden, costs no time",
         "exposed, costs time",
         "full, and waits for its turn",
-        "rank 1: times are right to 0.50 ms beside rank 0",
+        "rank 1: times are accurate to 0.50 ms relative to rank 0",
     ):
         assert text in words
     save_picture(timeline, tmp_path / "y.svg", passes=[1])

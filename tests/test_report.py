@@ -403,7 +403,7 @@ def test_one_rank_has_nothing_to_report(tmp_path: Any, caplog: pytest.LogCapture
         model(torch.ones(2, 8)).sum().backward()
     report = sync.report()
     assert (report.passes, report.world_size, report.advice, report.straggler) == (0, 1, (), None)
-    assert str(report) == "rank 0 of 1: there is no other rank, so nothing travels and no pass is recorded."
+    assert str(report) == "rank 0 of 1: there is no other rank, so nothing is sent and no pass is recorded."
     assert not (tmp_path / "folder").exists()
     assert [one.getMessage() for one in caplog.records] == [
         f"rank 0: sync.trace('{tmp_path / 'folder'}') records nothing: there is no other rank to communicate with.\n"
@@ -426,9 +426,9 @@ def test_a_report_of_a_module_that_is_not_trained_says_so() -> None:
     assert run_ranks(worker, 2)[0] == [
         "rank 0 of 2 over local (threads of one process): no backward has reached the attached module so far, outside "
         "no_sync().\nIf training has begun, it trains another module, or a copy of this one: attach what you train. "
-        "Gradients that torch.autograd.grad returns are averaged by stretto.reduce() alone.",
-        "rank 0 of 2 over local (threads of one process): no pass was recorded so far.\n"
-        "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them.",
+        "Gradients that torch.autograd.grad returns are averaged only by stretto.reduce().",
+        "rank 0 of 2 over local (threads of one process): no pass has been recorded so far.\n"
+        "Passes 4 to 8 are recorded, then one in a hundred; inside `with sync.trace(folder)` all of them.",
     ]
 
 
@@ -441,7 +441,7 @@ def test_a_detached_handle_says_that_it_traces_nothing(tmp_path: Any, caplog: py
         return str(sync.report())
 
     assert run_ranks(worker, 2)[0] == (
-        "rank 0 of 2: report() after detach() has nothing to tell.\nCall it before detach(), on all ranks."
+        "rank 0 of 2: report() after detach() has nothing to show.\nCall it before detach(), on all ranks."
     )
     assert "rank 1: sync.trace('folder') records nothing: the handle is detached.\n" in caplog.text
     assert caplog.records[0].getMessage().endswith("Trace before detach(), or attach again.")
@@ -881,7 +881,7 @@ def test_a_straggler_is_named() -> None:
     slow = breakdown(forward=40)
     late = report(ranks=(RankReport(0, breakdown(), 0.0, 0.1), RankReport(1, slow, 0.02, 0.9)))
     assert advise(late, {}) == (
-        "Rank 1 ends backward last in 90 % of the passes, 20.0 ms behind the first: the others wait for it; most of "
+        "Rank 1 ends backward last in 90 % of the passes, 20.0 ms after the first: the others wait for it, and most of "
         "the difference lies in forward.",
     )
     now_and_then = report(ranks=(RankReport(0, breakdown(), 0.0, 0.5), RankReport(1, slow, 0.02, 0.5)))
@@ -891,8 +891,8 @@ def test_a_straggler_is_named() -> None:
 def test_ranks_that_wait_for_each_other_in_turn_are_told() -> None:
     each = tuple(RankReport(rank, breakdown(exposed=60, step=140), 0.015, 0.5, 0.030) for rank in range(2))
     assert advise(report(breakdown=each[0].breakdown, ranks=each), {}) == (
-        "This rank waits 30.0 ms a step for others, now for one and now for another: batches that cost alike on all "
-        "ranks would save it.",
+        "This rank waits 30.0 ms a step for others, not always for the same one: batches of equal cost on all ranks "
+        "would save that time.",
     )
 
 
@@ -983,7 +983,7 @@ def test_a_report_is_made_to_be_read() -> None:
     assert text.splitlines()[2] == "3.2 MB of gradients in 4 buckets, with 4.0 MB of memory"
     assert "bucket      size      full  launched   started     ended      seen  closed by" in text
     assert "     3    256 KB   40.0 ms   40.0 ms   40.0 ms   45.0 ms   55.0 ms  3.weight" in text
-    assert text.endswith("\ntimes of different hosts are right to 0.20 ms\nDo this.")
+    assert text.endswith("\ntimes of different hosts are accurate to 0.20 ms\nDo this.")
     unknown = str(report(clock_uncertainty=None))
     assert unknown.endswith("\nclocks of different hosts could not be compared: who was late is not known")
 

@@ -231,7 +231,7 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s() -> None:
     here, there = (rank.passes[0].record.began for rank in timeline.ranks)
     assert (here, there) == (0, 2 * MS)
     assert timeline.ranks[1].uncertainty == MS
-    assert timeline.notes() == ("rank 1: times are right to 1.00 ms beside rank 0",)
+    assert timeline.notes() == ("rank 1: times are accurate to 1.00 ms relative to rank 0",)
     assert [one.joined for one in timeline.ranks[0].passes[0].transfers] == [
         one.launch.begin for one in timeline.ranks[1].passes[0].transfers
     ]

@@ -330,7 +330,7 @@ def test_a_file_that_was_cut_off_gives_what_is_whole(written: Path) -> None:
         assert len(trace.passes) == sum(line.startswith('{"pass"') for line in whole)
 
 
-NO_PART = "{folder}/rank0.jsonl: line %d is no part of a trace: left out"
+NO_PART = "{folder}/rank0.jsonl: line %d is not part of a trace: left out"
 SPOILT = {  # how: what is told, whose traces are left, and how many passes of rank 0
     "a file is missing": ("{folder}: no file of rank 1; copy those of all ranks into one folder", [0], 3),
     "text": (NO_PART % 1, [1], 0),
@@ -343,19 +343,19 @@ SPOILT = {  # how: what is told, whose traces are left, and how many passes of r
     "no number": (NO_PART % 4, [0, 1], 2),
     "no such bucket": (NO_PART % 4, [0, 1], 2),
     "no plan": (NO_PART % 2, [0, 1], 3),
-    "much": ("{folder}/rank0.jsonl: lines 7, 8, 9 and 2 more are no part of a trace: left out", [0, 1], 3),
+    "much": ("{folder}/rank0.jsonl: lines 7, 8, 9 and 2 more are not part of a trace: left out", [0, 1], 3),
     "a later version": (
         "{folder}/rank0.jsonl: written in version 9 of the format, this is version 1: left out",
         [1],
         0,
     ),
-    "another run": ("{folder}: what rank 1 wrote is of another run than what rank 0 did: left out", [0], 3),
+    "another run": ("{folder}: what rank 1 wrote is from another run than that of rank 0: left out", [0], 3),
     "another number of ranks": (
-        "{folder}: what rank 1 wrote is of another run than what rank 0 did: left out",
+        "{folder}: what rank 1 wrote is from another run than that of rank 0: left out",
         [0],
         3,
     ),
-    "a copy": ("{folder}/rank0.jsonl: is the file of rank 1 by what it says: left out", [1], 0),
+    "a copy": ("{folder}/rank0.jsonl: says that it is the file of rank 1: left out", [1], 0),
     "bytes": (NO_PART % 1, [1], 0),
 }
 
@@ -464,9 +464,9 @@ def test_the_files_of_the_run_that_has_most_are_kept(tmp_path: Path) -> None:
     told: list[str] = []
     traces = read_trace(tmp_path, tell=told.append)
     assert [one.rank for one in traces] == [1, 2]
-    assert told == [f"{tmp_path}: what rank 0 wrote is of another run than what rank 1 did: left out"]
+    assert told == [f"{tmp_path}: what rank 0 wrote is from another run than that of rank 1: left out"]
     assert [one.rank for one in reports_from(traces)] == [1, 2]
-    assert timeline_of(traces).notes()[0] == "of ranks [0] there is no trace"
+    assert timeline_of(traces).notes()[0] == "there is no trace of ranks [0]"
     assert all(transfer.joined is None for one in timeline_of(traces).passes for transfer in one.transfers)
 
 
@@ -480,7 +480,7 @@ def test_where_nothing_can_be_shown_the_folder_is_refused(written: Path) -> None
     spoil(written, "text")
     with pytest.raises(TraceError) as caught:
         read_trace(written)
-    assert str(caught.value) == f"{written}/rank0.jsonl: line 1 is no part of a trace"
+    assert str(caught.value) == f"{written}/rank0.jsonl: line 1 is not part of a trace"
     (written / "rank0.jsonl").unlink()
     with pytest.raises(TraceError) as caught:
         read_trace(written)
@@ -489,7 +489,7 @@ def test_where_nothing_can_be_shown_the_folder_is_refused(written: Path) -> None
     (written / "rank1.jsonl").rename(written / "rank0.jsonl")
     with pytest.raises(TraceError) as caught:
         read_trace(written)
-    assert str(caught.value) == f"{written}/rank0.jsonl: is the file of rank 1 by what it says"
+    assert str(caught.value) == f"{written}/rank0.jsonl: says that it is the file of rank 1"
 
 
 @pytest.mark.parametrize("choice, numbers", [
@@ -665,8 +665,8 @@ def test_what_travels_beside_buckets_is_counted(tmp_path: Path) -> None:
 
 def test_an_end_that_the_transport_does_not_tell_is_marked_everywhere(written: Path) -> None:
     assert UNTOLD == (
-        "the transport does not tell when a result is there: buckets end where they were seen, when their rank had "
-        "waited for them, and hidden is the most that it can have been"
+        "the transport does not tell when a result is there: buckets end when their rank has finished waiting for "
+        "them, and hidden is an upper bound"
     )
     traces = read_trace(written)
     assert all(not one.told and one.end == one.seen for p in traces[0].passes for one in p.launches)

@@ -65,8 +65,8 @@ def _straggler(report: Report) -> Said:
     where = max(parts, key=lambda part: parts[part])
     return (
         one.behind,
-        f"Rank {one.rank} ends backward last in {share(one.last, 1)} of the passes, {ms(one.behind)} behind the first: "
-        f"the others wait for it; most of the difference lies in {where}.",
+        f"Rank {one.rank} ends backward last in {share(one.last, 1)} of the passes, {ms(one.behind)} after the first: "
+        f"the others wait for it, and most of the difference lies in {where}.",
     )
 
 
@@ -77,8 +77,8 @@ def _uneven(report: Report) -> Said:
         return None
     return (
         waiting,
-        f"This rank waits {ms(waiting)} a step for others, now for one and now for another: batches that cost alike "
-        "on all ranks would save it.",
+        f"This rank waits {ms(waiting)} a step for others, not always for the same one: batches of equal cost on "
+        "all ranks would save that time.",
     )
 
 

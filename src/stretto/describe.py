@@ -30,11 +30,11 @@ class NoModel:
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Raises ``TypeError``."""
-            raise TypeError(f"attach() returns a handle, which is not called: {_GO_ON}")
+            raise TypeError(f"attach() returns a handle, which cannot be called: {_GO_ON}")
 
 
 _GO_ON = (
-    "the model stays what it is.\nWrite sync = stretto.attach(model) and go on with model; for a wrapper, as torch's, "
+    "use the model as before.\nWrite sync = stretto.attach(model) and go on with model; for a wrapper like torch's, "
     "model = stretto.DistributedDataParallel(model)."
 )
 
@@ -83,7 +83,7 @@ def describe(
 
 def _how(reducer: Reducer, options: Options) -> str:
     if reducer.queue.comm_hook is not None:
-        return f"by comm hook {hook_name(reducer.queue.comm_hook.hook)}, in the place of {reducer.transport.name}"
+        return f"by comm hook {hook_name(reducer.queue.comm_hook.hook)}, instead of {reducer.transport.name}"
     kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
     return f"{kind} over ranks, sent {'after backward' if reducer.delay else 'while backward runs'}"
 
@@ -93,7 +93,7 @@ def _sparse(reducer: Reducer) -> list[str]:
     return [f"sparse gradients ({len(names)}): by rows, when backward has ended: {name_list(names)}"] if names else []
 
 
-_AT_REST = "; sent no more, since none changes"
+_AT_REST = "; no longer sent, since none changes"
 _BUFFERS_IN_WORDS = {
     "rank0": "follow rank 0's at the end of every pass",
     "mean": "become their mean over ranks at the end of every pass (integers follow rank 0's)",

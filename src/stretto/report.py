@@ -165,16 +165,16 @@ class Report:
 
     def __str__(self) -> str:
         if self.world_size == 1:
-            return "rank 0 of 1: there is no other rank, so nothing travels and no pass is recorded."
+            return "rank 0 of 1: there is no other rank, so nothing is sent and no pass is recorded."
         if self.transport == "nothing":
-            return f"rank {self.rank} of {self.world_size}: report() after detach() has nothing to tell.\n{_BEFORE}"
+            return f"rank {self.rank} of {self.world_size}: report() after detach() has nothing to show.\n{_BEFORE}"
         where = f"rank {self.rank} of {self.world_size} over {self.transport}"
         if self.averaged == 0:
             return f"{where}: no backward has reached the attached module so far, outside no_sync().\n{_UNTRAINED}"
         if not self.passes:
             return (
-                f"{where}: no pass was recorded so far.\n"
-                "Passes 4 to 8 are, and then one in a hundred; inside `with sync.trace(folder)` all of them."
+                f"{where}: no pass has been recorded so far.\n"
+                "Passes 4 to 8 are recorded, then one in a hundred; inside `with sync.trace(folder)` all of them."
                 + "".join(f"\n{line}" for line in self._memory())
             )
         parts = [*self._headline(), "", *_steps(self.ranks), "", *self._buckets(), *self._memory(), *self._end()]
@@ -230,22 +230,24 @@ class Report:
         if self.clock_uncertainty is None and len(self.ranks) > 1:
             lines.append("clocks of different hosts could not be compared: who was late is not known")
         elif self.clock_uncertainty:
-            lines.append(f"times of different hosts are right to {ms(self.clock_uncertainty)}")
+            lines.append(f"times of different hosts are accurate to {ms(self.clock_uncertainty)}")
         if len(self.ranks) < self.world_size and self.ranks:
             there = ", ".join(str(one.rank) for one in self.ranks)
-            lines.append(f"seen of {self.world_size} ranks: {there}; another one may have been later still")
+            lines.append(
+                f"only these of {self.world_size} ranks were seen: {there}; another one may have been later still"
+            )
         return ["", *lines, *self.advice] if lines or self.advice else []
 
 
 _BEFORE = "Call it before detach(), on all ranks."
 _UNTRAINED = (
     "If training has begun, it trains another module, or a copy of this one: attach what you train. Gradients that "
-    "torch.autograd.grad returns are averaged by stretto.reduce() alone."
+    "torch.autograd.grad returns are averaged only by stretto.reduce()."
 )
 
 UNTOLD = (
-    "the transport does not tell when a result is there: buckets end where they were seen, when their rank had waited "
-    "for them, and hidden is the most that it can have been"
+    "the transport does not tell when a result is there: buckets end when their rank has finished waiting for them, "
+    "and hidden is an upper bound"
 )
 """What is to be said wherever such times are shown."""
 

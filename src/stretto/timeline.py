@@ -188,10 +188,10 @@ class Timeline:
                     f"rank {rank.rank}: its clock is not known, so its passes are drawn to settle with rank 0's"
                 )
             elif rank.uncertainty:
-                said.append(f"rank {rank.rank}: times are right to {ms(rank.uncertainty * NANO)} beside rank 0")
+                said.append(f"rank {rank.rank}: times are accurate to {ms(rank.uncertainty * NANO)} relative to rank 0")
         missing = sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks})
         if missing:
-            said.append(f"of ranks {missing} there is no trace")
+            said.append(f"there is no trace of ranks {missing}")
         if not self.told:
             said.append(UNTOLD)
         if accelerators := sorted({kind for rank in self.ranks for kind in rank.accelerators}):

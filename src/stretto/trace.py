@@ -149,7 +149,7 @@ def read_trace(
         TraceError: there is no trace, or nothing in it can be read.
     """
     if Path(folder).is_file():
-        raise TraceError(f"{folder}: this is a file; give the folder that sync.trace() was given")
+        raise TraceError(f"{folder}: this is a file; give the folder that was given to sync.trace()")
     if not Path(folder).is_dir():
         raise TraceError(f"{folder}: no such folder")
     files = files_of(folder)
@@ -167,7 +167,7 @@ def read_trace(
     found, others = _of_one_run(found)
     if others:
         problems.append(
-            f"{folder}: what {describe_ranks(others)} wrote is of another run than what rank {found[0].rank} did: "
+            f"{folder}: what {describe_ranks(others)} wrote is from another run than that of rank {found[0].rank}: "
             "left out"
         )
     missing = sorted(set(range(found[0].world_size)) - {rank for _, rank in files})
@@ -235,7 +235,7 @@ class _File:
             shown = ", ".join(map(str, sorted(self._bad)[:_SHOWN]))
             more = f" and {len(self._bad) - _SHOWN} more" if len(self._bad) > _SHOWN else ""
             what, verb = ("line", "is") if len(self._bad) == 1 else ("lines", "are")
-            problems.append(f"{self._path}: {what} {shown}{more} {verb} no part of a trace: left out")
+            problems.append(f"{self._path}: {what} {shown}{more} {verb} not part of a trace: left out")
         return replace(header, plans=self._plans, passes=passes, end=self._end, later=self._later)
 
     def _header(self, line: bytes) -> RankTrace:
@@ -250,12 +250,12 @@ class _File:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             version = _version(line)
             if version == VERSION or version is None:
-                what = "line 1 is no part of a trace" if line.strip() else "is empty"
+                what = "line 1 is not part of a trace" if line.strip() else "is empty"
                 raise TraceError(f"{self._path}: {what}") from error
         if version != VERSION:
             raise TraceError(f"{self._path}: written in version {version} of the format, this is version {VERSION}")
         if trace.rank != self._rank:
-            raise TraceError(f"{self._path}: is the file of rank {trace.rank} by what it says")
+            raise TraceError(f"{self._path}: says that it is the file of rank {trace.rank}")
         return trace
 
     def _understand(self, number: int, line: bytes) -> None:

@@ -88,7 +88,7 @@ def try_out(source: str) -> str:
     except Exception as error:
         text = f"{source} cannot make one step: {type(error).__name__}: {' '.join(str(error).split())}"
         if batch is not None:
-            text += f"; {_described(batch)} went into it, made up after its first layer: return (model, batch)"
+            text += f"; {_described(batch)} went into it, made up to fit its first layer: return (model, batch)"
         elif getattr(loss, "is_given", False):
             text += "; loss(model, batch) is called, and what it returns is to be a tensor of one element"
         elif source not in BUILT_IN:
@@ -97,7 +97,7 @@ def try_out(source: str) -> str:
                 "it, return (model, batch, loss) with loss(model, batch)"
             )
         raise BrokenModelError(text) from error
-    return "" if batch is None else f"The batch is made up after the first layer: {_described(batch)}."
+    return "" if batch is None else f"The batch is made up to fit the first layer: {_described(batch)}."
 
 
 def _seeded(make: Callable[[], Workload]) -> Callable[[], Workload]:
@@ -154,8 +154,8 @@ def _loss_of_made_up(source: str, model: nn.Module) -> Loss:
     batch = next(filter(lambda one: one is not None, map(_batch_for, model.modules())), None)
     if batch is None:
         raise SetupError(
-            f"{source} gives a model alone, and it has no layer (Linear, Conv, Embedding) that tells what goes into "
-            "it: return (model, batch)"
+            f"{source} gives only a model, without a layer (Linear, Conv, Embedding) that tells what its input "
+            "is: return (model, batch)"
         )
     loss = functools.partial(_default_loss, batch=batch)
     loss.made_up = batch  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     if not isinstance(made, torch.Tensor):
         what = f"{type(returned).__name__}, whose loss is None," if lacks else f"{type(made).__name__},"
         raise SetupError(
-            f"the model returns {what} of which no loss can be made.\n"
+            f"the model returns {what} which cannot be made into a loss.\n"
             "Return (model, batch, loss) from the factory, where loss(model, batch) is the loss of a step."
         )
     return made if made.dim() == 0 else made.square().mean()

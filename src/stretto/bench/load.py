@@ -98,7 +98,7 @@ def _import(place: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         text = f"importing {place} failed: {_told(error)}"
         if not isinstance(error, (ImportError, SyntaxError)):
-            text += '; what is no definition belongs under if __name__ == "__main__":'
+            text += '; code other than definitions belongs under if __name__ == "__main__":'
         raise BrokenModelError(text) from error
 
 

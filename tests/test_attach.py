@@ -117,7 +117,7 @@ def test_tensors_that_wrap_others_are_named() -> None:
         refusals(models.__getitem__)
         == [
             "attach: trained (TwoTensor), frozen (TwoTensor) have their values in other tensors, which cannot be "
-            "averaged or sent.\nLeave them out by ignore=, and see to it that all ranks hold the same."
+            "averaged or sent.\nLeave them out with ignore=, and make sure that all ranks hold the same values."
         ]
         * 3
     )
@@ -213,7 +213,7 @@ def test_a_problem_of_one_rank_is_told_to_the_others() -> None:
     messages = refusals(lambda rank: linear().requires_grad_(rank != 1))
     assert messages[1].startswith("attach: the module has no parameter that requires a gradient")
     assert messages[0] == (
-        "attach, rank 0: other ranks cannot take part, so this one cannot:\n"
+        "attach, rank 0: other ranks cannot take part, so this one cannot either:\n"
         "  rank 1: attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"
         "Attach the module that is trained, and unfreeze (requires_grad_(True)) before attaching."
     )
@@ -256,7 +256,7 @@ def test_another_order_of_registration_is_a_difference() -> None:
 
 
 ORDERS = """attach: the 3 ranks do not hold the same model.
-  the same tensors, registered in another order behind 1 in the same one:
+  the same tensors, registered in another order from tensor 2 on:
   rank 0 registers parameter second.weight, parameter first.weight
   rank 1 registers parameter first.weight, parameter second.weight
   rank 2 registers parameter first.weight, parameter second.weight
@@ -321,7 +321,7 @@ def test_a_bad_value_on_one_rank_is_told_to_the_others() -> None:
 
     first, second = run_ranks(worker, 2, timeout=5)
     assert second.startswith("rank 1: bucket_cap_mb=-1 must be a positive number")
-    assert first == f"attach, rank 0: other ranks cannot take part, so this one cannot:\n  {second}"
+    assert first == f"attach, rank 0: other ranks cannot take part, so this one cannot either:\n  {second}"
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_bad_value_on_one_rank_is_told_to_the_others() -> None:
     [
         (
             {"static_graph": True},
-            "attach: there is no argument static_graph=. Leave it out: any graph is right without it.",
+            "attach: there is no argument static_graph=. Leave it out: any graph works without it.",
         ),
         ({"init_sync": "no"}, "attach: init_sync='no' must be True or False"),
     ],
@@ -414,29 +414,29 @@ def test_a_scripted_module_is_refused_on_all_ranks() -> None:
 
     assert run_ranks(worker, 2) == [
         "rank 0: attach: the module went through torch.jit.script or torch.jit.trace.\n"
-        "Attach the module that you made; to speed it up, torch.compile(module).",
+        "Attach the original module; to speed it up, use torch.compile(module).",
         "rank 1: attach: 1 went through torch.jit.script or torch.jit.trace.\n"
-        "Attach the module that you made; to speed it up, torch.compile(module).",
+        "Attach the original module; to speed it up, use torch.compile(module).",
     ]
     with pytest.raises(stretto.SetupError, match=r"torch\.jit\.script"):
         stretto.attach(scripted)
 
 
 INSTEAD = (
-    "Use one of the two: attach the module that you made, and call that; or wrap it in stretto.DistributedDataParallel."
+    "Use one of the two: attach the original module, and call that; or wrap it in stretto.DistributedDataParallel."
 )
 
 
 AROUND = (
     "the module is attached: with torch's DistributedDataParallel around it two would average the same "
-    f"gradients, and some be lost.\n{INSTEAD}"
+    f"gradients, and some would be lost.\n{INSTEAD}"
 )
 
 
 def inside(rank: int, name: str) -> str:
     return (
         f"rank {rank}: attach: {name} is wrapped in torch's DistributedDataParallel: two would average the same "
-        f"gradients, and some be lost.\n{INSTEAD}"
+        f"gradients, and some would be lost.\n{INSTEAD}"
     )
 
 
@@ -574,19 +574,18 @@ def test_unknown_arguments_and_values() -> None:
     [
         (
             {"find_unused_parameters": True, "static_graph": False, "device_id": 0},
-            "attach: there is no argument find_unused_parameters=. Leave it out: any graph is right without it.\n"
-            "attach: there is no argument static_graph=. Leave it out: any graph is right without it.\n"
-            "attach: there is no argument device_id=. "
-            "Leave it out: the module stays where it is, so model.to(device) before.",
+            "attach: there is no argument find_unused_parameters=. Leave it out: any graph works without it.\n"
+            "attach: there is no argument static_graph=. Leave it out: any graph works without it.\n"
+            "attach: there is no argument device_id=. Leave it out: the module is not moved, so call model.to(device) "
+            "before.",
         ),
         (
             {"broadcast_buffers": False},
-            "attach: there is no argument broadcast_buffers=. "
-            'Write buffers="rank0", as is the default, or buffers="none".',
+            'attach: there is no argument broadcast_buffers=. Write buffers="rank0", the default, or buffers="none".',
         ),
         (
             {"gradient_average": False, "allreduce_trigger_params": [], "retain_allreduce_buffers": True},
-            'attach: there is no argument gradient_average=. Write reduce="mean", as is the default, or reduce="sum".\n'
+            'attach: there is no argument gradient_average=. Write reduce="mean", the default, or reduce="sum".\n'
             "attach: there is no argument allreduce_trigger_params=. Write launch_after=.\n"
             "attach: there is no argument retain_allreduce_buffers=. Leave it out: .grad lies in its bucket anyway.",
         ),
@@ -596,17 +595,17 @@ def test_unknown_arguments_and_values() -> None:
             "attach: there is no argument mixed_precision=. Use torch.autocast around forward, or "
             "stretto.DistributedDataParallel(model, mixed_precision=...); reduce_dtype= is only the dtype in which "
             "gradients travel.\n"
-            "attach: there is no argument no_sync=. "
-            "Write with sync.no_sync(): around backwards whose gradients are to be kept.\n"
-            "attach: there is no argument comm_hook=. Call sync.register_comm_hook(state, hook) behind attach.",
+            "attach: there is no argument no_sync=. Write with sync.no_sync(): around backwards whose gradients are to "
+            "be kept.\n"
+            "attach: there is no argument comm_hook=. Call sync.register_comm_hook(state, hook) after attach.",
         ),
         (
             {"bucket_cap": 3},
-            "attach: there is no argument bucket_cap=. What there is: bucket_cap_mb.",
+            "attach: there is no argument bucket_cap=. Use one of: bucket_cap_mb.",
         ),
         (
             {"lr": 3},
-            "attach: there is no argument lr=. What there is: module, process_group, process_groups, transport, "
+            "attach: there is no argument lr=. Use one of: module, process_group, process_groups, transport, "
             "bucket_cap_mb, last_bucket_cap_mb, buffers, init_sync, ignore, reduce, weighted, predivide_factor, "
             "reduce_dtype, delay, launch_after, check_every, sparse, beside.",
         ),

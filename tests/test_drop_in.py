@@ -614,8 +614,8 @@ class TestTogether:
         """The first one is wrapped again, then the trunk with layers that are not trained."""
         names = "0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias, 0.4.weight, 0.4.bias (+6 more)"
         assert scenes[0]["wrapped in turn"][0] == [
-            "DistributedDataParallel: this module is wrapped already, and another wrapper has left the layers that "
-            "both have to that one.\nUse the wrapper that there is.",
+            "DistributedDataParallel: this module is wrapped already, and another wrapper leaves the layers that both "
+            "share to that one.\nUse the existing wrapper.",
             f"DistributedDataParallel: {names} already reduced by another wrapper or handle, with parameters that "
             "this module does not have.\nUse this one as it is, unwrapped: its gradients are the mean. "
             "Or wrap the outer module last, or delete its wrapper first if it is not needed any more.",
@@ -632,7 +632,7 @@ class TestTogether:
     def test_over_two_groups_none_takes_over(self, scenes):
         assert scenes[0]["two groups"] == (
             "DistributedDataParallel: 0.weight, 0.bias, 2.weight, 2.bias, 4.weight, 4.bias already reduced by another "
-            "wrapper or handle, over another group.\nWrap both over one."
+            "wrapper or handle, over another group.\nWrap both over the same group."
         )
 
     def test_options_of_stretto(self, scenes):

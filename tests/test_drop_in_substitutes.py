@@ -190,7 +190,7 @@ def fully_sharded_inside(rank):
 @pytest.mark.ranks
 def test_layers_of_fsdp_are_refused_as_they_would_stand_still():
     told = (
-        "DistributedDataParallel: narrow went through fully_shard, whose parameters would stand still here.\n"
+        "DistributedDataParallel: narrow went through fully_shard, whose parameters would not be trained here.\n"
         "Give fully_shard both dimensions of the mesh, and leave the wrapper out."
     )
     assert spawn_ranks(fully_sharded_inside, 2) == [told, told]
@@ -340,8 +340,8 @@ class TestAlone:
         with pytest.raises(UnsupportedError) as raised:
             model(torch.ones(1, 2))
         assert str(raised.value) == (
-            "DistributedDataParallel: forward has changed weight, of which it finds copies with mixed_precision=: the "
-            "change would be lost.\nChange parameters, and what is trained, before it."
+            "DistributedDataParallel: forward has changed weight, but with mixed_precision= it gets copies of them: "
+            "the change would be lost.\nChange parameters, or which of them are trained, before forward."
         )
         assert module.weight is parameter and torch.equal(parameter, before) == (change == "write")
 

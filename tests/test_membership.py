@@ -350,7 +350,7 @@ def test_ranks_that_change_differently_are_told_the_same_until_they_agree() -> N
         "  parameter a.gain: missing on ranks 0, 2; scalar float64 cpu on rank 1\n"
         "  parameter d.weight: missing on ranks 0, 2; 3x3 float64 cpu on rank 1\n"
         "  parameter d.bias: missing on ranks 0, 2; 3 float64 cpu on rank 1\n"
-        "Change the model alike on all ranks, between the same two passes."
+        "Change the model in the same way on all ranks, between the same two passes."
     )
     assert plans > 1
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True))
@@ -898,7 +898,7 @@ def test_with_a_comm_hook_a_change_is_named() -> None:
 
     assert run_ranks(worker, 2)[1] == (
         "rank 1, pass 3: the module has changed since it was attached (3 parameters added (a.gain, d.weight, d.bias), "
-        "1 frozen (b.bias) on ranks 0, 1), and a comm hook keeps what it knows by bucket, so the plan cannot follow.\n"
+        "1 frozen (b.bias) on ranks 0, 1), and a comm hook keeps its state by bucket, so the plan cannot follow.\n"
         "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
     )
 

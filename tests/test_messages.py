@@ -489,18 +489,18 @@ ALONE = [
     (lambda: attach(check_every=-1), "check_every=-1 must be a number of passes, 0 for never, or None"),
     (
         lambda: attach(reduce_dtype=torch.int32),
-        "reduce_dtype for '*' must be a floating dtype that can be added, as torch.float32, not torch.int32",
+        "reduce_dtype for '*' must be a floating dtype that can be added, such as torch.float32, not torch.int32",
     ),
     (
         lambda: attach(launch_after=["9.weight"]),
-        "launch_after names 9.weight, not of this module.\n"
+        "launch_after names 9.weight, which is not in this module.\n"
         "Give parameters of the attached module, or names as in module.named_parameters().",
     ),
     (lambda: attach(reduce="max"), 'reduce=\'max\' is not known: use one of "mean", "sum"'),
     (lambda: attach(predivide_factor=0), "predivide_factor=0 must be a positive number, or None"),
     (lambda: attach(bucket_cap_mb="25"), "bucket_cap_mb='25' must be a positive number, or None"),
     (lambda: attach(weighted="yes"), "weighted='yes' must be True or False"),
-    (lambda: attach(ignore="9.*"), "attach: ignore='9.*' must be a list of names or patterns, as [\"head.*\"]"),
+    (lambda: attach(ignore="9.*"), "attach: ignore='9.*' must be a list of names or patterns, such as [\"head.*\"]"),
     (lambda: attach(beside=[3]), "attach: beside= takes handles, as returned by attach(), not int"),
     (
         lambda: stretto.shard(torch.optim.SGD(model().parameters()), torch.nn.Linear(1, 1)),
@@ -524,13 +524,13 @@ ALONE = [
     ),
     (
         lambda: attach(reduce_dtype={3: torch.float32}),
-        "reduce_dtype names 3, which is no name.\nGive names, or patterns of names, of module.named_parameters().",
+        "reduce_dtype names 3, which is not a name.\nGive names, or patterns of names, of module.named_parameters().",
     ),
     (
         lambda: stretto.attach(torch.nn.Linear(2, 2, device="meta")),
-        "attach: weight, bias are on the meta device, which keeps no values.\n"
-        "Give them some before stretto.attach(model), as by model.to_empty(device=...) and an initialisation, or leave "
-        "them out by ignore=.",
+        "attach: weight, bias are on the meta device, which holds no values.\n"
+        "Give them values before stretto.attach(model), for example with model.to_empty(device=...) and an "
+        "initialisation, or leave them out with ignore=.",
     ),
     (
         lambda: setattr(attach(), "buffers", "all"),
@@ -553,7 +553,7 @@ ALONE = [
     (lambda: stretto.reduce([None, 1.0]), "reduce: item 1 is a float; give dense floating tensors"),
     (
         lambda: stretto.reduce(torch.nn.Linear(1, 1)),
-        "reduce: item 0 is a Linear; give dense floating tensors, as [p.grad for p in model.parameters()]",
+        "reduce: item 0 is a Linear; give dense floating tensors, such as [p.grad for p in model.parameters()]",
     ),
     (lambda: stretto.reduce(None), "reduce: None was given; give dense floating tensors"),
     (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 0 for never, or None"),
@@ -577,7 +577,7 @@ ALONE = [
     (
         lambda: attach(reduce="sum").register_comm_hook(None, identity),
         "rank 0: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of attach() have no "
-        "effect beside it.\nLeave them out, or leave out the hook.",
+        "effect with one.\nLeave them out, or leave out the hook.",
     ),
     (lambda: stretto.reduce([], op="max"), 'reduce: op=\'max\' is not known: use one of "mean", "sum"'),
     (
@@ -748,8 +748,8 @@ def gives_nothing(state: object, bucket: object) -> torch.futures.Future:
         (
             gives_a_tensor,
             "comm hook test_messages.gives_a_tensor returned a Tensor, not a torch.futures.Future of the reduced flat "
-            "tensor.\nReturn that of the collective, dist.all_reduce(tensor, async_op=True).get_future(); or make one "
-            "that is done, future = torch.futures.Future(); future.set_result(tensor).",
+            "tensor.\nReturn the future of the collective, dist.all_reduce(tensor, async_op=True).get_future(); or one "
+            "that is done: future = torch.futures.Future(); future.set_result(tensor).",
         ),
         (
             lambda state, bucket: identity(state, bucket).then(lambda done: []),

@@ -311,7 +311,10 @@ def test_ignore_by_pattern() -> None:
         ({"reduce": "median"}, "reduce='median' is not known"),
         ({"predivide_factor": -1.0}, "predivide_factor=-1.0 must be a positive number"),
         ({"reduce_dtype": torch.int32}, "must be a floating dtype"),
-        ({"reduce_dtype": {"*": torch.float8_e4m3fn}}, "that can be added, as torch.float32, not torch.float8_e4m3fn"),
+        (
+            {"reduce_dtype": {"*": torch.float8_e4m3fn}},
+            "that can be added, such as torch.float32, not torch.float8_e4m3fn",
+        ),
         ({"buffers": "rank1"}, "buffers='rank1' is not known"),
     ],
 )

@@ -219,10 +219,11 @@ def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_tol
             except stretto.UnsupportedError as error:
                 assert number == 3
                 assert str(error) == (
-                    f"rank {transport.rank}, pass 4: c.bias, c.weight got one more gradient than in the passes before, "
-                    "after the bucket had left (a backward inside backward, around a layer that is used again).\n"
-                    "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
-                    "torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
+                    f"rank {transport.rank}, pass 4: c.bias, c.weight got one more gradient than in earlier passes, "
+                    f"after "
+                    "the bucket had left (a backward inside backward, around a layer that is used again).\n"
+                    "Do not step with these gradients: zero_grad() and go on; the next pass expects it. To avoid this, "
+                    "use torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
                 )
                 continue
             assert number != 3
@@ -627,7 +628,7 @@ def test_a_sparse_gradient_that_no_module_announces_is_refused_by_name() -> None
     with pytest.raises(stretto.UnsupportedError) as caught:
         run_ranks(worker, 2)
     assert str(caught.value).replace("rank 1", "rank 0") == (
-        "rank 0, pass 1: the gradient of weight is sparse, which their modules do not say.\n"
+        "rank 0, pass 1: the gradient of weight is sparse, which their modules do not declare.\n"
         "Name them: stretto.attach(model, sparse=['weight']); or make them dense."
     )
 

@@ -757,8 +757,8 @@ def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
         said = (
             f"rank {transport.rank}: the gradient of twin is not here: with keep_grads=False each rank has only its "
             "share of it.\n"
-            "To clip: sync.clip_grad_norm_(). For several backwards before step() or zero_grad(): run all but the "
-            "last inside sync.no_sync(). If one only passes through this module, as an actor's loss through its "
+            "To clip: sync.clip_grad_norm_(). For several backwards before step() or zero_grad(): run all but the last "
+            "inside sync.no_sync(). If a backward only passes through this module, like an actor's loss through its "
             "critic: requires_grad_(False) on it meanwhile. To read gradients: stretto.shard(..., keep_grads=True)."
         )
         gradient = model.first.weight.grad

@@ -457,7 +457,7 @@ def drop_in(rank: int) -> list:
     assert str(caught.value) == (
         "DistributedDataParallel._register_fused_optim would not step words.weight, bags.weight: their gradients are "
         "sparse and lie in no bucket.\n"
-        "Leave them out, optim_params=[...], and step them by an optimizer of their own."
+        "Leave them out, optim_params=[...], and step them with an optimizer of their own."
     )
     ddp._register_fused_optim(torch.optim.SGD, 0.01, optim_params=[ddp.module.head.weight])
     return [*found, nothing_dense.module.weight.grad, stepped_in_backward(rank)]

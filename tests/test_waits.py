@@ -929,7 +929,7 @@ def test_ranks_that_reduce_different_tensors_are_told_the_same(world: int) -> No
     )
     problem = "reduce: tensor 0 is torch.int64: give one of a floating dtype that can be added, tensor.float()"
     assert second[4] == f"UnsupportedError: {problem}"
-    told = f"reduce, rank 0: other ranks cannot take part, so this one cannot:\n  rank 1: {problem}"
+    told = f"reduce, rank 0: other ranks cannot take part, so this one cannot either:\n  rank 1: {problem}"
     assert first[4] == f"ModelMismatchError: {told}"
     assert first[5] == second[5] == 0.5
 
@@ -1230,7 +1230,7 @@ def test_a_hook_that_fails_once_leaves_all_ranks_in_step(tmp_path: Path) -> None
 
 NO_FUTURE = (
     "TypeError: comm hook __main__.hook returned a NoneType, not a torch.futures.Future of the reduced flat tensor.\n"
-    "Return that of the collective, dist.all_reduce(tensor, async_op=True).get_future(); or make one that is done, "
+    "Return the future of the collective, dist.all_reduce(tensor, async_op=True).get_future(); or one that is done: "
     "future = torch.futures.Future(); future.set_result(tensor)."
 )
 FAILS_BEHIND_WHAT_IT_SENDS = {
@@ -1421,7 +1421,7 @@ def test_a_layer_added_on_one_rank_beside_a_comm_hook_is_told_by_all(world: int)
 
     assert run_ranks(worker, world) == [
         f"rank {rank}, pass 2: the module has changed since it was attached (2 parameters added (1.weight, 1.bias) on "
-        "rank 1), and a comm hook keeps what it knows by bucket, so the plan cannot follow.\n"
+        "rank 1), and a comm hook keeps its state by bucket, so the plan cannot follow.\n"
         "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
         for rank in range(world)
     ]

@@ -87,7 +87,9 @@ def agree(
         raise SetupError(f"{occasion}, rank {rank}: {statement.problem}")
     if problems:
         told = "\n".join(f"  rank {rank}: {problem}" for rank, problem in problems.items())
-        raise ModelMismatchError(f"{occasion}, rank {rank}: other ranks cannot take part, so this one cannot:\n{told}")
+        raise ModelMismatchError(
+            f"{occasion}, rank {rank}: other ranks cannot take part, so this one cannot either:\n{told}"
+        )
     if len({fingerprint for fingerprint, _ in fingerprints}) == 1:
         return
     tables: list[Statement] = gather(statement)
@@ -117,8 +119,8 @@ def _orders(by_rank: list[dict[str, str]]) -> list[str]:
     for place, names in enumerate(zip(*orders, strict=True)):
         if len({*names}) > 1:
             lines = [f"  rank {rank} registers {name_list(order[place:])}" for rank, order in enumerate(orders)]
-            behind = f" behind {place} in the same one" * (place > 0)
-            return [f"  the same tensors, registered in another order{behind}:", *lines]
+            start = f" from tensor {place + 1} on" * (place > 0)
+            return [f"  the same tensors, registered in another order{start}:", *lines]
     return []
 
 

@@ -260,14 +260,14 @@ def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
     if scripted:  # its tables are views that torch makes at each access: changes could not be followed
         raise SetupError(
             f"attach: {name_list(scripted)} went through torch.jit.script or torch.jit.trace.\n"
-            "Attach the module that you made; to speed it up, torch.compile(module)."
+            "Attach the original module; to speed it up, use torch.compile(module)."
         )
     mine = {id(one) for one in trained(module, options).values()}
     wrappers = [(name, one) for name, one in module.named_modules() if torch_reduces(one)]
     if doubled := [name or "the module" for name, one in wrappers if mine & taken_by_torch(one, one.module)]:
         raise SetupError(
             f"attach: {name_list(doubled)} is wrapped in torch's DistributedDataParallel: two would average the same "
-            f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"
+            f"gradients, and some would be lost.\n{INSTEAD_OF_TORCHS}"
         )
     everything = dict(module.named_parameters()) | dict(module.named_buffers())
     lazy = [name for name, tensor in everything.items() if torch.nn.parameter.is_lazy(tensor)]
@@ -302,14 +302,14 @@ def _refuse_valueless(module: torch.nn.Module, options: Options, *, sends: bool)
     looked_at = parameters | (tensors if options.buffers != "none" else {})
     if empty := [name for name, tensor in looked_at.items() if tensor.is_meta]:
         raise SetupError(
-            f"attach: {name_list(empty)} are on the meta device, which keeps no values.\n"
-            "Give them some before stretto.attach(model), as by model.to_empty(device=...) and an initialisation, or "
-            "leave them out by ignore=."
+            f"attach: {name_list(empty)} are on the meta device, which holds no values.\n"
+            "Give them values before stretto.attach(model), for example with model.to_empty(device=...) and an "
+            "initialisation, or leave them out with ignore=."
         )
     if wrapped := wrapping(looked_at | (tensors if sends else {})):
         raise SetupError(
             f"attach: {wrapped} have their values in other tensors, which cannot be averaged or sent.\n"
-            "Leave them out by ignore=, and see to it that all ranks hold the same."
+            "Leave them out with ignore=, and make sure that all ranks hold the same values."
         )
 
 

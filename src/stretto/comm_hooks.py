@@ -171,8 +171,8 @@ class CommHook:
         if not (hasattr(future, "done") and hasattr(future, "wait")):
             error = TypeError(
                 f"{self} returned a {type(future).__name__}, not a torch.futures.Future of "
-                "the reduced flat tensor.\nReturn that of the collective, dist.all_reduce(tensor, async_op=True)"
-                ".get_future(); or make one that is done, future = torch.futures.Future(); future.set_result(tensor)."
+                "the reduced flat tensor.\nReturn the future of the collective, dist.all_reduce(tensor, async_op=True)"
+                ".get_future(); or one that is done: future = torch.futures.Future(); future.set_result(tensor)."
             )
             self.failure = text_of(error)  # called again, it would do the same
             raise error
@@ -265,7 +265,7 @@ def refuse_hook(hook: object, options: Options, rank: int) -> None:
     if options.weighted or options.reduce != "mean" or options.predivide_factor is not None:
         raise SetupError(
             f"rank {rank}: a comm hook does its own scaling, so reduce=, weighted= and predivide_factor= of "
-            "attach() have no effect beside it.\nLeave them out, or leave out the hook."
+            "attach() have no effect with one.\nLeave them out, or leave out the hook."
         )
 
 

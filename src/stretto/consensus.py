@@ -154,9 +154,9 @@ class Consensus:
             late = [queue.names[bucket.indices[i]] for bucket in left for i in bucket.late()]
         if late:
             raise UnsupportedError(
-                f"{queue.where}: {name_list(late)} got one more gradient than in the passes before, after the "
-                "bucket had left (a backward inside backward, around a layer that is used again).\n"
-                "Do not step with these gradients: zero_grad() and go on; the next pass knows. To avoid this, use "
+                f"{queue.where}: {name_list(late)} got one more gradient than in earlier passes, after the bucket "
+                "had left (a backward inside backward, around a layer that is used again).\n"
+                "Do not step with these gradients: zero_grad() and go on; the next pass expects it. To avoid this, use "
                 "torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
             )
 

@@ -169,7 +169,7 @@ class TorchSurface(TorchDDP):
             raise UnsupportedError(
                 f"DistributedDataParallel._register_fused_optim would not step {name_list(missed)}: their gradients "
                 "are sparse and lie in no bucket.\n"
-                "Leave them out, optim_params=[...], and step them by an optimizer of their own."
+                "Leave them out, optim_params=[...], and step them with an optimizer of their own."
             )
         super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
 
@@ -294,7 +294,7 @@ def hand_over(ddp: TorchSurface) -> None:
             held = [mine[id(one)] for one in ddp._module_parameters if reducer_of(one) is reducer]
             raise AlreadyAttachedError(
                 f"DistributedDataParallel: {name_list(held)} already reduced by another wrapper or handle, over "
-                "another group.\nWrap both over one."
+                "another group.\nWrap both over the same group."
             )
     trained = [one for one in ddp._module_parameters if one.requires_grad]
     if trained and all(reducer_of(one) in stay for one in trained):
@@ -310,22 +310,22 @@ def hand_over(ddp: TorchSurface) -> None:
             reducer.detach()
         except SetupError as error:
             raise AlreadyAttachedError(
-                "DistributedDataParallel: this module is wrapped already, and another wrapper has left the layers that "
-                "both have to that one.\nUse the wrapper that there is."
+                "DistributedDataParallel: this module is wrapped already, and another wrapper leaves the layers that "
+                "both share to that one.\nUse the existing wrapper."
             ) from error
 
 
 REFUSED: dict[str, str] = dict.fromkeys(
     ("_root_copy_hook", "_module_wait_for_copy_hook", "_fire_reducer_autograd_hook"),
-    "mixed_precision does without it: what forward finds is a part of the graph",
+    "mixed_precision works without it: what forward uses is part of the graph",
 ) | {
     "_set_sparse_metadata": "sparse gradients are reduced without it",
     "_ddp_init_helper": "it builds torch's reducer; wrap the module again instead",
     "_register_accum_grad_hook": "it serves torch's Python reducer; stretto's hooks are on the parameters already",
     "_register_delay_all_reduce_hook": "delayed parameters are reduced at the end of each backward",
     "_delayed_all_reduce_hook": "delayed parameters are reduced at the end of each backward",
-    "_check_global_requires_backward_grad_sync": "passes without synchronisation need no word to joined ranks",
-    "_match_unused_params_allreduce": "who had what travels with the buckets",
+    "_check_global_requires_backward_grad_sync": "joined ranks need not hear of passes without synchronisation",
+    "_match_unused_params_allreduce": "which ranks had which gradients travels with the buckets",
 }
 """Private methods of torch's class that have no counterpart, and why."""
 

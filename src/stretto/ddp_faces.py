@@ -260,8 +260,8 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 REFUSED_OF_REDUCER: dict[str, str] = {
-    "_autograd_hook": "mixed_precision does without it",
-    "_set_mixed_precision_param_dtype": "mixed_precision does without it",
+    "_autograd_hook": "mixed_precision works without it",
+    "_set_mixed_precision_param_dtype": "mixed_precision works without it",
     "_set_optimizer_in_backward": "a comm hook of stretto's serves _apply_optimizer_in_backward",
     "_set_forward_pass_work_handle": "join() divides by weights",
     "_get_zeros_like_grad_buckets": "joined ranks take part by themselves",

@@ -89,8 +89,9 @@ class _InPlace:
         if lost:
             names = [name for name, one in module.named_parameters() if id(vars(one).get(STANDS_FOR, one)) in lost]
             raise UnsupportedError(
-                f"DistributedDataParallel: forward has changed {name_list(names)}, of which it finds copies with "
-                "mixed_precision=: the change would be lost.\nChange parameters, and what is trained, before it."
+                f"DistributedDataParallel: forward has changed {name_list(names)}, but with mixed_precision= it gets "
+                "copies of them: the change would be lost.\n"
+                "Change parameters, or which of them are trained, before forward."
             )
 
     @left_uncompiled
@@ -250,8 +251,8 @@ def _refuse_fully_sharded(module: torch.nn.Module) -> None:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())  # who has not imported it has none
     if found := [name or "the module" for name, one in module.named_modules() if isinstance(one, kind)]:
         raise UnsupportedError(
-            f"DistributedDataParallel: {name_list(found)} went through fully_shard, whose parameters would stand still "
-            "here.\nGive fully_shard both dimensions of the mesh, and leave the wrapper out."
+            f"DistributedDataParallel: {name_list(found)} went through fully_shard, whose parameters would not be "
+            "trained here.\nGive fully_shard both dimensions of the mesh, and leave the wrapper out."
         )
 
 

@@ -18,20 +18,20 @@ from .scaling import WEIGHT_BITS, Reduce
 
 Buffers = Literal["rank0", "mean", "none"]
 
-_NEVER_NEEDED = "Leave it out: any graph is right without it."
-_STAYS = "Leave it out: the module stays where it is, so model.to(device) before."
+_NEVER_NEEDED = "Leave it out: any graph works without it."
+_STAYS = "Leave it out: the module is not moved, so call model.to(device) before."
 _MEANS_TOO = "Leave it out: their gradients are means too when backward returns."
-_HOOK = "Call sync.register_comm_hook(state, hook) behind attach."
+_HOOK = "Call sync.register_comm_hook(state, hook) after attach."
 INSTEAD = {
     "find_unused_parameters": _NEVER_NEEDED,
     "static_graph": _NEVER_NEEDED,
-    "skip_all_reduce_unused_params": "Leave it out: what no rank uses is not sent, once that is seen.",
+    "skip_all_reduce_unused_params": "Leave it out: parameters that no rank uses are not sent, once that is seen.",
     "gradient_as_bucket_view": "Leave it out: .grad lies in its bucket anyway.",
     "batched_grad_copy": "Leave it out: gradients are copied together anyway.",
     "device_ids": _STAYS,
     "output_device": _STAYS,
-    "broadcast_buffers": 'Write buffers="rank0", as is the default, or buffers="none".',
-    "forward_sync_buffers": 'Write buffers="rank0", as is the default, or buffers="none".',
+    "broadcast_buffers": 'Write buffers="rank0", the default, or buffers="none".',
+    "forward_sync_buffers": 'Write buffers="rank0", the default, or buffers="none".',
     "bucket_cap_mb_list": "Write bucket_cap_mb=.",
     "delay_all_reduce_named_params": _MEANS_TOO,
     "param_to_hook_all_reduce": _MEANS_TOO,
@@ -42,7 +42,7 @@ INSTEAD = {
     "comm_hook": _HOOK,
     "no_sync": "Write with sync.no_sync(): around backwards whose gradients are to be kept.",
     "gradient_predivide_factor": "Write predivide_factor=.",
-    "gradient_average": 'Write reduce="mean", as is the default, or reduce="sum".',
+    "gradient_average": 'Write reduce="mean", the default, or reduce="sum".',
     "delay_allreduce": "Write delay=.",
     "allreduce_trigger_params": "Write launch_after=.",
     "allreduce_always_fp32": "Write reduce_dtype=torch.float32.",
@@ -61,7 +61,7 @@ def refuse_arguments(call: Callable[..., object], unknown: Collection[str]) -> N
     for name in unknown:
         theirs = difflib.get_close_matches(name, INSTEAD, 1, 0.9)  # misspelt, and no other one: the advice differs
         near = ", ".join(difflib.get_close_matches(name, known, 1) or known)
-        advice = INSTEAD[theirs[0]] if theirs else f"What there is: {near}."
+        advice = INSTEAD[theirs[0]] if theirs else f"Use one of: {near}."
         lines.append(f"{call.__name__}: there is no argument {name}=. {advice}")
     raise UnsupportedError("\n".join(lines))
 
@@ -187,7 +187,9 @@ def patterns(option: str, asked: Iterable[str]) -> tuple[str, ...]:
     """Names or patterns of names, in order of the alphabet. Raises ``SetupError`` if that is not what was given."""
     found = listed(asked)
     if not isinstance(found, tuple) or not all(isinstance(one, str) for one in found):
-        raise SetupError(f'attach: {option}={reprlib.repr(asked)} must be a list of names or patterns, as ["head.*"]')
+        raise SetupError(
+            f'attach: {option}={reprlib.repr(asked)} must be a list of names or patterns, such as ["head.*"]'
+        )
     return tuple(sorted(found))
 
 
@@ -199,12 +201,12 @@ def dtype_patterns(asked: torch.dtype | Mapping[str, torch.dtype] | None) -> tup
     for pattern, dtype in pairs:
         if not isinstance(pattern, str):
             raise SetupError(
-                f"reduce_dtype names {reprlib.repr(pattern)}, which is no name.\n"
+                f"reduce_dtype names {reprlib.repr(pattern)}, which is not a name.\n"
                 "Give names, or patterns of names, of module.named_parameters()."
             )
         if not isinstance(dtype, torch.dtype) or not can_be_added(dtype):
             raise UnsupportedError(
-                f"reduce_dtype for {pattern!r} must be a floating dtype that can be added, as torch.float32, not "
+                f"reduce_dtype for {pattern!r} must be a floating dtype that can be added, such as torch.float32, not "
                 f"{dtype!r}"
             )
     return pairs
@@ -225,7 +227,7 @@ def names_of(module: torch.nn.Module, asked: Iterable[str | torch.nn.Parameter])
         name = one if isinstance(one, str) else by_identity.get(id(one), "")
         if name not in names:
             raise SetupError(
-                f"launch_after names {one if isinstance(one, str) else 'a parameter'}, not of this module.\n"
+                f"launch_after names {one if isinstance(one, str) else 'a parameter'}, which is not in this module.\n"
                 "Give parameters of the attached module, or names as in module.named_parameters()."
             )
         found.append(name)

@@ -131,6 +131,6 @@ def refuse_sparse(
     sparse = [name for name, grad in gradients.items() if grad is not None and grad.layout != torch.strided]
     if sparse:
         raise UnsupportedError(
-            f"{where}: the gradient of {name_list(sparse)} is sparse, which their modules do not say.\n"
+            f"{where}: the gradient of {name_list(sparse)} is sparse, which their modules do not declare.\n"
             f"Name them: stretto.attach(model, sparse={sparse[:6]}); or make them dense."
         ) from error

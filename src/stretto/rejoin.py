@@ -46,7 +46,7 @@ from .withheld import Alive, Withheld, complete, give_back_whole
 
 log = logging.getLogger("stretto")
 
-ADVICE = "Change the model alike on all ranks, between the same two passes."
+ADVICE = "Change the model in the same way on all ranks, between the same two passes."
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Rejoin:
         changed = ranks_by(enumerate(everyone)).items()
         told = "; ".join(f"{change} on {describe_ranks(ranks)}" for change, ranks in changed if change)
         raise SetupError(
-            f"{queue.where}: the module has changed since it was attached ({told}), and a comm hook keeps what it "
-            "knows by bucket, so the plan cannot follow.\n"
+            f"{queue.where}: the module has changed since it was attached ({told}), and a comm hook keeps its "
+            "state by bucket, so the plan cannot follow.\n"
             "Attach again after such a change, on all ranks: sync.detach(); sync = stretto.attach(model)"
         )
 

@@ -87,7 +87,7 @@ def _problem(given: Sequence[object], op: object, bucket_cap_mb: object) -> Setu
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):
-            hint = ", as [p.grad for p in model.parameters()]" if isinstance(tensor, torch.nn.Module) else ""
+            hint = ", such as [p.grad for p in model.parameters()]" if isinstance(tensor, torch.nn.Module) else ""
             kind = type(tensor).__name__
             return UnsupportedError(f"reduce: item {place} is a {kind}; give dense floating tensors{hint}")
         if tensor.layout != torch.strided:

@@ -25,7 +25,7 @@ from .listeners import Listeners
 ENTRY: Any = "stretto"
 
 INSTEAD_OF_TORCHS = (
-    "Use one of the two: attach the module that you made, and call that; or wrap it in stretto.DistributedDataParallel."
+    "Use one of the two: attach the original module, and call that; or wrap it in stretto.DistributedDataParallel."
 )
 
 Listener = Callable[[torch.nn.Module, object], None]
@@ -103,7 +103,7 @@ def refuse_torchs(owner: torch.nn.Module, item: object, attached: Iterable[objec
     if not taken_by_torch(owner, item).isdisjoint(map(id, attached)):
         raise SetupError(
             "the module is attached: with torch's DistributedDataParallel around it two would average the same "
-            f"gradients, and some be lost.\n{INSTEAD_OF_TORCHS}"
+            f"gradients, and some would be lost.\n{INSTEAD_OF_TORCHS}"
         )
 
 

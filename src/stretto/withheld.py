@@ -38,8 +38,8 @@ class Withheld(torch.Tensor):
         made.said = (
             f"{where}: the gradient of {name} is not here: with keep_grads=False each rank has only its share of "
             "it.\n"
-            "To clip: sync.clip_grad_norm_(). For several backwards before step() or zero_grad(): run all but the "
-            "last inside sync.no_sync(). If one only passes through this module, as an actor's loss through its "
+            "To clip: sync.clip_grad_norm_(). For several backwards before step() or zero_grad(): run all but the last "
+            "inside sync.no_sync(). If a backward only passes through this module, like an actor's loss through its "
             "critic: requires_grad_(False) on it meanwhile. To read gradients: stretto.shard(..., keep_grads=True)."
         )
         return made

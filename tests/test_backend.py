@@ -715,10 +715,10 @@ def given_up(rank, numel):
 @pytest.mark.parametrize("numel", [3, 2_000_000])
 def test_a_tensor_is_not_written_after_the_call_has_failed(numel):
     first, second = spawn_ranks(given_up, 2, numel)
-    over = "a message was not done within 1 s, and rank 1 had not come"
+    over = "a message was not done within 1 s, and rank 1 had not arrived"
     called = "all_reduce in the group of ranks [0, 1] failed:"
     again = ".\nLook at the first error in the other ranks' logs, and start again, on all ranks."
-    late = "not done within 1 s, and rank 1 had not come"
+    late = "not done within 1 s, and rank 1 had not arrived"
     assert first == [f"rank 0: {called} {late}{again}", f"rank 0: {called} {over}{again}"]
     peer = f"rank 1: {called} rank 0 cannot go on: {over}.\nRemove the cause and start again, on all ranks."
     assert second == ["done" if numel == 3 else peer, peer]

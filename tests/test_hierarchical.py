@@ -370,7 +370,7 @@ def test_shared_memory_is_insisted_on_where_there_are_two_hosts() -> None:
         return str(caught.value)
 
     assert run_ranks(worker, 3) == [
-        f'rank {rank}: transport="shared_memory" cannot be had: rank 0: the memory of rank 2 cannot be opened: '
+        f'rank {rank}: transport="shared_memory" is not available: rank 0: the memory of rank 2 cannot be opened: '
         'No such file or directory.\nAttach with transport="auto", which then uses the process group.'
         for rank in range(3)
     ]

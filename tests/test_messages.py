@@ -470,7 +470,7 @@ def one_group_for_several() -> None:
 ALONE = [
     (
         one_group_for_several,
-        "process_groups= takes a list of groups of the same ranks: of one, write process_group=group",
+        "process_groups= takes a list of groups of the same ranks: for one, write process_group=group",
     ),
     (
         launched_without_a_group,
@@ -602,7 +602,7 @@ ALONE = [
     (
         lambda: RoundRobinTransport([LocalGroup(2).transport(0), LocalGroup(3).transport(0)]),
         "process_groups must hold the same ranks in the same order, got (rank, size) [(0, 2), (0, 3)].\n"
-        "Make each of them by torch.distributed.new_group(ranks), with the same ranks.",
+        "Make each of them with torch.distributed.new_group(ranks), with the same ranks.",
     ),
     (
         lambda: stretto.reduce([torch.ones(2).to_sparse()]),
@@ -899,7 +899,7 @@ def die(rank: int) -> None:
 def test_text_of_ranks_that_do_not_come_or_do_not_end() -> None:
     with pytest.raises(RuntimeError) as caught:
         LocalGroup(2, timeout=0.1).transport(0).all_reduce(torch.ones(3)).wait()
-    assert str(caught.value) == "all_reduce of 3 x torch.float32: ranks [1] did not come within 0 s"
+    assert str(caught.value) == "all_reduce of 3 x torch.float32: ranks [1] did not make this call within 0 s"
     with pytest.raises(TimeoutError) as caught:
         run_ranks(lambda transport: time.sleep(1), 1, timeout=0.1)
     assert str(caught.value) == "rank 0 did not end within 0 s"
@@ -918,7 +918,7 @@ def test_text_of_processes_that_do_not_end_or_die() -> None:
 def test_text_of_ranks_that_have_gone_apart() -> None:
     found = apart("rank 0, pass 3", (3, 2), {1: (4, 1), 2: (3, 1)}, "rank 0 waits at train.py:9 in fit")
     assert str(found) == (
-        "rank 0, pass 3: ranks have gone apart, so nobody can complete this.\n"
+        "rank 0, pass 3: ranks are out of step, so nobody can complete this.\n"
         f"rank 0 waits at train.py:9 in fit.\n{SAME_CALLS}\n"
         "So far rank 1 has begun 4 passes, rank 2 has begun 3 passes, this rank 3 passes and 1 other call more."
     )

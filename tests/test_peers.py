@@ -327,9 +327,9 @@ def test_uneven_numbers_of_batches(tmp_path: Path, how: str, early: int, meeting
     assert found[early][:2] == (0, ""), found
     assert within(found[other][1], "PeerError", 3) == (
         f"rank {other}, pass 4: rank {early} finished after 3 passes ({how}), so nobody can complete this one.\n"
-        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If "
-        "they had the same number, that rank left one out (continue, except), or this rank took one twice, or the "
-        "program of that rank ended early: see its log."
+        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they "
+        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or the program of "
+        "that rank ended early: see its log."
     )
 
 
@@ -429,7 +429,7 @@ def test_a_call_that_one_rank_alone_makes_does_not_meet_another(tmp_path: Path, 
     assert [code for code, _, _ in found] == [0, 0]
     texts = [within(printed, "PeerError", 9) for _, printed, _ in found]
     for text in texts:
-        assert "ranks have gone apart, so nobody can complete this" in text
+        assert "ranks are out of step, so nobody can complete this" in text
         assert "All ranks must make the same calls in the same order." in text
         name = call[call.index(".") + 1 : call.index("(")]
         assert re.search(rf"rank 0 [\w ]*in {name}\(\) at train.py:LINE in <lambda>", text), text
@@ -448,12 +448,12 @@ def test_ranks_that_call_two_different_things_are_told_which(tmp_path: Path, tra
     for rank, (code, printed, _) in enumerate(ranks(tmp_path, body, transport=transport)):
         assert code == 0
         assert within(printed, "CommunicationError", 2) == (
-            f"rank {rank}, pass 1: ranks have called different things: rank 0 is in report() at train.py:LINE in "
+            f"rank {rank}, pass 1: ranks have made different calls: rank 0 is in report() at train.py:LINE in "
             "<lambda>; rank 1 is in check() at train.py:LINE in <lambda>.\n"
             "All ranks must make the same calls in the same order. Look for a call that only some of them make, as "
-            "under `if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, "
-            "optimizer.step(), clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), "
-            "unshard(), stretto.reduce()."
+            "under `if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
+            "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), "
+            "stretto.reduce()."
         )
 
 
@@ -489,13 +489,13 @@ def test_ranks_that_wait_for_each_other_in_two_places_are_told(tmp_path: Path, c
     """
     found = ranks(tmp_path, body, patience=5.0 if threads > 1 else 100.0)
     if threads > 1:
-        assert all("ranks have gone apart" not in printed for _, printed, _ in found)
+        assert all("ranks are out of step" not in printed for _, printed, _ in found)
         return
     texts = [within(printed, "PeerError", 9) for _, printed, _ in found]
     first = next(rank for rank, text in enumerate(texts) if "in another call" in text)
     occasion = "pass 3" if first == 0 or "models" in call else "attach"
     assert re.fullmatch(
-        rf"rank {first}, {occasion}: ranks have gone apart, so nobody can complete this: rank {1 - first} waits for "
+        rf"rank {first}, {occasion}: ranks are out of step, so nobody can complete this: rank {1 - first} waits for "
         r"this rank in another call.\n"
         rf"rank {first} waits [\w() ]*at train.py:LINE in [<\w>]+; rank {1 - first} [\w() ]*at train.py:LINE in "
         r"[<\w>]+.\n"
@@ -544,7 +544,7 @@ def test_a_backward_inside_another_that_one_rank_leaves_out_is_told(tmp_path: Pa
         os._exit(0)
     """
     for _, printed, _ in ranks(tmp_path, body):
-        assert "ranks have gone apart, so nobody can complete this" in within(printed, "PeerError", 9)
+        assert "ranks are out of step, so nobody can complete this" in within(printed, "PeerError", 9)
 
 
 @pytest.mark.ranks
@@ -819,9 +819,9 @@ def test_thread_ranks_are_told_that_one_was_detached() -> None:
 
     assert run_ranks(worker, 2)[0] == (
         "rank 0, pass 2: rank 1 finished after 1 pass (it was detached), so nobody can complete this one.\n"
-        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If "
-        "they had the same number, that rank left one out (continue, except), or this rank took one twice, or the "
-        "program of that rank ended early: see its log."
+        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they "
+        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or the program of "
+        "that rank ended early: see its log."
     )
 
 
@@ -851,7 +851,7 @@ def test_after_a_wait_that_was_given_up_nobody_gets_a_wrong_sum(tmp_path: Path, 
     """Rank 0 goes on after its error; rank 1 comes then. Summed in place or not."""
     found = ranks(tmp_path, GIVEN_UP.format(width=width), patience=3.0, end=False)
     first, second = (re.sub(r" after [\d.]+ s", "", words) for _, words, _ in found)
-    over = "pass 2 was not done within 3 s, and rank 1 had not come."
+    over = "pass 2 was not done within 3 s, and rank 1 had not arrived."
     mean, told, *later = first.split("\n", 2)
     assert (mean, told) == (
         "mean 1.0",
@@ -1065,12 +1065,12 @@ def test_a_rank_that_has_come_again_is_not_said_to_have_failed() -> None:
 
     assert silent() == "has not come here so far"
     assert silent(Note(1, "attach", attempt=1, leaves=True)) == (
-        "has not come again since it failed (its own log has the error)"
+        "has not come back since it failed (its own log has the error)"
     )
     assert silent(Note(1, "attach", attempt=2, error="ValueError: no.\nDo this.", leaves=True)) == (
-        "has not come again since it failed (ValueError: no)"
+        "has not come back since it failed (ValueError: no)"
     )
-    failed = "has not come again since it failed (ValueError: no)"
+    failed = "has not come back since it failed (ValueError: no)"
     assert silent(Note(1, "detached", handle="critic", attempt=1, leaves=True)) == failed, "it was attached before"
     assert silent(Note(1, "detached", handle="actor", attempt=3, leaves=True)) == "has not come here so far"
 

@@ -606,7 +606,7 @@ def test_a_host_that_begins_a_pass_where_others_step_is_named(
     """No rank beside it on its host tells that; and gradients met the numbers with which ranks come to a step."""
     found = in_warm_process(ranks_of_hosts_of_which_one_does_not_step, str(tmp_path), sizes, keep_grads)
     apart = re.compile(
-        r"ranks have gone apart, so nobody can complete this\.(?:.|\n)*"
+        r"ranks are out of step, so nobody can complete this\.(?:.|\n)*"
         r"7 passes and 5 steps of sharded optimizers.*6 passes and 6 steps of sharded optimizers"
         r"|6 passes and 6 steps of sharded optimizers.*7 passes and 5 steps of sharded optimizers"
     )
@@ -674,7 +674,7 @@ def test_a_rank_that_goes_another_way_is_named_where_nothing_is_shared(
 ) -> None:
     """Long before the collective would run out of time. It knows by itself, or by the other one."""
     found, _ = in_warm_process(ranks_that_go_apart, str(tmp_path), instead)
-    begin, place = r"ranks have gone apart, so nobody can complete this\.\n", r"test_shard_faults\.py:LINE in \w+"
+    begin, place = r"ranks are out of step, so nobody can complete this\.\n", r"test_shard_faults\.py:LINE in \w+"
     advice = (
         "All ranks must make the same calls in the same order. Look for a call that only some of them make, as "
         "under `if rank == 0` or after a `continue` or a `break`: attach(), shard(), backward, optimizer.step(), "
@@ -828,7 +828,8 @@ def test_a_child_writes_into_parameters_of_its_own(tmp_path: Path, way: Way, end
     for rank, (told, same, code) in enumerate(in_warm_process(ranks_that_fork, str(tmp_path), way, ended), ended):
         assert same and code == 0, (rank, told)
         assert told == (
-            f"CommunicationError: rank {rank}: this process was forked from process PID, which alone can reduce.\n"
+            f"CommunicationError: rank {rank}: this process was forked from process PID, and only that process can "
+            f"reduce.\n"
             "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
         )
 

@@ -76,7 +76,7 @@ def test_a_forked_child_that_calls_backward_is_told(tmp_path: Path) -> None:
     found = ranks(tmp_path, FORK.format(child=child.strip()))
     for rank, words in enumerate(printed(found)):
         told = (
-            f"rank {rank}: this process was forked from process PID, which alone can reduce.\n"
+            f"rank {rank}: this process was forked from process PID, and only that process can reduce.\n"
             "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
         )
         expected = "\n".join([told, told, told, "child 0", ""])

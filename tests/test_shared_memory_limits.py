@@ -248,7 +248,7 @@ def test_all_ranks_raise_where_shared_memory_was_insisted_on(tmp_path: Path, han
     why = HANDICAPS[handicap][2]
     for rank, (text, lines, complaint, code) in enumerate(found):
         assert text == (
-            f'rank {rank}: transport="shared_memory" cannot be had: {why}.\n'
+            f'rank {rank}: transport="shared_memory" is not available: {why}.\n'
             'Attach with transport="auto", which then uses the process group.'
         )
         assert (lines, complaint, code) == ([], "", 0)
@@ -258,8 +258,8 @@ def test_a_page_that_another_process_has_at_that_place() -> None:
     own = page.Page(0)
     with pytest.raises(OSError) as caught:
         page.Peer(3, replace(own.address, token=bytes(page.TOKEN_BYTES)))
-    assert str(caught.value) == f"process {os.getpid()} here is another one than rank 3"
-    with pytest.raises(OSError, match="is another file by now"):
+    assert str(caught.value) == f"process {os.getpid()} here is not rank 3"
+    with pytest.raises(OSError, match="is a different file now"):
         memory.open_peers(own.address.pid, own.address.fd, 2**30)
     assert not page.Peer(0, own.address).is_dead()
 

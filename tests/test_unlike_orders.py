@@ -27,7 +27,7 @@ ADVICE = (
     "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
 )
 APART = (
-    "rank {0}, pass 3: ranks have gone apart, so nobody can complete this: rank {1} waits for this rank in another "
+    "rank {0}, pass 3: ranks are out of step, so nobody can complete this: rank {1} waits for this rank in another "
     "call.\nrank {0} waits at PLACE; rank {1} has begun 3 passes and is at PLACE.\n" + ADVICE
 )
 PATCHWORK = (

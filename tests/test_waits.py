@@ -217,8 +217,8 @@ def test_a_rank_that_waited_in_attach_for_one_that_failed_there_tries_again(
 
 STOPPED_WAITING = (
     "rank {0}, {1}: {2} has stopped waiting for a message that was under way in the process group, and what is sent "
-    "now could meet it.\n  {3}\nUse a new group, made on all ranks, and detach() first what is attached: "
-    "process_group=torch.distributed.new_group()"
+    "now could be mixed up with it.\n  {3}\nCall detach() on what is attached, then use a new group, made on all "
+    "ranks: process_group=torch.distributed.new_group()"
 )
 
 
@@ -485,7 +485,7 @@ def test_a_rank_that_has_failed_in_attach_and_ends_is_named_to_the_one_that_trie
         "attach",
         "{2}",
         "in attach() at train.py:LINE in <lambda>",
-        "rank 1 has not come again since it failed (ValueError: not built yet)",
+        "rank 1 has not come back since it failed (ValueError: not built yet)",
         "stretto.attach",
     )
 

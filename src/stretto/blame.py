@@ -116,9 +116,9 @@ def left_early(where: str, occasion: str, notes: Sequence[Note], passes: int) ->
     done = counted(note.passes, "passes")
     return PeerError(
         f"{where}: rank {note.rank} finished after {done} ({how}), so nobody can complete this one.\n"
-        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If "
-        "they had the same number, that rank left one out (continue, except), or this rank took one twice, or the "
-        "program of that rank ended early: see its log."
+        "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they "
+        "had the same number, that rank skipped one (continue, except), or this rank took one twice, or the program of "
+        "that rank ended early: see its log."
     )
 
 
@@ -193,7 +193,7 @@ def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int
     told = ", ".join(f"rank {rank} has begun {_counted(theirs, progress)}" for rank, theirs in sorted(others.items()))
     mine = _counted(progress, next(iter(others.values())))
     return PeerError(
-        f"{where}: ranks have gone apart, so nobody can complete this.\n{places}.\n{SAME_CALLS}\n"
+        f"{where}: ranks are out of step, so nobody can complete this.\n{places}.\n{SAME_CALLS}\n"
         f"So far {told}, this rank {mine}."
     )
 
@@ -207,7 +207,7 @@ def elsewhere(where: str, rank: int, places: str) -> PeerError:
         places: where all are.
     """
     return PeerError(
-        f"{where}: ranks have gone apart, so nobody can complete this: rank {rank} waits for this rank in another "
+        f"{where}: ranks are out of step, so nobody can complete this: rank {rank} waits for this rank in another "
         f"call.\n{places}.\n{SAME_CALLS}"
     )
 
@@ -225,7 +225,7 @@ def refuse_other_calls(where: str, said: Sequence[str]) -> None:
     places, calls = zip(*(one.split(" ", 1) for one in said), strict=True)
     if len({*places}) > 1:
         told = "; ".join(f"rank {rank} is {call}" for rank, call in enumerate(calls))
-        raise CommunicationError(f"{where}: ranks have called different things: {told}.\n{SAME_CALLS}")
+        raise CommunicationError(f"{where}: ranks have made different calls: {told}.\n{SAME_CALLS}")
 
 
 def too_late(rank: int, when: str, limit: float) -> str:
@@ -243,7 +243,7 @@ def refuse_misplaced(where: str, rank: int, parent: int) -> NoReturn:
     """
     if parent != os.getpid():
         raise CommunicationError(
-            f"rank {rank}: this process was forked from process {parent}, which alone can reduce.\n"
+            f"rank {rank}: this process was forked from process {parent}, and only that process can reduce.\n"
             "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
         )
     raise SetupError(
@@ -283,8 +283,8 @@ def refuse_leftovers(where: str, rank: int, handle: str, leftovers: Iterable[Lef
             kind, who = (CommunicationError, "this rank") if one.rank == rank else (PeerError, f"rank {one.rank}")
             raise kind(
                 f"{where}: {who} has stopped waiting for a message that was under way in the process group, and what "
-                f"is sent now could meet it.\n  {one.told}\nUse a new group, made on all ranks, and detach() first "
-                f"what is attached: process_group=torch.distributed.new_group({one.group})"
+                f"is sent now could be mixed up with it.\n  {one.told}\nCall detach() on what is attached, then use a "
+                f"new group, made on all ranks: process_group=torch.distributed.new_group({one.group})"
             )
         if handle:  # an attaching rank meets the others before anything is sent
             raise CommunicationError(

@@ -238,7 +238,7 @@ class Channel(People):
         if last is None or not last.attempt or last.handle or self.person(rank) is not None:
             return super().why_silent(rank)
         error = last.error or "its own log has the error"
-        return f"has not come again since it failed ({error.splitlines()[0].rstrip('.')})"
+        return f"has not come back since it failed ({error.splitlines()[0].rstrip('.')})"
 
     def ask(self, handle: str) -> dict[int, str]:
         """Ask the others where they are with a handle; returns the key under which each will answer."""

@@ -80,7 +80,7 @@ class Breakable:
 
     def _forked(self) -> None:
         """In a child of this process."""
-        self.broken = f"this process was forked from process {self._pid}, which alone can reduce"
+        self.broken = f"this process was forked from process {self._pid}, and only that process can reduce"
         self.page.arena.make_private()
         for peer in self.peers:
             peer.memory.make_private()

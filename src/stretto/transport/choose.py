@@ -79,7 +79,7 @@ def carrier_of(
     if own is not None:
         return own
     if isinstance(process_groups, dist.ProcessGroup):
-        raise SetupError("process_groups= takes a list of groups of the same ranks: of one, write process_group=group")
+        raise SetupError("process_groups= takes a list of groups of the same ranks: for one, write process_group=group")
     if process_groups:
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
@@ -172,7 +172,7 @@ def choose(
     why = next((f"rank {rank}: {one.problem}" for rank, one in enumerate(seen) if one.problem), "")
     if asked == "shared_memory" and len(hosts) != 1:
         raise SetupError(
-            f'rank {base.rank}: transport="shared_memory" cannot be had: {why}.\n'
+            f'rank {base.rank}: transport="shared_memory" is not available: {why}.\n'
             'Attach with transport="auto", which then uses the process group.'
         )
     if len(hosts) != 1:

@@ -266,7 +266,7 @@ class Host(Breakable):
         first = next(iter(self._waiting), None)
         missing = None if first is None else self._unpublished(first)
         told, _, advice = reason.partition("\n")
-        late = "" if missing is None else f", and rank {missing[0].rank} had not come"
+        late = "" if missing is None else f", and rank {missing[0].rank} had not arrived"
         self.break_off(f"{told}{late}" + (f".\n{advice}" if advice else ""))
         for posted in self._outside:  # Gloo cannot cancel it, and another host would still sum this memory
             if posted.outside is not None:

@@ -91,7 +91,9 @@ class _LocalWork:
     def wait(self, timeout: datetime.timedelta | None = None) -> None:
         if not self.meeting.done.wait(self.group.timeout if timeout is None else timeout.total_seconds()):
             missing = sorted(set(range(self.group.world_size)) - set(self.meeting.brought))
-            raise RuntimeError(f"{self.meeting.action}: ranks {missing} did not come within {self.group.timeout:.0f} s")
+            raise RuntimeError(
+                f"{self.meeting.action}: ranks {missing} did not make this call within {self.group.timeout:.0f} s"
+            )
         if self.meeting.failure is not None:
             raise RuntimeError(self.meeting.failure)
 

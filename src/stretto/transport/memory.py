@@ -111,7 +111,7 @@ def open_peers(pid: int, fd: int, nbytes: int) -> mmap.mmap:
     own = open_file(pid, fd)
     try:
         if os.fstat(own).st_size < nbytes:
-            raise OSError(errno.ESTALE, "is another file by now", f"/proc/{pid}/fd/{fd}")
+            raise OSError(errno.ESTALE, "is a different file now", f"/proc/{pid}/fd/{fd}")
         return mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(own)

@@ -144,7 +144,7 @@ class Peer:
         self._life = Life(address.pid)  # first: if it is another process by now, the token tells
         self._mapping = memory.open_peers(address.pid, address.fd, _PAGE_BYTES)
         if self._mapping[:TOKEN_BYTES] != address.token:
-            raise OSError(f"process {address.pid} here is another one than rank {rank}")
+            raise OSError(f"process {address.pid} here is not rank {rank}")
         self.words = memoryview(self._mapping).cast("I")
         """The page as words: index ``PUBLISHED // 4`` and so on."""
         self.base = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()

@@ -27,7 +27,7 @@ class RoundRobinTransport(Transport):
         if len(members) != 1:
             raise SetupError(
                 f"process_groups must hold the same ranks in the same order, got (rank, size) {sorted(members)}.\n"
-                "Make each of them by torch.distributed.new_group(ranks), with the same ranks."
+                "Make each of them with torch.distributed.new_group(ranks), with the same ranks."
             )
         first = transports[0]
         self.name = f"{len(transports)} x {first.name}"

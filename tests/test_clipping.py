@@ -174,7 +174,7 @@ def over_other_groups(rank: int) -> str:
 def test_shares_of_another_process_group_are_refused() -> None:
     assert spawn_ranks(over_other_groups, 2, timeout=60) == [
         f"rank {rank}, pass 1: weight, bias are reduced over another process group, and with keep_grads=False each of "
-        "its ranks has its share alone.\nClip with their own handle; or stretto.shard(..., keep_grads=True)."
+        "its ranks has only its share.\nClip with their own handle; or stretto.shard(..., keep_grads=True)."
         for rank in range(2)
     ]
 

@@ -837,7 +837,7 @@ def test_text_of_parameters_that_are_to_be_clipped() -> None:
 
     assert run_ranks(worker, 2) == 2 * [
         "clip_grad_norm_: max_norm must be a number, not generator.\n"
-        "It clips all parameters of the attached module, so they are not given: sync.clip_grad_norm_(1.0)"
+        "It clips all parameters of the attached module, so do not pass them: sync.clip_grad_norm_(1.0)"
     ]
 
 

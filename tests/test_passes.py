@@ -220,8 +220,7 @@ def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_tol
                 assert number == 3
                 assert str(error) == (
                     f"rank {transport.rank}, pass 4: c.bias, c.weight got one more gradient than in earlier passes, "
-                    f"after "
-                    "the bucket had left (a backward inside backward, around a layer that is used again).\n"
+                    "after the bucket had left (a backward inside backward, around a layer that is used again).\n"
                     "Do not step with these gradients: zero_grad() and go on; the next pass expects it. To avoid this, "
                     "use torch.utils.checkpoint(..., use_reentrant=False), or attach(..., delay=True)."
                 )

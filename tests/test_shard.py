@@ -527,7 +527,7 @@ def test_the_optimizer_that_was_sharded_is_not_used_by_itself(carrier: Any) -> N
         with pytest.raises(stretto.SetupError) as caught:
             optimizer.step()
         assert str(caught.value) == (
-            "this AdamW was sharded: it has no state any more, and is not to step by itself.\n"
+            "this AdamW was sharded: it has no state any more, and must not step by itself.\n"
             "Step what stretto.shard() has returned: optimizer = stretto.shard(optimizer, sync)."
         )
         assert all(map(torch.equal, before, model.parameters()))
@@ -535,7 +535,7 @@ def test_the_optimizer_that_was_sharded_is_not_used_by_itself(carrier: Any) -> N
             with pytest.raises(stretto.SetupError) as caught:
                 use()
             assert str(caught.value) == (
-                "this AdamW was sharded: it has no state any more, to be saved or loaded.\n"
+                "this AdamW was sharded: it has no state any more to save or load.\n"
                 "Call state_dict() and load_state_dict() of what stretto.shard() has returned, on all ranks."
             )
         sharded.load_state_dict(saved)
@@ -691,7 +691,7 @@ def test_detach_gives_everybody_memory_of_their_own(carrier: Any) -> None:
         with pytest.raises(stretto.SetupError) as caught:
             sharded.step()
         assert str(caught.value) == (
-            f"rank {transport.rank}, shard: this sharded optimizer has ended with detach() or unshard().\n"
+            f"rank {transport.rank}, shard: this sharded optimizer was ended by detach() or unshard().\n"
             "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
         )
         transport.all_gather_object(None)
@@ -1283,9 +1283,9 @@ def test_ranks_cannot_leave_the_step_to_others() -> None:
 
     assert run_ranks(worker, 2) == [
         f"rank {rank}: a rank without batches cannot leave the step to the others while an optimizer is sharded: its "
-        "share of the model would stand still.\n"
-        "Give all ranks the same number of batches; or join the optimizer too, with Join([model, optimizer]); or "
-        "let that rank step as well: a backward of zeros, parameter.backward(torch.zeros_like(parameter)), then "
+        "share of the model would not be updated.\n"
+        "Give all ranks the same number of batches; or join the optimizer too, with Join([model, optimizer]); or let "
+        "that rank step as well: a backward of zeros, parameter.backward(torch.zeros_like(parameter)), then "
         "optimizer.step()."
         for rank in range(2)
     ]
@@ -1319,7 +1319,7 @@ def test_a_group_that_is_added_must_be_reduced() -> None:
         assert str(caught.value) == (
             f"rank {transport.rank}, shard: parameter 0 of group 1, (3,), is stepped by the optimizer, and not reduced "
             "by this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle "
-            "of theirs."
+            "that reduces them."
         )
         assert len(sharded.param_groups) == groups
         train(model, sharded, transport.rank, range(2))
@@ -1419,9 +1419,7 @@ def test_parameters_that_cannot_be_divided_as_those_before_are_refused() -> None
         before = copy.deepcopy(model)
         optimizer.param_groups[0]["params"].append(model.first.weight)
         backward(model, transport.rank, 2)
-        with pytest.raises(
-            stretto.SetupError, match="with what the groups of ByMatrix hold now, the step of an element"
-        ):
+        with pytest.raises(stretto.SetupError, match="with the current options of ByMatrix, the step of an element"):
             optimizer.step()
         assert_same(model, before)
         optimizer.param_groups[0]["params"].pop()
@@ -1445,7 +1443,7 @@ def test_an_option_that_changes_how_an_optimizer_can_be_divided_is_refused() -> 
                 with pytest.raises(stretto.SetupError) as raised:
                     optimizer.step()
                 assert str(raised.value) == (
-                    f"rank {transport.rank}, pass 3: with what the groups of ByNorm hold now, the step of an element "
+                    f"rank {transport.rank}, pass 3: with the current options of ByNorm, the step of an element "
                     "depends on its whole parameter, but parameters are divided by elements.\n"
                     "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
                 )
@@ -1526,7 +1524,8 @@ def test_strides_that_come_after_backward_are_taken_back_and_told(caplog: pytest
 
     shared(worker, 2)
     assert sorted(caplog.messages) == [
-        f"rank {rank}, pass 1: weight had other strides than in the plan, and get those back, with their values.\n"
+        f"rank {rank}, pass 1: weight had other strides than in the plan; they get the plan's back, and keep their "
+        "values.\n"
         "Call .to(memory_format=...) before a backward, and not between that and the step."
         for rank in range(2)
     ]

@@ -145,7 +145,7 @@ def test_a_step_waits_where_something_is_shown(own: Any, monkeypatch: pytest.Mon
         train(model, sharded, transport.rank, range(1, 2))
         assert all(type(one) is torch.nn.Parameter for one in model.parameters()), "kept would not wait"
         assert "before step() returns, since " in sync.describe()
-        assert "are shown by tensors that do not wait (p.detach())" in sync.describe()
+        assert "are visible through tensors that do not wait (p.detach())" in sync.describe()
         train(plain, optimizer, transport.rank, range(2))
         assert all(torch.equal(kept[name], one) for name, one in plain.named_parameters())
         del kept

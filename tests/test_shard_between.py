@@ -188,7 +188,8 @@ def test_two_parameters_in_one_memory_are_refused(carrier: Any) -> None:
             stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
         assert str(caught.value) == (
             f"rank {transport.rank}, shard: first.bias, back.bias are two tensors in one memory (b.data = a.data), "
-            "which would part.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
+            "which sharding would separate.\nTie them as one: module_b.weight = module_a.weight, before "
+            "stretto.attach()."
         )
 
     carrier(worker, 2)
@@ -214,7 +215,7 @@ def test_memory_of_another_tensor_of_the_module_is_refused(other: str) -> None:
 
     names = "0.weight, 1.copy" if other == "a buffer" else "0.weight, 1.weight"
     assert run_ranks(worker, 2) == [
-        f"rank {rank}, shard: {names} are two tensors in one memory (b.data = a.data), which would part.\n"
+        f"rank {rank}, shard: {names} are two tensors in one memory (b.data = a.data), which sharding would separate.\n"
         "Tie them as one: module_b.weight = module_a.weight, before stretto.attach()."
         for rank in range(2)
     ]
@@ -308,9 +309,9 @@ def test_what_forward_scales_in_place_does_not_lie_once_for_all_ranks(kind: Any)
 
     assert shared(worker, 2) == [
         [
-            f"rank {rank}{at}: forward of rows scales its weight in place (max_norm=1.0), which ranks 0, 1 would have "
-            "in one memory: two at once would scale a row twice.\n"
-            'Say max_norm=None; or leave the weight to a plain optimizer; or attach with transport="process_group".'
+            f"rank {rank}{at}: forward of rows scales its weight in place (max_norm=1.0), which ranks 0, 1 would share "
+            "in one memory: two ranks at once would scale a row twice.\n"
+            'Set max_norm=None; or leave the weight to a plain optimizer; or attach with transport="process_group".'
             for at in (", shard", ", shard")
         ]
         for rank in range(2)
@@ -396,7 +397,7 @@ def test_what_a_step_would_refuse_is_refused_where_state_is_asked_for(carrier: A
         "now.\nRun a backward that reaches it before the step where the dtype has changed; where the size has, "
         "build another parameter, and another optimizer for it."
     )
-    assert first == f"rank 0, pass 1: rank 1 cannot follow what its optimizer has now.\n  {second}"
+    assert first == f"rank 0, pass 1: rank 1 cannot shard what its optimizer has now.\n  {second}"
 
 
 def test_a_lazy_layer_that_is_added_keeps_nothing_from_its_end() -> None:
@@ -577,8 +578,8 @@ def test_parameters_that_are_handed_to_other_processes_are_stepped_all_the_same(
     assert len(told) == len(ranks)
     if way in names:
         assert {*told} == {
-            f"rank {rank}, pass 2: {names[way]} lie in memory that other processes share (share_memory(), or pickled "
-            "for one) and move out of it, with their values: those processes do not see steps from here on.\n"
+            f"rank {rank}, pass 2: {names[way]} lie in memory shared with other processes (share_memory(), or pickled "
+            "for one) and are moved out of it, with their values: those processes will not see steps from here on.\n"
             "Send them a copy after each step: copy.deepcopy(model), or clones of its state_dict(). If you do that "
             "already, nothing needs to change."
             for rank in ranks

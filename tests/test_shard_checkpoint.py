@@ -270,7 +270,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     with pytest.raises(stretto.SetupError) as caught:
         optimizer.stateful().load_state_dict({"state": {}, "param_groups": []})
     assert str(caught.value) == (
-        "shard: this is not what state_dict() of the same object has given.\nHand stateful() to "
+        "shard: this is not what state_dict() of the same object has returned.\nPass stateful() to "
         "torch.distributed.checkpoint.load(); a whole state is for load_state_dict() of the optimizer."
     )
     dcp.save({"optimizer": optimizer.stateful()}, checkpoint_id=tmp_path)
@@ -281,8 +281,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         dcp.load({"optimizer": smaller.stateful()}, checkpoint_id=tmp_path)
     assert str(caught.value) == (
         "shard: parameter group 0 of the checkpoint has other parameters than the optimizer's: back.bias, back.weight "
-        "are in one of them alone.\nBuild the optimizer anew, with the groups that it was saved with: a state that it "
-        "had has been read over."
+        "are in only one of them.\nBuild the optimizer again, with the groups that it was saved with: its previous "
+        "state has been overwritten."
     )
 
 
@@ -354,7 +354,7 @@ def test_a_share_is_for_checkpoints_alone() -> None:
             torch.add(share, 1)
         assert str(caught.value) == (
             "aten.add.Tensor of a share of optimizer state: the values of other ranks are not here.\n"
-            "Hand stateful() to torch.distributed.checkpoint's save and load alone; state_dict() gives whole tensors."
+            "Pass stateful() only to torch.distributed.checkpoint's save and load; state_dict() gives whole tensors."
         )
 
     shared(worker, 2)
@@ -397,7 +397,7 @@ def test_names_are_those_of_the_module_when_the_checkpoint_is_made(world: int) -
 
     said = run_ranks(worker, 2) if world > 1 else [worker()]
     assert said == [
-        f"{f'rank {rank}, shard' if world > 1 else 'shard'}: parameter 0 of group 1, (2, 2), is none of the module's "
+        f"{f'rank {rank}, shard' if world > 1 else 'shard'}: parameter 0 of group 1, (2, 2), is not in the module "
         "any more, so a checkpoint has no name for it.\nPut what has replaced it into optimizer.param_groups, or take "
         'it out: group["params"].'
         for rank in range(world)

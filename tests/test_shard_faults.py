@@ -829,7 +829,7 @@ def test_a_child_writes_into_parameters_of_its_own(tmp_path: Path, way: Way, end
         assert same and code == 0, (rank, told)
         assert told == (
             f"CommunicationError: rank {rank}: this process was forked from process PID, and only that process can "
-            f"reduce.\n"
+            "reduce.\n"
             "Call detach() in the child before it trains there, or fork before stretto.attach(model)."
         )
 

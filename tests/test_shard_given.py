@@ -729,7 +729,7 @@ def test_what_a_step_makes_of_all_gradients_is_refused_by_name(on_itself: bool) 
         kind_of(Estimating([torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))], on_itself))
     assert str(caught.value) == (
         f"shard: Estimating cannot be divided over ranks: its step makes {'self.' * on_itself}seen from all its "
-        "parameters, and each rank would make it from its share only.\n"
+        "parameters, but each rank would make it from its share only.\n"
         "Use it as it is, without stretto.shard()."
     )
 
@@ -768,9 +768,9 @@ def test_a_method_that_is_not_divided_says_so(world: int) -> None:
         with pytest.raises(AttributeError) as caught:
             sharded.eval()
         assert str(caught.value) == (
-            "A sharded WithMethods has no eval: each rank holds a share, of which WithMethods knows nothing. step(), "
-            "zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
-            "Use WithMethods without stretto.shard(), or unshard() before; .original is the one that was sharded."
+            "A sharded WithMethods has no eval: each rank holds a share, which WithMethods does not know about. "
+            "step(), zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
+            "Use WithMethods without stretto.shard(), or call unshard() first; .original is the one that was sharded."
         )
         with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'epoch'"):
             assert sharded.epoch
@@ -882,9 +882,9 @@ def test_a_step_that_takes_gradients_away_is_refused() -> None:
     with pytest.raises(stretto.UnsupportedError) as caught:
         kind_of(Zeroing(START.parameters(), lr=0.1), "rank 0, shard")
     assert str(caught.value) == (
-        "rank 0, shard: Zeroing cannot be divided over ranks: its step sets gradients to None, and each rank would "
-        "do so for its share only.\n"
-        "Call zero_grad() after step(), and not in it."
+        "rank 0, shard: Zeroing cannot be divided over ranks: its step sets gradients to None, and each rank would do "
+        "so for its share only.\n"
+        "Call zero_grad() after step(), not in it."
     )
 
 
@@ -916,7 +916,7 @@ def test_state_of_neighbours_without_dimensions_is_loaded(make: Any) -> None:
 
 
 ENDED = (
-    "{}shard: this sharded optimizer has ended with detach() or unshard().\n"
+    "{}shard: this sharded optimizer was ended by detach() or unshard().\n"
     "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
 )
 
@@ -1041,8 +1041,7 @@ def test_what_another_rank_than_0_got_of_a_state_is_refused(world: int) -> None:
         return str(caught.value)
 
     why = (
-        "this is what rank 1 got from state_dict(), the groups alone. "
-        "Save what rank 0 gets; all ranks call state_dict()"
+        "this is what rank 1 got from state_dict(), only the groups. Save what rank 0 gets; all ranks call state_dict()"
     )
     for rank, text in enumerate(run_ranks(worker, world)):
         assert text == (why if world == 1 else BEFORE_A_STEP.format(rank, why))
@@ -1309,7 +1308,7 @@ def test_a_gradient_that_no_pass_has_reduced_is_not_stepped(run: Any) -> None:
 
     for rank, text in enumerate(run(worker, 2)):
         assert text == (
-            f"rank {rank}, pass 3: late.weight has a gradient of this rank alone: no pass has reduced it since it was "
+            f"rank {rank}, pass 3: late.weight has a gradient of this rank only: no pass has reduced it since it was "
             "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."
         )
 

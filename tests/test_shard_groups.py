@@ -83,7 +83,7 @@ CHANGES = {
     "params": lambda model, optimizer: leave_out(optimizer, model.first.bias),
 }
 SAME = "No rank has stepped. Set the same on all ranks, schedules included; then all can go on."
-ORDER = " Step several optimizers in one order, inside Join in that of its list."
+ORDER = " Step several optimizers in one order, which inside Join is that of its list."
 """What is added where groups have other parameters."""
 SAID = {
     "lr": "parameter group 0 has lr=0.5 on rank 1, lr=0.01 on rank 0.",
@@ -157,8 +157,8 @@ def test_without_shared_memory_the_patchwork_is_named(keep_grads: bool, overlap:
         told = ", ".join(f"{key}={value}" for key, value in sharded.param_groups[0].items() if key != "params")
         assert told.startswith(f"lr={mine}, betas=(0.9, 0.999), ")
         assert str(caught.value) == (
-            f"rank {transport.rank}, pass 4: the last step was taken with other parameter groups on {others} than "
-            f"here ({told}), so the model is a patchwork.\n"
+            f"rank {transport.rank}, pass 4: the last step was taken with other parameter groups on {others} than here "
+            f"({told}), so the model is a mixture.\n"
             "Set the same on all ranks, schedules included, and start again from the last checkpoint."
         )
         for look in (model.first.weight.sum, sharded.step):
@@ -564,6 +564,6 @@ def test_a_group_that_lists_a_parameter_twice_is_refused_in_the_next_step(ranks:
             sharded.step()
         return str(caught.value)
 
-    told = "rank {0}, pass 1: the optimizer's groups have more than once: last.weight.\nList each parameter once."
+    told = "rank {0}, pass 1: the optimizer's groups list more than once: last.weight.\nList each parameter once."
     found = shared(worker, 2)
     assert [found[rank] for rank in ranks] == [told.format(rank) for rank in ranks]

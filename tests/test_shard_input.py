@@ -134,34 +134,34 @@ def converted(model: Two, sync: Any, rank: int) -> None:
         model.second.bias.data = kept
 
 
-ONE = "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
+ONE = "Build the optimizer over parameters of the attached module, or shard it with the handle that reduces them."
 DIFFERS = "Build the same on all ranks."
 REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
     stepped: (
-        "SetupError: rank {0}, shard: the optimizer has a state already, as behind a step.\n"
-        "Shard it before its first step. To go on with its state: state = optimizer.state_dict(), build it anew, "
-        "shard that, load_state_dict(state). One that makes a state when it is built, and counts no step in it, cannot "
-        "be sharded.",
+        "SetupError: rank {0}, shard: the optimizer has a state already, as after a step.\n"
+        "Shard it before its first step. To go on with its state: state = optimizer.state_dict(), build it again, "
+        "shard that, load_state_dict(state). An optimizer that makes its state when it is built, without a count of "
+        "steps, cannot be sharded.",
     ),
     strangers: (
         "SetupError: rank {0}, shard: parameter 0 of group 0, (2, 3), is stepped by the optimizer, and not reduced by "
-        "this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle of "
-        "theirs.",
+        "this handle.\nBuild the optimizer over parameters of the attached module, or shard it with the handle that "
+        "reduces them.",
     ),
     twice: (
-        "SetupError: rank {0}, shard: the optimizer's groups have more than once: first.bias.\n"
+        "SetupError: rank {0}, shard: the optimizer's groups list more than once: first.bias.\n"
         "List each parameter once.",
     ),
     nothing: (
-        "SetupError: rank {0}, shard: str is no torch.optim.Optimizer.\n"
-        "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
+        "SetupError: rank {0}, shard: str is not a torch.optim.Optimizer.\n"
+        "Call optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
     ),
     not_made: (
-        "SetupError: rank {0}, shard: the class AdamW is no torch.optim.Optimizer.\n"
-        "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
+        "SetupError: rank {0}, shard: the class AdamW is not a torch.optim.Optimizer.\n"
+        "Call optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
     ),
     closest: (
-        "UnsupportedError: rank {0}, shard: LBFGS cannot be divided over ranks: a step with gradients alone raised "
+        "UnsupportedError: rank {0}, shard: LBFGS cannot be divided over ranks: a step with only gradients raised "
         "TypeError: LBFGS.step() missing 1 required positional argument: 'closure'\n"
         "Use it as it is, without stretto.shard().",
     ),
@@ -553,7 +553,7 @@ def test_an_optimizer_that_steps_otherwise_on_one_rank_is_refused_on_all(run: Ca
 
     assert run(worker, 2) == [
         f"rank {rank}, shard: Logs, tried on a few numbers, looked at whole parameters or failed on rank 1, and not on "
-        "rank 0. What one rank alone does in its step, such as to log a norm, belongs behind it.\n"
+        "rank 0. What only one rank does in its step, such as logging a norm, belongs after the step.\n"
         "Build the same on all ranks."
         for rank in range(2)
     ]
@@ -571,7 +571,7 @@ def test_behind_an_unshard_that_has_failed_nothing_is_stepped_in_shares(run: Cal
             fail_once(sharded._shares.layout, "release", MemoryError("no room"))
             with pytest.raises(MemoryError):
                 sharded.unshard()
-            with pytest.raises(stretto.SetupError, match="this sharded optimizer has ended with detach"):
+            with pytest.raises(stretto.SetupError, match="this sharded optimizer was ended by detach"):
                 sharded._step_share(None)
         train(model, sharded.unshard(), transport.rank, 1)
         assert all(one.dim() for one in model.parameters())
@@ -640,14 +640,14 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
 
     for rank, (before, behind) in enumerate(shared(worker, 2)):
         assert before == (
-            f"rank {rank}, shard: this SGD steps parameters of a sharded AdamW, which the ranks of this host have in "
+            f"rank {rank}, shard: this SGD steps parameters of a sharded AdamW, which the ranks of this host share in "
             "one memory, so each rank would step them once more.\n"
-            "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
+            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is."
         )
         assert behind == (
             f"rank {rank}, shard: this Own has stepped parameters of a sharded AdamW, which the ranks of this host "
-            "have in one memory, so each rank has stepped them once more.\nLoad what was before. "
-            "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
+            "share in one memory, so each rank has stepped them once more.\nLoad the values from before that step. "
+            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is."
         )
 
 
@@ -1000,10 +1000,10 @@ def test_one_optimizer_over_the_models_of_two_handles_is_refused() -> None:
         return str(caught.value)
 
     assert run_ranks(worker, 2) == [
-        f"rank {rank}, shard: parameter 4 of group 0, (2, 2), is stepped by the optimizer, and reduced by another "
-        "handle than this.\n"
-        "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place "
-        "of the two."
+        f"rank {rank}, shard: parameter 4 of group 0, (2, 2), is stepped by the optimizer, and reduced by "
+        "another handle.\n"
+        "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place of "
+        "the two."
         for rank in range(2)
     ]
 

@@ -184,7 +184,7 @@ def test_who_goes_on_inside_join_behind_a_refused_step_is_told_to_leave(refused,
         assert error == (
             "SetupError",
             f"rank {rank}, pass 2: the last step was refused inside Join, and ranks without batches have left Join "
-            "with that error.\nLeave it on all ranks when step() raises; then all can go on, also in another one.",
+            "with that error.\nAfter an error of step(), leave Join on all ranks; then all can go on, also in a new one.",
         )
         assert all(map(torch.equal, parameters, idle[2]))
 
@@ -277,26 +277,27 @@ def test_what_is_refused_by_name():
         assert found == {
             "shares": (
                 "SetupError",
-                f"rank {rank}, before pass 1: with keep_grads=False each rank has its share of the gradients alone, so "
-                "nobody could step for a rank without batches.\nLeave keep_grads=False out, or give all ranks equally "
-                "many.",
+                f"rank {rank}, before pass 1: with keep_grads=False each rank has only its share of the gradients, so "
+                "nobody could step for a rank without batches.\nLeave out keep_grads=False, or give all ranks the same "
+                "number of batches.",
             ),
             "alone": (
                 "SetupError",
                 f"rank {rank}: a rank without batches cannot leave the step to the others while an optimizer is "
-                "sharded: its share of the model would stand still.\n"
-                "Give all ranks the same number of batches; or join the optimizer too, with Join([model, "
-                "optimizer]); or let that rank step as well: a backward of zeros, "
-                "parameter.backward(torch.zeros_like(parameter)), then optimizer.step().",
+                "sharded: its share of the model would not be updated.\n"
+                "Give all ranks the same number of batches; or join the optimizer too, with Join([model, optimizer]); "
+                "or let that rank step as well: a backward of zeros, parameter.backward(torch.zeros_like(parameter)), "
+                "then optimizer.step().",
             ),
             "anew": (
                 "SetupError",
-                f"rank {rank}: join(divide_by_initial_world_size=False) makes the handle anew, and the sharded "
-                "optimizer would end.\nWrap with weighted=True before the optimizer is sharded: then the handle stays.",
+                f"rank {rank}: join(divide_by_initial_world_size=False) makes a new handle, which would end "
+                "the sharded optimizer.\nWrap with weighted=True before the optimizer is sharded: then the handle "
+                "stays.",
             ),
             "first": (
                 "SetupError",
-                "Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).",
+                "Join: a sharded optimizer must come after its model: with Join([model, optimizer]).",
             ),
         }
 

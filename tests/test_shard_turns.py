@@ -149,8 +149,8 @@ def test_a_step_behind_eval_is_refused_and_all_can_go_on() -> None:
         return str(caught.value)
 
     assert shared(worker, 2) == [
-        f"rank {rank}, pass 1: step() of ScheduleFree behind eval(), or before its first train().\n"
-        "Call optimizer.train() before, on all ranks. Nothing has moved."
+        f"rank {rank}, pass 1: step() of ScheduleFree after eval(), or before its first train().\n"
+        "Call optimizer.train() first, on all ranks. Nothing has changed."
         for rank in range(2)
     ]
 
@@ -227,7 +227,7 @@ def test_ranks_that_call_something_else_are_told_and_can_go_on() -> None:
 
     assert shared(worker, 2) == [
         f"rank {rank}, pass 3: rank 1 calls optimizer.train(), rank 0 optimizer.eval().\n"
-        "Nothing has moved. Make the same calls on all ranks; then all can go on."
+        "Nothing has changed. Make the same calls on all ranks; then all can go on."
         for rank in range(2)
     ]
 
@@ -245,7 +245,7 @@ def test_without_shared_memory_ranks_that_call_something_else_have_a_patchwork_a
 
     for rank, told in enumerate(run_ranks(worker, 2)):
         assert told.startswith(f"rank {rank}, pass 3: the last step was taken with other parameter groups on ")
-        assert "), or was a train() or an eval() on some, so the model is a patchwork.\n" in told
+        assert "), or was a train() or an eval() on some, so the model is a mixture.\n" in told
 
 
 def test_one_rank_alone() -> None:
@@ -265,9 +265,7 @@ def test_behind_detach_it_says_so() -> None:
         model, sharded, sync, *_ = pair(transport, ScheduleFree)
         epoch(model, sharded, transport.rank, 0)
         sync.detach()
-        with pytest.raises(
-            stretto.SetupError, match=r"this sharded optimizer has ended with detach\(\) or unshard\(\)"
-        ):
+        with pytest.raises(stretto.SetupError, match=r"this sharded optimizer was ended by detach\(\) or unshard\(\)"):
             sharded.train()
 
     run_ranks(worker, 2)
@@ -305,6 +303,6 @@ def turns_inside_join(rank: int) -> str:
 def test_inside_join_ranks_without_batches_only_step() -> None:
     assert spawn_ranks(turns_inside_join, 2) == [
         f"rank {rank}, shard: eval() of a sharded optimizer inside Join, where ranks without batches only step.\n"
-        "Call it before Join, or behind."
+        "Call it before or after Join."
         for rank in range(2)
     ]

@@ -31,7 +31,7 @@ APART = (
     "call.\nrank {0} waits at PLACE; rank {1} has begun 3 passes and is at PLACE.\n" + ADVICE
 )
 PATCHWORK = (
-    "rank {0}, pass 3: the last step was that of another sharded optimizer on rank {1}, so the model is a patchwork of "
+    "rank {0}, pass 3: the last step was that of another sharded optimizer on rank {1}, so the model is a mixture of "
     "two.\nStep optimizers in the same order on all ranks, and start again from the last checkpoint."
 )
 CLIPPED = (
@@ -41,7 +41,7 @@ CLIPPED = (
 GROUPS = (
     "rank {0}, pass 3: parameter group 0 differs between rank 0 and rank 1: a.bias, a.weight, b.bias, b.weight.\n"
     "No rank has stepped. Set the same on all ranks, schedules included; then all can go on. Step several optimizers "
-    "in one order, inside Join in that of its list."
+    "in one order, which inside Join is that of its list."
 )
 EXPECTED = {
     ("steps of two models", "process_group"): PATCHWORK,

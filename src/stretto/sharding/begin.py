@@ -118,16 +118,16 @@ def _refuse(
     if not isinstance(it, torch.optim.Optimizer):
         given = f"the class {it.__name__}" if isinstance(it, type) else type(it).__name__
         raise SetupError(
-            f"{where}: {given} is no torch.optim.Optimizer.\n"
-            "Say optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)."
+            f"{where}: {given} is not a torch.optim.Optimizer.\n"
+            "Call optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)."
         )
     if isinstance(optimizer, ShardedOptimizer):
         raise SetupError(f"{where}: the optimizer is sharded already.\nUse what the first call returned.")
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise SetupError(
-            f"{where}: the optimizer has a state already, as behind a step.\nShard it before its first step. To go on "
-            "with its state: state = optimizer.state_dict(), build it anew, shard that, load_state_dict(state). One "
-            "that makes a state when it is built, and counts no step in it, cannot be sharded."
+            f"{where}: the optimizer has a state already, as after a step.\nShard it before its first step. To go on "
+            "with its state: state = optimizer.state_dict(), build it again, shard that, load_state_dict(state). An "
+            "optimizer that makes its state when it is built, without a count of steps, cannot be sharded."
         )
     refuse_taken(optimizer, module, others, where)
     refuse_duplicates(optimizer, module.named_parameters(), where)
@@ -159,7 +159,7 @@ def _difference(rank: int, theirs: list[Any], first: list[Any]) -> str:
         ranks = (rank, 0) if kind == Kind.WHOLE.name else (0, rank)
         return (
             f"{name}, tried on a few numbers, looked at whole parameters or failed on rank {ranks[0]}, and not on rank "
-            f"{ranks[1]}. What one rank alone does in its step, such as to log a norm, belongs behind it."
+            f"{ranks[1]}. What only one rank does in its step, such as logging a norm, belongs after the step."
         )
     return difference(rank, others, firsts)
 
@@ -177,10 +177,10 @@ def _refuse_idle(others: Sequence[ShardedOptimizer], where: str) -> None:
     if others:
         raise SetupError(
             f"{where}: a rank without batches cannot leave the step to the others while an optimizer is sharded: its "
-            "share of the model would stand still.\n"
-            "Give all ranks the same number of batches; or join the optimizer too, with Join([model, optimizer]); "
-            "or let that rank step as well: a backward of zeros, parameter.backward(torch.zeros_like(parameter)), "
-            "then optimizer.step()."
+            "share of the model would not be updated.\n"
+            "Give all ranks the same number of batches; or join the optimizer too, with Join([model, optimizer]); or "
+            "let that rank step as well: a backward of zeros, parameter.backward(torch.zeros_like(parameter)), then "
+            "optimizer.step()."
         )
 
 
@@ -195,6 +195,6 @@ def refuse_anew(others: Sequence[ShardedOptimizer], where: str) -> None:
     """Raise if attaching again would end them."""
     if any(not one.ended for one in others):
         raise SetupError(
-            f"{where}: join(divide_by_initial_world_size=False) makes the handle anew, and the sharded optimizer would "
-            "end.\nWrap with weighted=True before the optimizer is sharded: then the handle stays."
+            f"{where}: join(divide_by_initial_world_size=False) makes a new handle, which would end the sharded "
+            "optimizer.\nWrap with weighted=True before the optimizer is sharded: then the handle stays."
         )

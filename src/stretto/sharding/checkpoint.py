@@ -86,7 +86,7 @@ class BoxedTensor(torch.Tensor):
     ) -> NoReturn:
         raise UnsupportedError(
             f"{func} of a share of optimizer state: the values of other ranks are not here.\n"
-            "Hand stateful() to torch.distributed.checkpoint's save and load alone; state_dict() gives whole tensors."
+            "Pass stateful() only to torch.distributed.checkpoint's save and load; state_dict() gives whole tensors."
         )
 
 
@@ -138,9 +138,9 @@ class ShardedState:
         keeper = self._keeper()
         if self._kept is None or state_dict["state"].keys() != self._kept.keys():
             raise SetupError(
-                f"{self._where}: this is not what state_dict() of the same object has given.\n"
-                "Hand stateful() to torch.distributed.checkpoint.load(); a whole state is for load_state_dict() of "
-                "the optimizer."
+                f"{self._where}: this is not what state_dict() of the same object has returned.\n"
+                "Pass stateful() to torch.distributed.checkpoint.load(); a whole state is for load_state_dict() of the "
+                "optimizer."
             )
         self._refuse_other_groups(state_dict["param_groups"])
         read = [
@@ -167,9 +167,9 @@ class ShardedState:
             for place, one in enumerate(group["params"]):
                 if id(one) not in names:
                     raise SetupError(
-                        f"{self._where}: parameter {place} of group {number}, {tuple(one.shape)}, is none of the "
-                        "module's any more, so a checkpoint has no name for it.\n"
-                        'Put what has replaced it into optimizer.param_groups, or take it out: group["params"].'
+                        f"{self._where}: parameter {place} of group {number}, {tuple(one.shape)}, is not in the "
+                        "module any more, so a checkpoint has no name for it.\n"
+                        'Put its replacement into optimizer.param_groups, or remove it: group["params"].'
                     )
         return names
 
@@ -179,9 +179,9 @@ class ShardedState:
             if different := sorted({names[id(one)] for one in group["params"]} ^ {*theirs["params"]}):
                 raise SetupError(
                     f"{self._where}: parameter group {number} of the checkpoint has other parameters than the "
-                    f"optimizer's: {name_list(different)} are in one of them alone.\n"
-                    "Build the optimizer anew, with the groups that it was saved with: a state that it had has "
-                    "been read over."
+                    f"optimizer's: {name_list(different)} are in only one of them.\n"
+                    "Build the optimizer again, with the groups that it was saved with: its previous state has been "
+                    "overwritten."
                 )
 
 

@@ -75,7 +75,7 @@ def _refuse_parameters(max_norm: object) -> None:
     if not isinstance(max_norm, (Real, torch.Tensor)):
         raise TypeError(
             f"clip_grad_norm_: max_norm must be a number, not {type(max_norm).__name__}.\n"
-            "It clips all parameters of the attached module, so they are not given: sync.clip_grad_norm_(1.0)"
+            "It clips all parameters of the attached module, so do not pass them: sync.clip_grad_norm_(1.0)"
         )
 
 
@@ -87,7 +87,7 @@ def _queues_of(parameters: Iterable[torch.nn.Parameter], queue: LaunchQueue) -> 
         if other.has_left_shares and group_of(other.transport) is not group_of(queue.transport):
             raise SetupError(
                 f"{queue.where}: {name_list(other.names)} are reduced over another process group, and with "
-                "keep_grads=False each of its ranks has its share alone.\n"
+                "keep_grads=False each of its ranks has only its share.\n"
                 "Clip with their own handle; or stretto.shard(..., keep_grads=True)."
             )
     return queues

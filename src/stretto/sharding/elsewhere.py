@@ -167,13 +167,13 @@ class Guard:
         """Else every rank would step the whole model, which they share, one after the other."""
         if not isinstance(optimizer.state, Elsewhere):
             raise SetupError(
-                f"this {type(optimizer).__name__} was sharded: it has no state any more, and is not to step by "
+                f"this {type(optimizer).__name__} was sharded: it has no state any more, and must not step by "
                 "itself.\nStep what stretto.shard() has returned: optimizer = stretto.shard(optimizer, sync)."
             )
 
     def _refuse_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_open:
             raise SetupError(
-                f"this {type(optimizer).__name__} was sharded: it has no state any more, to be saved or loaded.\n"
+                f"this {type(optimizer).__name__} was sharded: it has no state any more to save or load.\n"
                 "Call state_dict() and load_state_dict() of what stretto.shard() has returned, on all ranks."
             )

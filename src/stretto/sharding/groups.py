@@ -154,7 +154,7 @@ class Groups:
             if theirs != first_call:
                 raise ModelMismatchError(
                     f"{peers.where}: rank {rank} calls optimizer.{theirs}(), rank 0 optimizer.{first_call}().\n"
-                    "Nothing has moved. Make the same calls on all ranks; then all can go on."
+                    "Nothing has changed. Make the same calls on all ranks; then all can go on."
                 )
             if facts != first:
                 raise unlike(peers.where, rank, facts, first)
@@ -175,7 +175,7 @@ class Groups:
         if elsewhere := [other for other, (_, whose) in enumerate(stepped) if whose != stepped[rank][1]]:
             raise ModelMismatchError(
                 f"{where}: the last step was that of another sharded optimizer on {describe_ranks(elsewhere)}, so the "
-                "model is a patchwork of two.\n"
+                "model is a mixture of two.\n"
                 "Step optimizers in the same order on all ranks, and start again from the last checkpoint."
             )
         if not (others := [other for other, (groups, _) in enumerate(stepped) if groups != stepped[rank][0]]):
@@ -183,7 +183,7 @@ class Groups:
         calls = ", or was a train() or an eval() on some" if turns(self.optimizer) else ""
         raise ModelMismatchError(
             f"{where}: the last step was taken with other parameter groups on {describe_ranks(others)} than here "
-            f"({self._in_words()}){calls}, so the model is a patchwork.\n"
+            f"({self._in_words()}){calls}, so the model is a mixture.\n"
             "Set the same on all ranks, schedules included, and start again from the last checkpoint."
         )
 
@@ -224,7 +224,9 @@ def unlike(
 ) -> ModelMismatchError:
     """An error for groups that are not alike where no rank has stepped. ``where``: how the message begins."""
     several = (
-        "" if theirs[1:] == first[1:] else " Step several optimizers in one order, inside Join in that of its list."
+        ""
+        if theirs[1:] == first[1:]
+        else " Step several optimizers in one order, which inside Join is that of its list."
     )
     return ModelMismatchError(
         f"{where}: {difference(rank, theirs, first, from_rank)}\n"

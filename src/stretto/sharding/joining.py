@@ -59,7 +59,7 @@ class Joins(Joinable):
         """Whether it is inside ``Join``, as all ranks see it. Raises ``SetupError`` if it is first in the list."""
         config: Any = self._join_config
         if config.enable and config.is_first_joinable:
-            raise SetupError("Join: a sharded optimizer comes behind its model: with Join([model, optimizer]).")
+            raise SetupError("Join: a sharded optimizer must come after its model: with Join([model, optimizer]).")
         return bool(config.enable)
 
     @property
@@ -140,8 +140,9 @@ class Attendance:
         """``Join`` begins. Raises ``SetupError`` if there would be no gradients to lend."""
         if not self._whole_grads:
             raise SetupError(
-                f"{self._queue.where}: with keep_grads=False each rank has its share of the gradients alone, so nobody "
-                "could step for a rank without batches.\nLeave keep_grads=False out, or give all ranks equally many."
+                f"{self._queue.where}: with keep_grads=False each rank has only its share of the gradients, so nobody "
+                "could step for a rank without batches.\nLeave out keep_grads=False, or give all ranks the same number "
+                "of batches."
             )
         self._answered = self._queue.pass_number
         self._have_parted = False
@@ -179,7 +180,7 @@ class Attendance:
         if self._have_parted:
             raise SetupError(
                 f"{self._queue.where}: the last step was refused inside Join, and ranks without batches have left Join "
-                "with that error.\nLeave it on all ranks when step() raises; then all can go on, also in another one."
+                "with that error.\nAfter an error of step(), leave Join on all ranks; then all can go on, also in a new one."
             )
 
     def refuse_to_leave_out(self) -> None:

@@ -94,7 +94,7 @@ class KindWatch:
         changed = has_moved or found not in self._known
         if changed and kind_of(self._optimizer, where) is Kind.WHOLE and self._kind is Kind.ELEMENTWISE:
             raise SetupError(
-                f"{where}: with what the groups of {type(self._optimizer).__name__} hold now, the step of an element "
+                f"{where}: with the current options of {type(self._optimizer).__name__}, the step of an element "
                 "depends on its whole parameter, but parameters are divided by elements.\n"
                 "Build the optimizer with these groups, shard it, and load the state_dict() of this one."
             )
@@ -122,15 +122,15 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     except UnsupportedError:
         raise
     except Exception as error:
-        why = f"a step with gradients alone raised {type(error).__name__}: {error}"
+        why = f"a step with only gradients raised {type(error).__name__}: {error}"
         raise _refusal(optimizer, name, why) from error
     if strange := [key for key in together.kept if not torch.is_tensor(key)]:
         raise _refusal(optimizer, name, f"what it keeps in state under {strange[0]!r} belongs to no parameter.")
     if together.takes_gradients:
         why = "its step sets gradients to None, and each rank would do so for its share only."
-        raise _refusal(optimizer, name, why, "Call zero_grad() after step(), and not in it.")
+        raise _refusal(optimizer, name, why, "Call zero_grad() after step(), not in it.")
     if (key := _unlike(together, alone, again)) is not None:
-        why = f"its step makes {key} from all its parameters, and each rank would make it from its share only."
+        why = f"its step makes {key} from all its parameters, but each rank would make it from its share only."
         raise _refusal(optimizer, name, why)
     if [*together.kept.values()] != [*alone.kept.values()] or not equal(together.elements, alone.elements):
         raise _refusal(optimizer, name, "how it steps a parameter depends on the others.")

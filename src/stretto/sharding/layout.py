@@ -199,8 +199,8 @@ class Layout:
             self.has_told = True
         if restrided:
             log.warning(
-                f"{where}: {name_list(restrided)} had other strides than in the plan, and get those back, with their "
-                "values.\nCall .to(memory_format=...) before a backward, and not between that and the step."
+                f"{where}: {name_list(restrided)} had other strides than in the plan; they get the plan's back, and "
+                "keep their values.\nCall .to(memory_format=...) before a backward, and not between that and the step."
             )
 
     def copies(
@@ -274,8 +274,8 @@ def _is_shown(view: torch.Tensor) -> bool:
 def warn_of_other_processes(where: str, names: Sequence[str]) -> None:
     """Log parameters that torch has moved to its own shared memory. ``where``: how the message begins."""
     log.warning(
-        f"{where}: {name_list(names)} lie in memory that other processes share (share_memory(), or pickled for one) "
-        "and move out of it, with their values: those processes do not see steps from here on.\n"
+        f"{where}: {name_list(names)} lie in memory shared with other processes (share_memory(), or pickled for one) "
+        "and are moved out of it, with their values: those processes will not see steps from here on.\n"
         "Send them a copy after each step: copy.deepcopy(model), or clones of its state_dict(). If you do that "
         "already, nothing needs to change."
     )

@@ -50,13 +50,13 @@ def _advice(outsider: torch.Tensor, own: set[int]) -> str:
     owner = owner_of(outsider)
     if outsider.requires_grad and owner is not None and id(owner) not in own:  # else no longer in the module
         return (
-            "reduced by another handle than this.\n"
+            "reduced by another handle.\n"
             "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place "
             "of the two."
         )
     return (
         "not reduced by this handle.\n"
-        "Build the optimizer over parameters of the attached module, or shard it with the handle of theirs."
+        "Build the optimizer over parameters of the attached module, or shard it with the handle that reduces them."
     )
 
 
@@ -67,7 +67,7 @@ def refuse_duplicates(
     times = Counter(map(id, stepped_by(optimizer)))
     if twice := [name for name, one in named if times[id(one)] > 1]:
         raise SetupError(
-            f"{where}: the optimizer's groups have more than once: {name_list(twice)}.\nList each parameter once."
+            f"{where}: the optimizer's groups list more than once: {name_list(twice)}.\nList each parameter once."
         )
 
 
@@ -101,9 +101,9 @@ def _refuse_scaled(stepped: Set[int], module: torch.nn.Module, ranks: Sequence[i
         ):
             raise SetupError(
                 f"{where}: forward of {name or type(layer).__name__} scales its weight in place "
-                f"(max_norm={layer.max_norm}), which {describe_ranks(ranks)} would have in one memory: two at once "
-                "would scale a row twice.\n"
-                'Say max_norm=None; or leave the weight to a plain optimizer; or attach with transport="process_group".'
+                f"(max_norm={layer.max_norm}), which {describe_ranks(ranks)} would share in one memory: two ranks at "
+                "once would scale a row twice.\n"
+                'Set max_norm=None; or leave the weight to a plain optimizer; or attach with transport="process_group".'
             )
 
 
@@ -116,8 +116,8 @@ def _refuse_twins(stepped: Set[int], module: torch.nn.Module, where: str) -> Non
         twin_name, twin = found.setdefault(one.data_ptr(), (name, one))
         if twin is not one and not stepped.isdisjoint((id(one), id(twin))):
             raise SetupError(
-                f"{where}: {name_list([twin_name, name])} are two tensors in one memory (b.data = a.data), which would "
-                "part.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
+                f"{where}: {name_list([twin_name, name])} are two tensors in one memory (b.data = a.data), which "
+                "sharding would separate.\nTie them as one: module_b.weight = module_a.weight, before stretto.attach()."
             )
 
 
@@ -158,7 +158,7 @@ def wanted_by_any(problem: StrettoError | None, wanted: bool, peers: Peers) -> b
         raise problem
     for rank, (_, theirs) in enumerate(told):
         if theirs is not None:
-            raise SetupError(f"{peers.where}: rank {rank} cannot follow what its optimizer has now.\n  {theirs}")
+            raise SetupError(f"{peers.where}: rank {rank} cannot shard what its optimizer has now.\n  {theirs}")
     return any(one for one, _ in told)
 
 
@@ -179,6 +179,6 @@ def refuse_unreduced(
         for one in group["params"]:  # parameters no longer in the module are the user's business
             if one.requires_grad and one.grad is not None and id(one) in names and id(one) not in known:
                 raise SetupError(
-                    f"{where}: {names[id(one)]} has a gradient of this rank alone: no pass has reduced it since it was "
+                    f"{where}: {names[id(one)]} has a gradient of this rank only: no pass has reduced it since it was "
                     "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."
                 )

@@ -66,7 +66,10 @@ def describe_shares(division: Division) -> str:
     if len(layout.hosts) > 1:
         when = "while the next forward runs" if late else "before step() returns"
         if late and (names := layout.shown()):
-            when = f"before step() returns, since {name_list(names)} are shown by tensors that do not wait (p.detach())"
+            when = (
+                f"before step() returns, since {name_list(names)} are visible through tensors that do not wait "
+                "(p.detach())"
+            )
         where.append(f"come from {'other hosts' if where else 'other ranks'} {when}")
     return (
         f"{how}: this rank steps {own} of {everything} elements and keeps {format_bytes(nbytes)} of state; "

@@ -157,9 +157,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             raise AttributeError(f"'ShardedOptimizer' object has no attribute {name!r}")
         kind = type(original).__name__
         raise AttributeError(
-            f"A sharded {kind} has no {name}: each rank holds a share, of which {kind} knows nothing. step(), "
+            f"A sharded {kind} has no {name}: each rank holds a share, which {kind} does not know about. step(), "
             "zero_grad(), add_param_group(), state_dict() and load_state_dict() are divided.\n"
-            f"Use {kind} without stretto.shard(), or unshard() before; .original is the one that was sharded."
+            f"Use {kind} without stretto.shard(), or call unshard() first; .original is the one that was sharded."
         )
 
     @left_uncompiled
@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if self.is_inside:
             raise SetupError(
                 f"{self._where}: {how}() of a sharded optimizer inside Join, where ranks without batches only step.\n"
-                "Call it before Join, or behind."
+                "Call it before or after Join."
             )
         with torch.no_grad():
             self._usable().step(turn=how)
@@ -186,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def _usable(self) -> Shares:
         if self._shares is None or self._handed_back:
             raise SetupError(
-                f"{self._where}: this sharded optimizer has ended with detach() or unshard().\n"
+                f"{self._where}: this sharded optimizer was ended by detach() or unshard().\n"
                 "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
             )
         self._shares.meetings.refuse_broken(self._where)
@@ -260,7 +260,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def _load_original(self, state_dict: dict[str, Any], rank: int = 0) -> None:
         if state_dict.get(_GROUPS_ALONE, 0) not in (0, rank):  # of this rank's own, ranks complain when they compare
             raise SetupError(
-                f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), the groups alone. "
+                f"this is what rank {state_dict[_GROUPS_ALONE]} got from state_dict(), only the groups. "
                 "Save what rank 0 gets; all ranks call state_dict()"
             )
         with self._own_use():

@@ -48,7 +48,9 @@ class OtherSteps:
         elif not begins:
             begun = self._begun.pop(optimizer, None)
             if begun is not None and begun.steps == self._steps and begun.have_changed():
-                raise self._refusal(optimizer, "has stepped", "has stepped them once more.\nLoad what was before. ")
+                raise self._refusal(
+                    optimizer, "has stepped", "has stepped them once more.\nLoad the values from before that step. "
+                )
         elif ours := self._ours(optimizer):
             if type(optimizer).__module__.startswith("torch.optim."):
                 raise self._refusal(optimizer, "steps", "would step them once more.\n")
@@ -71,8 +73,9 @@ class OtherSteps:
     def _refusal(self, optimizer: torch.optim.Optimizer, steps: str, would: str) -> SetupError:
         return SetupError(
             f"{self._where}: this {type(optimizer).__name__} {steps} parameters of a sharded "
-            f"{type(self._optimizer()).__name__}, which the ranks of this host have in one memory, so each rank {would}"
-            "Call unshard() of the sharded one before, on all ranks; then shard this one, or step it as it is."
+            f"{type(self._optimizer()).__name__}, which the ranks of this host share in one memory, so each rank "
+            f"{would}"
+            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is."
         )
 
 

@@ -30,6 +30,6 @@ def refuse_to_step(optimizer: torch.optim.Optimizer, where: str, turn: str) -> N
     """
     if not turn and turns(optimizer) and any(group.get("train_mode") is False for group in optimizer.param_groups):
         raise SetupError(
-            f"{where}: step() of {type(optimizer).__name__} behind eval(), or before its first train().\n"
-            "Call optimizer.train() before, on all ranks. Nothing has moved."
+            f"{where}: step() of {type(optimizer).__name__} after eval(), or before its first train().\n"
+            "Call optimizer.train() first, on all ranks. Nothing has changed."
         )

@@ -398,8 +398,8 @@ def test_names_are_those_of_the_module_when_the_checkpoint_is_made(world: int) -
     said = run_ranks(worker, 2) if world > 1 else [worker()]
     assert said == [
         f"{f'rank {rank}, shard' if world > 1 else 'shard'}: parameter 0 of group 1, (2, 2), is not in the module "
-        "any more, so a checkpoint has no name for it.\nPut what has replaced it into optimizer.param_groups, or take "
-        'it out: group["params"].'
+        "any more, so a checkpoint has no name for it.\n"
+        'Put its replacement into optimizer.param_groups, or remove it: group["params"].'
         for rank in range(world)
     ]
 

@@ -696,7 +696,7 @@ class EstimatingInATensor(Estimating):
 
 def test_what_a_step_makes_in_a_tensor_is_refused_by_name() -> None:
     """In the second step it was told that ranks have other groups, which nobody could mend."""
-    with pytest.raises(stretto.UnsupportedError, match="its step makes seen from all its parameters, and each rank"):
+    with pytest.raises(stretto.UnsupportedError, match="its step makes seen from all its parameters, but each rank"):
         kind_of(EstimatingInATensor([torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6))]))
 
 

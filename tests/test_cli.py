@@ -1131,7 +1131,7 @@ REFUSED = [
     (
         "run script.py:fine",
         2,
-        "script.py:fine: no such script; a function as fine is for stretto plan and stretto bench",
+        "script.py:fine: no such script; a function such as fine is for stretto plan and stretto bench",
     ),
     ("run trace", 2, "trace: a folder without a __main__.py to run"),
     *(
@@ -1211,8 +1211,8 @@ REFUSED = [
     (
         "plan bad.py:net",
         1,
-        "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1); what is no "
-        'definition belongs under if __name__ == "__main__":',
+        "importing bad.py failed: ZeroDivisionError: division by zero ({folder}/bad.py:1); code other "
+        'than definitions belongs under if __name__ == "__main__":',
     ),
     ("plan script.py:fine --ranks 0", 2, "--ranks 0: must be 1 or more"),
     ("plan script.py:fine --bucket-cap-mb 0", 2, "--bucket-cap-mb 0: must be positive"),

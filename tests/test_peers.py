@@ -766,9 +766,9 @@ def test_a_handler_whose_refused_call_ends_a_backward_is_told_of(tmp_path: Path)
     """
     (_, mine, _), (_, other, _) = ranks(tmp_path, body, patience=10.0, transport="process_group")
     first, later = mine.split("CommunicationError after")
-    assert within(first, "SetupError", 2).startswith("rank 0, pass 2: a call that all ranks make, amid another")
+    assert within(first, "SetupError", 2).startswith("rank 0, pass 2: a collective call was made while")
     assert "this rank has failed and left, so it has lost its place among the others" in later
-    assert "rank 0, pass 2, backward: SetupError: rank 0, pass 2: a call that all ranks make" in other
+    assert "rank 0, pass 2, backward: SetupError: rank 0, pass 2: a collective call was made while" in other
 
 
 @pytest.mark.ranks

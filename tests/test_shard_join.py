@@ -184,7 +184,7 @@ def test_who_goes_on_inside_join_behind_a_refused_step_is_told_to_leave(refused,
         assert error == (
             "SetupError",
             f"rank {rank}, pass 2: the last step was refused inside Join, and ranks without batches have left Join "
-            "with that error.\nAfter an error of step(), leave Join on all ranks; then all can go on, also in a new one.",
+            "with that error.\nAfter an error of step(), leave Join on all ranks; then all can go on.",
         )
         assert all(map(torch.equal, parameters, idle[2]))
 

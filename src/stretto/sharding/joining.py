@@ -180,7 +180,7 @@ class Attendance:
         if self._have_parted:
             raise SetupError(
                 f"{self._queue.where}: the last step was refused inside Join, and ranks without batches have left Join "
-                "with that error.\nAfter an error of step(), leave Join on all ranks; then all can go on, also in a new one."
+                "with that error.\nAfter an error of step(), leave Join on all ranks; then all can go on."
             )
 
     def refuse_to_leave_out(self) -> None:

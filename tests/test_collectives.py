@@ -290,7 +290,7 @@ def test_observer_that_raises_is_dropped_and_training_goes_on(event, caplog):
     for counts in good:
         assert counts.seen == [(what, number) for number in (1, 2, 3) for what in ("started", "settled")]
     told = [record for record in caplog.records if record.name == "stretto"]
-    assert len(told) == 1 and "dropped" in told[0].getMessage() and told[0].exc_info[0] is ZeroDivisionError
+    assert len(told) == 1 and "removed" in told[0].getMessage() and told[0].exc_info[0] is ZeroDivisionError
 
 
 def test_observer_can_leave():

@@ -519,6 +519,8 @@ def give_up_a_wait(rank: int) -> list[str]:
             one_pass(module, 100 * rank)
         told.append(str(caught.value))
         store.set(f"gave up/{rank}", "")
+    store.set(f"ended/{rank}", "")
+    store.wait([f"ended/{other}" for other in range(3)])  # a handle that is dropped says that this rank has left
     return told
 
 

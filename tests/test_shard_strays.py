@@ -6,19 +6,12 @@ import re
 
 import pytest
 import torch
+from test_shard_join import outcome
 
 import stretto
 from stretto.testing import spawn_ranks
 
 pytestmark = pytest.mark.ranks
-
-
-def outcome(run):
-    try:
-        run()
-    except stretto.StrettoError as error:
-        return type(error).__name__, str(error)
-    return "no error"
 
 
 def assigns(rank, at):

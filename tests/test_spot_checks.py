@@ -296,6 +296,24 @@ def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_aga
     ]
 
 
+@pytest.mark.parametrize("changed_behind", [1, 4])
+def test_a_step_in_shares_with_a_closure_is_looked_at(caplog: pytest.LogCaptureFixture, changed_behind: int) -> None:
+    """Its pass runs inside the step, whose end was taken for that of the next one: nothing was said any more."""
+
+    def worker(transport: Transport) -> None:
+        one = Run(transport)
+        optimizer = one.optimizer = stretto.shard(one.optimizer, one.sync)
+        for step in range(10):
+            if step == changed_behind and transport.rank == 1:
+                changed_in_place(one.model)
+            optimizer.step(one.backward)
+
+    (told,) = run(caplog, worker)
+    assert told.startswith(
+        f"pass {changed_behind + 1} of Sequential: the ranks no longer hold the same values of 0.weight, 0."
+    )
+
+
 @pytest.mark.parametrize("sharded_first", [True, False])
 def test_a_plain_step_before_one_in_shares_hides_nothing(caplog: pytest.LogCaptureFixture, sharded_first: bool) -> None:
     """Where it ended was the last look, and the step in shares made equal what had not been."""

@@ -114,6 +114,7 @@ class SpotChecks:
         self._mine: frozenset[int] = frozenset()  # whose step is awaited, by id
         self._depth = 0  # of steps of these that have begun: ZeroRedundancyOptimizer steps another, and sends then
         self._has_looked = False  # behind this pass, and a step in shares may follow, before which it would again
+        self._begun = 0  # steps in shares, of all optimizers, when it looked
         self._taken: tuple[int, SpotCheck, Mapping[str, torch.Tensor]] | None = None  # behind which pass, at what
         self._kept: Mapping[str, torch.Tensor] = {}  # before a step in shares, which this rank has told of
 
@@ -134,7 +135,8 @@ class SpotChecks:
         in_shares = IN_SHARES in vars(optimizer)
         self._depth = 1 if in_shares and begins else self._depth + (1 if begins else -1)
         if in_shares and not begins:
-            self.stop()
+            if self._has_looked:  # else a closure's pass has ended inside, and the next step is awaited
+                self.stop()
         elif begins if in_shares else (not begins and self._depth <= 0 and not self._has_looked):
             self._has_looked = True
             if not (in_shares or self._peers.seat.steps):  # nobody steps in shares
@@ -149,6 +151,7 @@ class SpotChecks:
         everything = {name: one for name, one in everything.items() if is_readable(one) and _can_be_looked_at(one)}
         if keep:
             everything = kept = {name: _few_of(one, self._passed).clone() for name, one in everything.items()}
+        self._begun = sum(self._peers.seat.steps)
         self._taken = self._passed, SpotCheck(everything.values(), self._passed), kept
 
     def stop(self) -> None:
@@ -159,7 +162,8 @@ class SpotChecks:
     def says(self, number: int) -> list[int]:
         """What the last bucket of the pass is to tell."""
         taken, self._taken = self._taken, None
-        if taken is None or taken[0] != number - 1 or (taken[2] and self._depth):  # that step in shares was refused
+        refused = self._depth and self._begun != sum(self._peers.seat.steps)  # equal as long as a closure runs
+        if taken is None or taken[0] != number - 1 or (taken[2] and refused):
             self._kept = {}
             return []
         self._kept = taken[2]

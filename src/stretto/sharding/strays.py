@@ -37,7 +37,8 @@ def refuse_strays(layout: Layout, strayed: Sequence[int], peers: Peers, idle: in
     everywhere = [set(theirs) for theirs in peers.gather([*strayed])]
     if all(theirs == everywhere[0] for theirs in everywhere):
         return
-    parameters = {layout.plan.parameters[index].name: layout.parameters[index] for index in set().union(*everywhere)}
+    strays = sorted(set().union(*everywhere))
+    parameters = {layout.plan.parameters[index].name: layout.parameters[index] for index in strays}
     names, lines = unlike(parameters, peers.gather)
     if names:
         differences = "\n".join(lines)

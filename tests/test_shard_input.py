@@ -689,6 +689,40 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
     ]
 
 
+def write_uncounted(parameter: torch.nn.Parameter, how: str) -> None:
+    if how == "data":
+        parameter.data.mul_(0.5)
+    else:
+        parameter.detach().numpy()[:] *= 0.5
+
+
+@pytest.mark.parametrize("how", ["data", "numpy"])
+@pytest.mark.parametrize("behind", [1, 4])
+def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureFixture, behind: int, how: str) -> None:
+    """Each rank halved it once more, and nobody said so."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for step in range(behind + 4):
+            train(model, sharded, transport.rank, 1)
+            transport.all_gather_object(None)
+            if step + 1 >= behind:
+                write_uncounted(model.first.weight, how)
+            transport.all_gather_object(None)
+
+    shared(worker, 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rank 0, pass {behind + 1}: since the last step the values of first.weight have changed in the memory that "
+        "the ranks of a host share, by writes that torch does not count: through .data (p.data.mul_()), from NumPy, or "
+        "in a library's layer. If several ranks of a host change a parameter, the change is applied once for each of "
+        "them, while others may be reading it.\n"
+        "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign parameter.data = ...; "
+        "see docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
+        "barriers), ignore this. Shown once."
+    ]
+
+
 @pytest.mark.parametrize(("carry", "only"), [(run_ranks, (0, 1)), (CARRIERS["hosts"], (0, 2))])
 def test_what_one_rank_of_each_memory_writes_is_as_it_should_be(
     caplog: pytest.LogCaptureFixture, carry: Any, only: tuple[int, ...]

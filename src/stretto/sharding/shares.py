@@ -169,10 +169,13 @@ class Shares:
     def _agree(self, number: int, strayed: Sequence[int], *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
         """Check that all ranks step with equal groups; without shared memory this is seen in what they send."""
         written = self._writings.found(self.layout)
+        uncounted = [] if written or self.rank else self._writings.uncounted(self.layout)
         number ^= mark_of(strayed)
         met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
         if met.have_written > len(self.layout.hosts):  # one rank for each memory is fine
             self._writings.tell(met.have_written, written, self.layout, self._peers.where, speaks=not self.rank)
+        elif uncounted and not met.have_written:
+            self._writings.tell_uncounted(uncounted, self._peers.where)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(self._peers, call)
         if met.idle or not met.alike:  # a rank without batches brings no number, and assigns nothing

@@ -1,18 +1,26 @@
 """Parameters that a program writes in place between two steps, in memory that the ranks of a host share.
 
 If every rank makes a change (``p.mul_(0.9)``), it happens once for each rank, while others may be reading. torch counts
-this process's writes to each parameter, except those through ``p.data``. How many ranks have written is learnt in the
-first meeting of the next step, see [Note: two meetings], so this costs no message.
+this process's writes to each parameter. How many ranks have written is learnt in the first meeting of the next step,
+see [Note: two meetings], so this costs no message.
+
+torch does not count what is written through ``p.data`` or from NumPy. Such a write shows only in the values, of which a
+few elements are kept, and there every rank of the host sees it, whoever it was. So one of them tells of it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
+import torch
+
+from ..check import words_of
 from ..errors import name_list
 from ..specs import describe_ranks
+from ..spot_checks import few_of
 from .layout import Layout
 
 _EVERY = 1 << 10
@@ -23,27 +31,57 @@ _writes_of = attrgetter("_version")
 log = logging.getLogger("stretto")
 
 
+@dataclass(frozen=True)
+class _Behind:
+    """What the parameters were after a step."""
+
+    layout: Layout
+    writes: list[int]
+    number: int
+    few: list[torch.Tensor]
+    """Some elements of each, if all ranks share one memory: otherwise more arrives after the step."""
+
+    def changed(self) -> list[str]:
+        """The names of those whose memory holds other values now."""
+        views = self.layout.views.items()
+        now = [(index, words_of(few_of(view, self.number))) for index, view in views if view.numel()]
+        differ = [index for (index, one), was in zip(now, self.few, strict=True) if not torch.equal(one, was)]
+        return [self.layout.plan.parameters[index].name for index in differ]
+
+
 class Writings:
     """Writes to the parameters of one optimizer between its steps."""
 
     def __init__(self) -> None:
         self._steps, self._has_told = 0, False
-        self._before: tuple[Layout, list[int]] | None = None
+        self._before: _Behind | None = None
 
     def stepped(self, layout: Layout) -> None:
         """Remember the state after a step. Call this before shares are under way: reading would wait for them."""
         self._steps += 1
-        looks = layout.is_shared and not self._has_told and not (self._steps & self._steps - 1 and self._steps % _EVERY)
-        self._before = (layout, [*map(_writes_of, layout.parameters.values())]) if looks else None
+        self._before = None
+        if layout.is_shared and not self._has_told and not (self._steps & self._steps - 1 and self._steps % _EVERY):
+            writes = [*map(_writes_of, layout.parameters.values())]
+            read = layout.views.values() if len(layout.hosts) == 1 else ()
+            few = [words_of(few_of(view, self._steps)).clone() for view in read if view.numel()]
+            self._before = _Behind(layout, writes, self._steps, few)
 
     def found(self, layout: Layout) -> list[str]:
         """The names of parameters that this rank has written in the shared memory. Strayed ones lie elsewhere."""
-        if self._before is None or self._before[0] is not layout:
+        if self._before is None or self._before.layout is not layout:
             return []
-        writes = zip(layout.parameters.items(), self._before[1], strict=True)
+        writes = zip(layout.parameters.items(), self._before.writes, strict=True)
         written = [index for (index, one), before in writes if one._version != before]
         lying = [one for one in written if layout.parameters[one].data_ptr() == layout.views[one].data_ptr()]
         return [layout.plan.parameters[index].name for index in lying]
+
+    def uncounted(self, layout: Layout) -> list[str]:
+        """The names of those that some rank has written in the shared memory, of use only if no rank counted a write.
+
+        Call this before ranks meet: after that, others step.
+        """
+        before = self._before
+        return before.changed() if before is not None and before.few and before.layout is layout else []
 
     def tell(self, count: int, names: Sequence[str], layout: Layout, where: str, *, speaks: bool) -> None:
         """Warn that several ranks have written in one memory, and check no more.
@@ -70,3 +108,18 @@ class Writings:
                 describe_ranks(layout.host),
                 name_list(names),
             )
+
+    def tell_uncounted(self, names: Sequence[str], where: str) -> None:
+        """Warn that ranks may have written in one memory, and check no more. ``names``, ``where``: as above."""
+        self._has_told = True
+        log.warning(
+            "%s: since the last step the values of %s have changed in the memory that the ranks of a host share, by "
+            "writes that torch does not count: through .data (p.data.mul_()), from NumPy, or in a library's layer. If "
+            "several ranks of a host change a parameter, the change is applied once for each of them, while others "
+            "may be reading it.\n"
+            "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign "
+            "parameter.data = ...; see docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, "
+            "values copied in between barriers), ignore this. Shown once.",
+            where,
+            name_list(names),
+        )

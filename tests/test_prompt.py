@@ -16,7 +16,7 @@ import torch
 
 from stretto.testing import spawn_ranks
 from stretto.transport import ProcessGroupTransport, choose, prompt
-from stretto.transport.prompt import SLICE_NANOSECONDS, let_gloo_go_first, shorten, woken_first
+from stretto.transport.prompt import SLICE_NANOSECONDS, WokenFirst, let_gloo_go_first, shorten
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has such slices")
 
@@ -94,21 +94,25 @@ def test_a_rank_has_the_shortest_slices_only_while_it_sleeps() -> None:
         assert before == behind != SLICE_NANOSECONDS
 
 
-def test_slices_are_those_of_before_behind_an_exception_too() -> None:
-    before, inside = attributes(0), []
-    with pytest.raises(KeyboardInterrupt), woken_first():
-        inside.append(attributes(0))
-        raise KeyboardInterrupt
+def test_slices_are_those_of_before_at_the_end() -> None:
+    before, first = attributes(0), WokenFirst()
+    first.end()
     assert attributes(0) == before
-    assert inside == [(*before[:2], SLICE_NANOSECONDS if slices_can_be_chosen() else before[2])]
+    for _ in range(2):  # as it sleeps again
+        first.begin()
+        assert attributes(0) == (*before[:2], SLICE_NANOSECONDS if slices_can_be_chosen() else before[2])
+    first.end()
+    assert attributes(0) == before
 
 
 def test_niceness_that_is_changed_inside_stays() -> None:
     before = attributes(0)
 
     def nice() -> None:
-        with woken_first():
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before[1] + 2)
+        first = WokenFirst()
+        first.begin()
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before[1] + 2)
+        first.end()
         found.append(attributes(0))
 
     found: list[tuple[int, int, int]] = []
@@ -129,8 +133,10 @@ UNKNOWN = prompt._Calls(set=lambda *_: -1, get=lambda *_: -1)
 def test_where_slices_cannot_be_chosen_nothing_happens(monkeypatch: pytest.MonkeyPatch, calls: Any) -> None:
     before = attributes(0)
     monkeypatch.setattr(prompt, "_system_calls", lambda: calls)
-    with woken_first():
-        assert attributes(0) == before
+    first = WokenFirst()
+    first.begin()
+    assert attributes(0) == before
+    first.end()
     let_gloo_go_first()
     assert attributes(0) == before
 

@@ -31,7 +31,7 @@ from .memory import Location
 from .message import Message, Posted
 from .ordinary import Routes
 from .page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, RETIRED, Entry, Missing, Page, Peer, behind
-from .prompt import woken_first
+from .prompt import WokenFirst
 
 _SPINS = 36
 """Checks before a rank sleeps, some 10 us. They never yield the core, which could cost a whole time slice."""
@@ -203,7 +203,7 @@ class Host(Breakable):
                 host.
         """
         seconds = self.patience if timeout is None else timeout.total_seconds()
-        spins, until = 0, 0.0
+        spins, until, first = 0, 0.0, WokenFirst()
         try:
             while True:
                 self.advance()
@@ -219,12 +219,15 @@ class Host(Breakable):
                 if now >= until:
                     late = "" if again else self.lose_patience(f"a message was not done within {seconds:.0f} s")
                     raise RuntimeError(f"not done within {seconds:.0f} s{late}")
+                first.begin()
                 if not self._sleep(posted, min(_LOOK_SECONDS, until - now)):
                     self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
         except BaseException as error:  # Ctrl-C: the caller may reuse the memory, and others would sum that
             if not isinstance(error, RuntimeError) or raised_by_handler(error):
                 self._stopped_by(error)
             raise
+        finally:
+            first.end()  # here: right after it has been woken, others may wait for what it does
 
     def awaits_outside(self) -> bool:
         """Whether other hosts have not done their part of something."""
@@ -252,8 +255,11 @@ class Host(Breakable):
         if missing is None:
             return True
         peer, word, seen = missing
-        with woken_first(), self.page.asleep():
+        self.page.set(ASLEEP, 1)  # see futex.py, [Note: nobody sleeps]
+        try:
             self._futex.wait(peer.base + word, seen, seconds)
+        finally:
+            self.page.set(ASLEEP, 0)
         return peer.words[word // 4] != seen
 
     # Breaking off: see breaking.py

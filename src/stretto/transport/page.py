@@ -11,14 +11,13 @@ never go on. Fields that are polled for different purposes lie in different cach
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import secrets
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,6 +65,12 @@ class Entry:
         action, numel, *place = cls.LAYOUT.unpack(packed)
         return cls(action.rstrip(bytes(1)), numel, Location(*place))
 
+    @staticmethod
+    def numbers(packed: bytes) -> tuple[int, int]:
+        """The two that stand for a location."""
+        _, _, first, second, _ = Entry.LAYOUT.unpack(packed)
+        return first, second
+
     def __str__(self) -> str:
         action = self.action.decode(errors="replace")
         return _CALLS.get(action, f"{action} of {self.numel} elements")
@@ -109,15 +114,6 @@ class Page:
     def set(self, word: int, value: int) -> None:
         """Write one of the words."""
         self._words[word // 4] = value % SEQUENCE
-
-    @contextlib.contextmanager
-    def asleep(self) -> Iterator[None]:
-        """Say that this rank sleeps, or is about to. See futex.py, [Note: nobody sleeps]."""
-        self.set(ASLEEP, 1)
-        try:
-            yield
-        finally:
-            self.set(ASLEEP, 0)
 
     def publish(self, number: int, action: bytes, numel: int, at: Location) -> None:
         """Write where the tensor of message ``number`` lies; the counter ``PUBLISHED`` then announces it."""

@@ -6,7 +6,7 @@ running thread is over: 1.4 to 3 ms with Linux's scheduler since 6.6 (EEVDF, whi
 again). Meanwhile the link is idle. A thread that asks for a shorter slice runs first (since 6.12). It does not get more
 of the processor, only gets it sooner; it needs no privilege; and on an older kernel nothing happens.
 
-A rank that sleeps in shared memory asks for short slices only while it sleeps.
+A rank that sleeps in shared memory asks for short slices only while it waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,19 +60,24 @@ def shorten(thread: int) -> None:
         _set(thread, found, SLICE_NANOSECONDS)
 
 
-@contextlib.contextmanager
-def woken_first() -> Iterator[None]:
-    """Inside, this thread has the shortest slices; afterwards its former ones."""
-    if (found := _attributes_of(0)) is None:
-        yield
-        return
-    before = found.runtime
-    try:
-        _set(0, found, SLICE_NANOSECONDS)
-        yield
-    finally:
-        if (now := _attributes_of(0)) is not None:  # its niceness may have been changed meanwhile
-            _set(0, now, before)
+class WokenFirst:
+    """From ``begin`` to ``end`` this thread has the shortest slices; afterwards its former ones."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self) -> None:
+        self._before = 0
+
+    def begin(self) -> None:
+        """Harmless twice."""
+        if not self._before and (found := _attributes_of(0)) is not None:
+            self._before = found.runtime
+            _set(0, found, SLICE_NANOSECONDS)
+
+    def end(self) -> None:
+        """Harmless without ``begin``."""
+        if self._before and (now := _attributes_of(0)) is not None:  # its niceness may have been changed meanwhile
+            _set(0, now, self._before)
 
 
 def _attributes_of(thread: int) -> _Attributes | None:

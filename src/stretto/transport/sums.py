@@ -70,8 +70,10 @@ class SumOfNumbers(Message):
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Sum."""
-        _, _, first, second, _ = zip(*map(Entry.LAYOUT.unpack, entries), strict=True)
-        self._numbers[0], self._numbers[1] = sum(first), sum(second)
+        first = second = 0
+        for one, other in map(Entry.numbers, entries):
+            first, second = first + one, second + other
+        self._numbers[0], self._numbers[1] = first, second
 
 
 class SumOfSlices(Message):

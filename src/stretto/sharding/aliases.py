@@ -59,7 +59,9 @@ def move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Iterable[tor
         moves: parameters, and what they are to be.
         known: tensors that show the same memory as some of them, and stay.
     """
-    stay = {id(one): one for one in (*known, *(parameter for parameter, _ in moves))} if moves else {}
+    if not moves:  # as in most steps
+        return
+    stay = {id(one): one for one in (*known, *(parameter for parameter, _ in moves))}
     with torch._C.DisableTorchFunctionSubclass():
         users = Counter(one.untyped_storage()._cdata for one in stay.values())
         held = {number for number, uses in users.items() if use_count(number) > uses + 1}  # one is the storage's object

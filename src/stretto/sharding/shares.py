@@ -140,8 +140,7 @@ class Shares:
                 if moves:
                     self._divisions.follow()
                 said = self._groups.number(has_moved=False) if idle else number
-                if strayed and not moves:
-                    self.layout.bring_back(strayed, copies)
+                self.layout.bring_back([] if moves else strayed, copies)
                 self._step_share(said, turn)
         except BaseException as error:  # see [Note: half a step]; also Ctrl-C right after the meeting
             is_ours_alone = not isinstance(error, StrettoError)

@@ -94,15 +94,38 @@ def test_a_rank_has_the_shortest_slices_only_while_it_sleeps() -> None:
         assert before == behind != SLICE_NANOSECONDS
 
 
+def slices_of_new_threads(rank: int, numel: int) -> tuple[int, set[int]]:
+    """The first operation that is large enough for OpenMP's threads is what rank 1 does with a message it slept for."""
+    transport = choose(ProcessGroupTransport(), "shared_memory")
+    torch.set_num_threads(3)
+    before, known = attributes(0)[2], {task.name for task in Path("/proc/self/task").iterdir()}
+    if rank == 0:
+        time.sleep(0.3)
+    transport.broadcast(torch.empty(numel), 0).wait()
+    new = {task.name for task in Path("/proc/self/task").iterdir()} - known
+    return before, {attributes(int(one))[2] for one in new}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_threads_that_are_made_for_what_a_rank_has_waited_for_have_ordinary_slices() -> None:
+    """OpenMP's threads had the shortest ones, for good."""
+    if not slices_can_be_chosen():
+        pytest.skip("this kernel has the same slices for all threads")
+    for before, new in spawn_ranks(slices_of_new_threads, 2, 1 << 20):
+        assert new == {before}
+
+
 def test_slices_are_those_of_before_at_the_end() -> None:
     before, first = attributes(0), WokenFirst()
     first.end()
     assert attributes(0) == before
-    for _ in range(2):  # as it sleeps again
-        first.begin()
-        assert attributes(0) == (*before[:2], SLICE_NANOSECONDS if slices_can_be_chosen() else before[2])
-    first.end()
-    assert attributes(0) == before
+    for _ in range(2):  # as it waits again
+        for _ in range(2):  # as it sleeps again
+            first.begin()
+            assert attributes(0) == (*before[:2], SLICE_NANOSECONDS if slices_can_be_chosen() else before[2])
+        first.end()
+        assert attributes(0) == before
 
 
 def test_niceness_that_is_changed_inside_stays() -> None:

@@ -6,7 +6,8 @@ running thread is over: 1.4 to 3 ms with Linux's scheduler since 6.6 (EEVDF, whi
 again). Meanwhile the link is idle. A thread that asks for a shorter slice runs first (since 6.12). It does not get more
 of the processor, only gets it sooner; it needs no privilege; and on an older kernel nothing happens.
 
-A rank that sleeps in shared memory asks for short slices only while it waits.
+A rank that sleeps in shared memory asks for short slices only while it waits. A new thread has the slices of the one
+that makes it: OpenMP's threads, which torch makes for the first large operation of a thread, would keep them.
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ class WokenFirst:
             _set(0, found, SLICE_NANOSECONDS)
 
     def end(self) -> None:
-        """Harmless without ``begin``."""
+        """Harmless without ``begin``, which may follow again."""
         if self._before and (now := _attributes_of(0)) is not None:  # its niceness may have been changed meanwhile
             _set(0, now, self._before)
+        self._before = 0
 
 
 def _attributes_of(thread: int) -> _Attributes | None:

@@ -723,6 +723,52 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
     ]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_behind_what_torch_does_not_count_all_ranks_still_count(caplog: pytest.LogCaptureFixture, world: int) -> None:
+    """Rank 0 alone knew of the warning, and counted no more: of two ranks nobody told then, and of three two did."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for step in range(5):
+            train(model, sharded, transport.rank, 1)
+            transport.all_gather_object(None)
+            if transport.rank == 0 and step == 0:
+                write_uncounted(model.first.weight, "data")  # one alone, as it should be
+            elif step > 1:
+                halve(model, range(world), transport.rank)
+            transport.all_gather_object(None)
+
+    shared(worker, world)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("by writes that torch does not count" in one for one in told) == 1
+    assert sum(f"since the last step {world} ranks have written in place" in one for one in told) == 1
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("how", ["counted", "data"])
+def test_writes_are_told_of_once_where_the_step_is_refused(caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """The next one looked at the same writes again."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        train(model, sharded, transport.rank, 1)
+        transport.all_gather_object(None)
+        if how == "counted":
+            halve(model, (0, 1), transport.rank)
+        else:
+            write_uncounted(model.first.weight, how)
+        sharded.param_groups[0]["lr"] = 0.1 + transport.rank
+        with pytest.raises(stretto.StrettoError):
+            train(model, sharded, transport.rank, 1)
+        sharded.param_groups[0]["lr"] = 0.1
+        train(model, sharded, transport.rank, 1)
+
+    shared(worker, 2)
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(("carry", "only"), [(run_ranks, (0, 1)), (CARRIERS["hosts"], (0, 2))])
 def test_what_one_rank_of_each_memory_writes_is_as_it_should_be(
     caplog: pytest.LogCaptureFixture, carry: Any, only: tuple[int, ...]

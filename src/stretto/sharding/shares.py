@@ -61,7 +61,7 @@ class Shares:
     ) -> None:
         self._optimizer, self._reducer, self._peers, self.rank = optimizer, reducer, peers, reducer.transport.rank
         self._groups, self._kinds = Groups(optimizer, reducer.queue), KindWatch(optimizer, kind)
-        self.meetings, self._writings = Meetings(reducer.transport, peers, optimizer), Writings()
+        self.meetings, self._writings = Meetings(reducer.transport, peers, optimizer), Writings(compares=not self.rank)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
         self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
@@ -169,7 +169,7 @@ class Shares:
     def _agree(self, number: int, strayed: Sequence[int], *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
         """Check that all ranks step with equal groups; without shared memory this is seen in what they send."""
         written = self._writings.found(self.layout)
-        uncounted = [] if written or self.rank else self._writings.uncounted(self.layout)
+        uncounted = [] if written else self._writings.uncounted(self.layout)
         number ^= mark_of(strayed)
         met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
         if met.have_written > len(self.layout.hosts):  # one rank for each memory is fine

@@ -50,10 +50,14 @@ class _Behind:
 
 
 class Writings:
-    """Writes to the parameters of one optimizer between its steps."""
+    """Writes to the parameters of one optimizer between its steps.
 
-    def __init__(self) -> None:
-        self._steps, self._has_told = 0, False
+    Args:
+        compares: this rank looks for writes that torch does not count.
+    """
+
+    def __init__(self, *, compares: bool) -> None:
+        self._steps, self._has_told, self._compares = 0, False, compares
         self._before: _Behind | None = None
 
     def stepped(self, layout: Layout) -> None:
@@ -62,7 +66,7 @@ class Writings:
         self._before = None
         if layout.is_shared and not self._has_told and not (self._steps & self._steps - 1 and self._steps % _EVERY):
             writes = [*map(_writes_of, layout.parameters.values())]
-            read = layout.views.values() if len(layout.hosts) == 1 else ()
+            read = layout.views.values() if self._compares and len(layout.hosts) == 1 else ()
             few = [words_of(few_of(view, self._steps)).clone() for view in read if view.numel()]
             self._before = _Behind(layout, writes, self._steps, few)
 
@@ -81,7 +85,9 @@ class Writings:
         Call this before ranks meet: after that, others step.
         """
         before = self._before
-        return before.changed() if before is not None and before.few and before.layout is layout else []
+        if before is None or before.layout is not layout or not (self._compares and before.few):
+            return []
+        return before.changed()
 
     def tell(self, count: int, names: Sequence[str], layout: Layout, where: str, *, speaks: bool) -> None:
         """Warn that several ranks have written in one memory, and check no more.
@@ -93,7 +99,7 @@ class Writings:
             where: how the message begins.
             speaks: whether this rank warns if all have written.
         """
-        self._has_told = True
+        self._has_told, self._before = True, None  # if this step is refused, the next one looks again
         if names and (speaks or count < sum(map(len, layout.hosts))):
             log.warning(
                 "%s: since the last step %d ranks have written in place to parameters that the ranks of a host share "
@@ -110,8 +116,11 @@ class Writings:
             )
 
     def tell_uncounted(self, names: Sequence[str], where: str) -> None:
-        """Warn that ranks may have written in one memory, and check no more. ``names``, ``where``: as above."""
-        self._has_told = True
+        """Warn that ranks may have written in one memory, once. ``names``, ``where``: as above.
+
+        Writes go on being counted: ``tell`` is about them, and all ranks must count for that.
+        """
+        self._compares = False
         log.warning(
             "%s: since the last step the values of %s have changed in the memory that the ranks of a host share, by "
             "writes that torch does not count: through .data (p.data.mul_()), from NumPy, or in a library's layer. If "

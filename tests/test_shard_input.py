@@ -692,11 +692,15 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
 def write_uncounted(parameter: torch.nn.Parameter, how: str) -> None:
     if how == "data":
         parameter.data.mul_(0.5)
+    elif how == "counted, then moved":
+        with torch.no_grad():
+            parameter.mul_(0.5)
+        parameter.data = torch.ones_like(parameter)
     else:
         parameter.detach().numpy()[:] *= 0.5
 
 
-@pytest.mark.parametrize("how", ["data", "numpy"])
+@pytest.mark.parametrize("how", ["data", "numpy", "counted, then moved"])
 @pytest.mark.parametrize("behind", [1, 4])
 def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureFixture, behind: int, how: str) -> None:
     """Each rank halved it once more, and nobody said so."""
@@ -714,9 +718,9 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
     shared(worker, 3)
     assert [record.getMessage() for record in caplog.records] == [
         f"rank 0, pass {behind + 1}: since the last step the values of first.weight have changed in the memory that "
-        "the ranks of a host share, by writes that torch does not count: through .data (p.data.mul_()), from NumPy, or "
-        "in a library's layer. If several ranks of a host change a parameter, the change is applied once for each of "
-        "them, while others may be reading it.\n"
+        "the ranks of a host share, by writes that torch does not count: through .data (p.data.mul_()), from NumPy, in "
+        "a library's layer, or right before parameter.data = ... (SAM). If several ranks of a host change a parameter, "
+        "the change is applied once for each of them, while others may be reading it.\n"
         "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign parameter.data = ...; "
         "see docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
         "barriers), ignore this. Shown once."

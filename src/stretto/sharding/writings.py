@@ -4,8 +4,9 @@ If every rank makes a change (``p.mul_(0.9)``), it happens once for each rank, w
 this process's writes to each parameter. How many ranks have written is learnt in the first meeting of the next step,
 see [Note: two meetings], so this costs no message.
 
-torch does not count what is written through ``p.data`` or from NumPy. Such a write shows only in the values, of which a
-few elements are kept, and there every rank of the host sees it, whoever it was. So one of them tells of it.
+torch does not count what is written through ``p.data`` or from NumPy, and once a parameter has been given other memory,
+its count does not say which of the two was written. Such a write shows only in the values, of which a few elements are
+kept, and there every rank of the host sees it, whoever it was. So one of them tells of it.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ class Writings:
         self._compares = False
         log.warning(
             "%s: since the last step the values of %s have changed in the memory that the ranks of a host share, by "
-            "writes that torch does not count: through .data (p.data.mul_()), from NumPy, or in a library's layer. If "
-            "several ranks of a host change a parameter, the change is applied once for each of them, while others "
-            "may be reading it.\n"
+            "writes that torch does not count: through .data (p.data.mul_()), from NumPy, in a library's layer, or "
+            "right before parameter.data = ... (SAM). If several ranks of a host change a parameter, the change is "
+            "applied once for each of them, while others may be reading it.\n"
             "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign "
             "parameter.data = ...; see docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, "
             "values copied in between barriers), ignore this. Shown once.",

@@ -37,8 +37,6 @@ _SPINS = 36
 """Checks before a rank sleeps, some 10 us. They never yield the core, which could cost a whole time slice."""
 _LOOK_SECONDS = 0.2
 """How long a rank sleeps before it checks whether the others still live."""
-_IN_PARALLEL = 1 << 15
-"""torch divides operations on so many elements, or more, over threads."""
 _OUTSIDE_SECONDS = 0.002
 """How long it waits for work outside the host while messages wait for peers: it cannot sleep on both."""
 
@@ -223,7 +221,7 @@ class Host(Breakable):
                     raise RuntimeError(f"not done within {seconds:.0f} s{late}")
                 first.begin()
                 woken = self._sleep(posted, min(_LOOK_SECONDS, until - now))
-                if torch.get_num_threads() > 1 and self._has_large():  # see prompt.py, [Note: short slices]
+                if torch.get_num_threads() > 1:  # a message may make more of them: see prompt.py, [Note: short slices]
                     first.end()
                 if not woken:
                     self._look_at_peers(posted, FINISHED if by_all or posted.message.by_all else PUBLISHED)
@@ -233,9 +231,6 @@ class Host(Breakable):
             raise
         finally:
             first.end()  # not before: others may wait for what it does after it has been woken
-
-    def _has_large(self) -> bool:
-        return any(one.message.numel >= _IN_PARALLEL for one in (*self._waiting, *self._outside, *self._held))
 
     def awaits_outside(self) -> bool:
         """Whether other hosts have not done their part of something."""

@@ -23,7 +23,7 @@ together then wait, and ranks are told where the others are.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ class HierarchicalTransport(HostMemoryTransport):
             return self._post([Sum(self._team, tensor, numel)])
         step = PIECE_BYTES // tensor.itemsize
         pieces = enumerate(torch.split(tensor, step))
-        return self._post([Sum(self._team, piece, numel - n * step, staged=True) for n, piece in pieces])
+        return self._post(Sum(self._team, piece, numel - n * step, staged=True) for n, piece in pieces)
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """Mean of this rank's share of the first ``numel`` elements, and sum of what follows; other shares are lost."""
@@ -114,7 +114,7 @@ class HierarchicalTransport(HostMemoryTransport):
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, root)
         parts = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
-        return self._post([CopyAcross(self._team, part, root) for part in parts])
+        return self._post(CopyAcross(self._team, part, root) for part in parts)
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
         """Groups underneath with something under way are never freed."""
@@ -132,7 +132,7 @@ class HierarchicalTransport(HostMemoryTransport):
         self._team.counterparts.close()
         self.base.close()
 
-    def _post(self, messages: Sequence[AcrossHosts | HostShares]) -> Work:
+    def _post(self, messages: Iterable[AcrossHosts | HostShares]) -> Work:
         _ = self.process_group  # raises on every rank if it was destroyed, and the connections with it
         return [self.host.post(message) for message in messages][-1]  # they end in order
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from ..transport.memory import LINE_BYTES
 from .aliases import immovable, move
-from .ownership import Piece
+from .ownership import Piece, pieces_of
 from .state import laid_flat, shaped
 
 log = logging.getLogger("stretto")
@@ -56,23 +56,20 @@ class Layout:
     ) -> None:
         self.plan = plan
         self.parameters = dict(parameters)
+        self._whole = {piece.index: piece for piece in pieces_of(plan, 0, 1, self.parameters)}
         self._at: dict[int, int] = {}
         """By parameter: the number of elements before it here, less the number before it in the bucket."""
-        self._begin: list[int] = []
-        self._devices: list[torch.device] = []
+        self._begin: dict[int, tuple[torch.device, int]] = {}
+        """By bucket: where its parameters begin, in bytes."""
         sizes: dict[torch.device, int] = {}
-        for number, bucket in enumerate(plan.buckets):
-            offsets, end = plan.offsets(number), 0
-            for place in chain.from_iterable(plan.layout(number)):
-                index = bucket.indices[place]
-                if index in self.parameters:
-                    self._at[index] = end - offsets[place]
-                    end += plan.parameters[index].numel
-            here = [self.parameters[index].device for index in bucket.indices if index in self.parameters]
-            device = here[0] if here else torch.device("cpu")
-            self._devices.append(device)
-            self._begin.append(sizes.setdefault(device, 0))
-            sizes[device] += -(-end * bucket.dtype.itemsize // LINE_BYTES) * LINE_BYTES
+        for number, pieces in groupby(self._whole.values(), lambda piece: piece.bucket):
+            end = 0
+            for piece in pieces:
+                self._at[piece.index] = end - piece.start
+                end += piece.numel
+            device = self.parameters[piece.index].device
+            self._begin[number] = device, sizes.setdefault(device, 0)
+            sizes[device] += -(-end * plan.buckets[number].dtype.itemsize // LINE_BYTES) * LINE_BYTES
         self.nbytes = sum(sizes.values())
         on_host = all(device.type == "cpu" for device in sizes)
         alone = [(rank,) for rank in range(transport.world_size)]
@@ -86,11 +83,6 @@ class Layout:
             if self.is_shared
             else {device: _own(size, device) for device, size in sizes.items()}
         )
-        self._places = {
-            index: (number, offset)
-            for number, bucket in enumerate(plan.buckets)
-            for index, offset in zip(bucket.indices, plan.offsets(number), strict=False)
-        }
         self.views = {index: self._view(index) for index in self.parameters}
         self._addresses = self._where_views_lie()
         self._moved: list[int] = []
@@ -103,16 +95,15 @@ class Layout:
         return offered.memory
 
     def _view(self, index: int) -> torch.Tensor:
-        spec = self.plan.parameters[index]
-        number, start = self._places[index]
-        view = shaped(self.flat(Piece(index, number, start, start + spec.numel, first=0)), spec)
+        view = shaped(self.flat(self._whole[index]), self.plan.parameters[index])
         return immovable(view.data)  # without a base tensor, which would be one more user of the storage
 
     def flat(self, first: Piece, last: Piece | None = None) -> torch.Tensor:
         """The elements of a piece, or of consecutive pieces from the first to the last."""
         dtype, stop = self.plan.buckets[first.bucket].dtype, (last or first).stop
-        begin = self._begin[first.bucket] + (first.start + self._at[first.index]) * dtype.itemsize
-        tensor: torch.Tensor = self._memories[self._devices[first.bucket]].tensor(begin, stop - first.start, dtype)
+        device, begin = self._begin[first.bucket]
+        begin += (first.start + self._at[first.index]) * dtype.itemsize
+        tensor: torch.Tensor = self._memories[device].tensor(begin, stop - first.start, dtype)
         return tensor
 
     def follows(self, one: Piece, other: Piece) -> bool:

@@ -107,7 +107,7 @@ class Collectives:
         if len(self._host.peers) >= STRIPS_FROM_RANKS and tensor.nbytes > STRIPS_FROM_BYTES:
             self._reduce_strips(pieces, operation, timeout)
         else:
-            self._run((Reduction(self._host, self._staging, [p], 0, p, operation) for p in pieces), timeout)
+            self._run((Reduction(self._staging, [p], 0, p, operation) for p in pieces), timeout)
 
     def _reduce_strips(self, pieces: Sequence[torch.Tensor], operation: str, timeout: timedelta | None) -> None:
         """Gathers the strips of one piece while the next is reduced."""
@@ -116,7 +116,7 @@ class Collectives:
         for piece in pieces:
             size = -(-piece.numel() // ranks)
             strips = [piece[n * size : (n + 1) * size] for n in range(ranks)]  # the last ones may be shorter, or empty
-            message = Reduction(self._host, self._staging, [piece], place * size, strips[place], operation)
+            message = Reduction(self._staging, [piece], place * size, strips[place], operation)
             reduced.append((strips, self._post(message, timeout)))
             if len(reduced) > 1:
                 self._gather_strips(*reduced.popleft(), timeout)
@@ -124,12 +124,12 @@ class Collectives:
 
     def _gather_strips(self, strips: Sequence[torch.Tensor], reduced: Posted, timeout: timedelta | None) -> Posted:
         self._host.wait(reduced, timeout)
-        return self._post(Gathering(self._host, self._staging, strips[self._host.local_rank], strips), timeout)
+        return self._post(Gathering(self._staging, strips[self._host.local_rank], strips), timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
         """Replace the tensor by that of rank ``root``, which waits for the others only if the window is full."""
         pieces = _pieces(tensor.view(torch.uint8), STAGED_BYTES)
-        self._run((Copy(self._host, piece, self._staging, root) for piece in pieces), timeout)
+        self._run((Copy(self._staging, piece, root) for piece in pieces), timeout)
 
     def all_gather(
         self, results: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta | None = None
@@ -137,7 +137,7 @@ class Collectives:
         """Write the tensor of each rank into one of ``results``, which all have its size."""
         parts = [_pieces(result.view(torch.uint8), STAGED_BYTES) for result in results]
         pieces = zip(_pieces(tensor.view(torch.uint8), STAGED_BYTES), *parts, strict=True)
-        self._run((Gathering(self._host, self._staging, piece, into) for piece, *into in pieces), timeout)
+        self._run((Gathering(self._staging, piece, into) for piece, *into in pieces), timeout)
 
     def reduce_scatter(
         self,
@@ -151,8 +151,7 @@ class Collectives:
         parts = zip(_pieces(result, nbytes), *(_pieces(tensor, nbytes) for tensor in tensors), strict=True)
         place = self._host.local_rank
         pieces = (
-            Reduction(self._host, self._staging, strips, place * into.numel(), into, operation, "rs ")
-            for into, *strips in parts
+            Reduction(self._staging, strips, place * into.numel(), into, operation, "rs ") for into, *strips in parts
         )
         self._run(pieces, timeout)
 
@@ -182,10 +181,10 @@ class Staged(Message):
 
     tensor: torch.Tensor
 
-    def __init__(self, host: Host, staging: Staging, parts: Sequence[torch.Tensor], action: bytes, numel: int) -> None:
+    def __init__(self, staging: Staging, parts: Sequence[torch.Tensor], action: bytes, numel: int) -> None:
         self.action = action
         self.numel = numel
-        self._host, self._staging = host, staging
+        self._host, self._staging = staging.host, staging
         dtype = parts[0].dtype
         self.tensor = staging.take(sum(part.nbytes for part in parts))
         room, at = self.tensor.view(dtype), 0
@@ -208,7 +207,6 @@ class Reduction(Staged):
 
     def __init__(
         self,
-        host: Host,
         staging: Staging,
         parts: Sequence[torch.Tensor],
         low: int,
@@ -217,7 +215,7 @@ class Reduction(Staged):
         kind: str = "",
     ) -> None:
         action = f"{kind}{operation} {dtype_name(result.dtype)}".encode()
-        super().__init__(host, staging, parts, action, sum(part.numel() for part in parts))
+        super().__init__(staging, parts, action, sum(part.numel() for part in parts))
         self._low, self._result, self._operation = low, result, operation
 
     def begin(self, entries: Sequence[bytes]) -> None:
@@ -233,8 +231,8 @@ class Reduction(Staged):
 class Gathering(Staged):
     """Copy what each rank has staged into the matching one of ``results``."""
 
-    def __init__(self, host: Host, staging: Staging, part: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-        super().__init__(host, staging, [part], b"all_gather", sum(result.numel() for result in results))
+    def __init__(self, staging: Staging, part: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+        super().__init__(staging, [part], b"all_gather", sum(result.numel() for result in results))
         self._results = results
 
     def begin(self, entries: Sequence[bytes]) -> None:

@@ -49,14 +49,14 @@ class SharedMemoryTransport(HostMemoryTransport):
 
     def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
         if tensor.nbytes <= SMALL_BYTES:
-            return self.host.post(SumForAll(self.host, tensor, self._staging, numel))
+            return self.host.post(SumForAll(self._staging, tensor, numel))
         if (place := self.host.page.arena.locate(tensor)) is not None:
             return self.host.post(SumOfSlices(self.host, tensor, numel), place)
         works, step = [], PIECE_BYTES // tensor.itemsize
         for start in range(0, tensor.numel(), step):
             piece = tensor[start : start + step]
             averaged = min(max(numel - start, 0), piece.numel())
-            works.append(self.host.post(StagedSum(self.host, piece, self._staging, averaged)))
+            works.append(self.host.post(StagedSum(self._staging, piece, averaged)))
         return works[-1]  # they end in order
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
@@ -81,7 +81,7 @@ class SharedMemoryTransport(HostMemoryTransport):
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, root)
         pieces = torch.split(tensor.view(torch.uint8), PIECE_BYTES)
-        return [self.host.post(Copy(self.host, piece, self._staging, root)) for piece in pieces][-1]
+        return [self.host.post(Copy(self._staging, piece, root)) for piece in pieces][-1]
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
         """Shared memory waits for nothing; the group underneath may, for what a comm hook has begun there."""

@@ -23,7 +23,7 @@ class Staging:
     def __init__(self, host: Host) -> None:
         self.in_use = 0
         """Bytes."""
-        self._host = host
+        self.host = host
         self._free: dict[int, list[torch.Tensor]] = {}
         self._views: dict[int, tuple[torch.Tensor, _Views]] = {}  # by the id of the memory, which lives as long
         self._kept = 0
@@ -33,7 +33,7 @@ class Staging:
         size = max(64, 1 << (nbytes - 1).bit_length())
         self.in_use += size
         if not self._free.get(size):
-            return self._host.allocate(size)
+            return self.host.allocate(size)
         self._kept -= size
         return self._free[size].pop()
 

@@ -38,12 +38,12 @@ class SumForAll(Message):
 
     tensor: torch.Tensor
 
-    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
+    def __init__(self, staging: Staging, result: torch.Tensor, averaged: int) -> None:
         self.action = action("mean" if averaged else "sum", result.dtype)
         self.numel = result.numel()
         self._averaged = averaged
         self.tensor = staging.take(result.nbytes)
-        self._host, self._result, self._staging = host, result, staging
+        self._host, self._result, self._staging = staging.host, result, staging
         staging.view(self.tensor, result).copy_(result)
 
     def begin(self, entries: Sequence[bytes]) -> None:
@@ -141,9 +141,9 @@ class SumOfShare(SumOfSlices):
 class StagedSum(SumOfSlices):
     """The same for a tensor outside shared memory."""
 
-    def __init__(self, host: Host, result: torch.Tensor, staging: Staging, averaged: int) -> None:
+    def __init__(self, staging: Staging, result: torch.Tensor, averaged: int) -> None:
         self._memory = staging.take(result.nbytes)
-        super().__init__(host, staging.view(self._memory, result), averaged)
+        super().__init__(staging.host, staging.view(self._memory, result), averaged)
         self._result, self._staging = result, staging
         self.tensor.copy_(result)
 
@@ -158,12 +158,12 @@ class Copy(Message):
 
     root: int
 
-    def __init__(self, host: Host, tensor: torch.Tensor, staging: Staging, root: int) -> None:
+    def __init__(self, staging: Staging, tensor: torch.Tensor, root: int) -> None:
         self.action = f"broadcast by {root}".encode()
         self.numel = tensor.numel()
         self.root = root
-        self._host, self._result, self._staging = host, tensor, staging
-        if root == host.local_rank:
+        self._host, self._result, self._staging = staging.host, tensor, staging
+        if root == self._host.local_rank:
             self.tensor = staging.take(tensor.nbytes)
             self.tensor[: self.numel].copy_(tensor)
 

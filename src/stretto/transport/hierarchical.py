@@ -72,12 +72,8 @@ class HierarchicalTransport(HostMemoryTransport):
         self.caps_follow_link = True
         self.bucket_cap_bytes = 4 * MIB
         self.last_bucket_cap_bytes = MIB
-        self._team = Team(host, tuple(map(tuple, hosts)), base, name)
-
-    @property
-    def hosts(self) -> Hosts:  # type: ignore[override]  # never assigned elsewhere
-        """The ranks of each host, which share one memory."""
-        return self._team.hosts
+        self.hosts = tuple(map(tuple, hosts))
+        self._team = Team(host, self.hosts, base, name)
 
     def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
         if tensor.numel() and self.host.page.arena.locate(tensor) is not None:

@@ -37,15 +37,11 @@ class SharedMemoryTransport(HostMemoryTransport):
     def __init__(self, host: Host, base: Transport) -> None:
         super().__init__(host, base)
         self.name = "shared_memory"
+        self.hosts = (tuple(range(self.world_size)),)
         self.bucket_cap_bytes = 17 * MIB // 8  # matrices whose sizes are powers of two, and their biases: see sizing.py
         self.last_bucket_cap_bytes = MIB // 4
         self._staging = Staging(host)
         weakref.finalize(self, _flush_at_exit, weakref.ref(host))
-
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]  # never assigned elsewhere
-        """All ranks share one memory."""
-        return (tuple(range(self.world_size)),)
 
     def _sum(self, tensor: torch.Tensor, numel: int) -> Work:
         if tensor.nbytes <= SMALL_BYTES:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -84,12 +83,10 @@ class GatheredShares:
         sent, rows = _padded(share, longest), share.new_empty(len(numels), longest)
         self._work: Any = group.all_gather_single(rows.view(-1).view(torch.uint8), sent.view(torch.uint8))
         self._buffers: Sequence[torch.Tensor] = sent, rows  # until it has come
-        stops = accumulate(numel for place, numel in enumerate(numels) if place != group.rank())
-        places = [place for place in range(len(numels)) if place != group.rank()]
-        self._parts = [
-            (received[stop - numels[place] : stop], rows[place, : numels[place]])
-            for place, stop in zip(places, stops, strict=True)
+        others = [
+            row[:numel] for place, (row, numel) in enumerate(zip(rows, numels, strict=True)) if place != group.rank()
         ]
+        self._parts = [*zip(torch.split(received, [*map(len, others)]), others, strict=True)]
 
     def is_completed(self) -> bool:
         """Whether it can be had without waiting."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -119,27 +120,24 @@ class Words:
         self._futex.wait(self._address + 4 * place, seen, seconds)
 
 
+@dataclass(eq=False)
 class SharesUnderWay:
     """One message from the ranks of all hosts, arriving in this host's memory.
 
     ``goes_on_by_itself``: a rank that has finished and ends stays until others have what they need from it.
-
-    Args:
-        words: say whether the data is there.
-        ranks: which rank says it, by the word's place.
-        number: the value that the words will have.
-        courier: of this rank.
-        abroad: the ranks with which this one exchanges.
     """
 
     goes_on_by_itself = True
 
-    def __init__(self, words: Words, ranks: Mapping[int, int], number: int, courier: Courier, abroad: str) -> None:
-        self._words = words
-        self._ranks = ranks
-        self._number = number
-        self._courier = courier
-        self._abroad = abroad
+    _words: Words
+    """Say whether the data is there."""
+    _ranks: Mapping[int, int]
+    """Which rank says it, by the word's place."""
+    _number: int
+    """The value that the words will have."""
+    _courier: Courier
+    _abroad: str
+    """The ranks with which this one exchanges."""
 
     def is_completed(self) -> bool:
         """Whether waiting would return, or raise, at once."""

@@ -146,9 +146,9 @@ class Team:
         self.world_size = base.world_size
         self.slices = min(map(len, hosts))
         self.is_even = self.slices == max(map(len, hosts))
-        self.host_number = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
         self.counterparts = Counterparts(base, host.patience)
         self.hosts = hosts
+        self.host_number, _ = self.host_of(base.rank)
         if host.local_rank < self.slices:
             host.abroad = _of_others([ranks[host.local_rank] for ranks in hosts if base.rank not in ranks])
             self.counterparts.connect(f"{name}/{host.local_rank}", self.host_number, len(hosts))

@@ -44,7 +44,7 @@ class _OfBucket:
     bucket: int
     """Its number."""
 
-    @property
+    @functools.cached_property
     def numels(self) -> list[int]:
         """Elements of each rank's share."""
         return [sum(map(len, flats)) for flats in self.flats]

@@ -135,8 +135,8 @@ class ShardedState:
             SetupError: it is something else, or has other parameter groups; or the optimizer has ended. Then groups are
                 unchanged, but values of the state have been overwritten by the reading.
         """
-        keeper = self._keeper()
-        if self._kept is None or state_dict["state"].keys() != self._kept.keys():
+        keeper, states = self._keeper(), state_dict["state"]
+        if self._kept is None or states.keys() != self._kept.keys():
             raise SetupError(
                 f"{self._where}: this is not what state_dict() of the same object has returned.\n"
                 "Pass stateful() to torch.distributed.checkpoint.load(); a whole state is for load_state_dict() of the "
@@ -144,9 +144,9 @@ class ShardedState:
             )
         self._refuse_other_groups(state_dict["param_groups"])
         read = [
-            one._replace(held=one.held._replace(rest=_rest_of(one, values)))
-            for one, values in ((one, state_dict["state"][name]) for name, one in self._kept.items())
-            if not one.is_new or _was_read(values)
+            one._replace(held=one.held._replace(rest=_rest_of(one, states[name])))
+            for name, one in self._kept.items()
+            if not one.is_new or _was_read(states[name])
         ]
         before = [{**group} for group in self._optimizer.param_groups]
         try:

@@ -30,8 +30,7 @@ class CompilerWatch:
                 alive._start()
 
         callback_handler.register_start_callback(start)
-        self._end = weakref.finalize(self, _forget, callback_handler, start)
-        self._end.atexit = False
+        weakref.finalize(self, _forget, callback_handler, start).atexit = False
 
     @property
     def is_at_work(self) -> bool:

@@ -130,7 +130,7 @@ class Layout:
             for index, parameter in self.parameters.items():
                 self.views[index].copy_(parameter)
 
-    def adopt(self, lying: Iterable[torch.Tensor] = ()) -> None:
+    def adopt(self, lying: Iterable[torch.Tensor]) -> None:
         """Move the parameters here. ``lying``: tensors that show their former memory, and keep it."""
         move([(parameter, self.views[index]) for index, parameter in self.parameters.items()], lying)
 

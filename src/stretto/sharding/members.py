@@ -175,10 +175,9 @@ def refuse_unreduced(
     """
     known = {id(parameter) for parameter in reduced}
     names = {id(parameter): name for name, parameter in members.everything().items()}
-    for group in optimizer.param_groups:
-        for one in group["params"]:  # parameters no longer in the module are the user's business
-            if one.requires_grad and one.grad is not None and id(one) in names and id(one) not in known:
-                raise SetupError(
-                    f"{where}: {names[id(one)]} has a gradient of this rank only: no pass has reduced it since it was "
-                    "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."
-                )
+    for one in stepped_by(optimizer):  # parameters no longer in the module are the user's business
+        if one.requires_grad and one.grad is not None and id(one) in names and id(one) not in known:
+            raise SetupError(
+                f"{where}: {names[id(one)]} has a gradient of this rank only: no pass has reduced it since it was "
+                "added to the optimizer.\nRun a backward outside no_sync() before the step, or zero_grad()."
+            )

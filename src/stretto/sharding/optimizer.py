@@ -59,8 +59,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     ) -> None:
         self.original = optimizer
         """The optimizer that was sharded. It keeps the groups, but no state."""
-        self._shares: Shares | None = None
-        self._elsewhere: Elsewhere | None = None
         self._of_torch: list[dict[str, Any]] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
         Joins.__init__(self)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
@@ -26,8 +25,6 @@ from .layout import Layout
 
 _EVERY = 1 << 10
 """At most so many steps from one check to the next. Checks follow steps 1, 2, 4, 8 and so on."""
-
-_writes_of = attrgetter("_version")
 
 log = logging.getLogger("stretto")
 
@@ -66,7 +63,7 @@ class Writings:
         self._steps += 1
         self._before = None
         if layout.is_shared and not self._has_told and not (self._steps & self._steps - 1 and self._steps % _EVERY):
-            writes = [*map(_writes_of, layout.parameters.values())]
+            writes = [one._version for one in layout.parameters.values()]
             read = layout.views.values() if self._compares and len(layout.hosts) == 1 else ()
             few = [words_of(few_of(view, self._steps)).clone() for view in read if view.numel()]
             self._before = _Behind(layout, writes, self._steps, few)

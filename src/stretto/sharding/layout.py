@@ -78,21 +78,17 @@ class Layout:
         self.host = next(ranks for ranks in self.hosts if transport.rank in ranks)
         self.is_shared = any(len(ranks) > 1 for ranks in self.hosts)
         self._is_first = self.host[0] == transport.rank
-        self._memories: dict[torch.device, Any] = (
-            {torch.device("cpu"): self._common(transport, wait_for)}
-            if self.is_shared
-            else {device: _own(size, device) for device, size in sizes.items()}
-        )
+        self._memories: dict[torch.device, Any] = {}
+        if self.is_shared:
+            assert transport.common is not None, "it has hosts"
+            memory = transport.common(max(self.nbytes, 1), wait_for, "memory for parameters")
+            self._memories[torch.device("cpu")] = memory
+        else:
+            self._memories |= {device: _own(size, device) for device, size in sizes.items()}
         self.views = {index: self._view(index) for index in self.parameters}
         self._addresses = self._where_views_lie()
         self._moved: list[int] = []
         self.has_told = False
-
-    def _common(self, transport: Transport, wait_for: Callable[[Work, str], None]) -> CommonMemory:
-        assert transport.common is not None, "it has hosts"
-        offered = transport.common(max(self.nbytes, 1))
-        wait_for(offered.work, "memory for parameters")
-        return offered.memory
 
     def _view(self, index: int) -> torch.Tensor:
         view = shaped(self.flat(self._whole[index]), self.plan.parameters[index])

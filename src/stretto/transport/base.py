@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 if TYPE_CHECKING:
-    from .common import Offered
+    from .common import CommonMemory
 
 SHORTEST_SECONDS = 0.001
 """Torch truncates time limits to whole milliseconds, and takes 0 to mean no limit."""
@@ -105,8 +105,8 @@ class Transport(abc.ABC):
     """``(received, share, numels)``: send this rank's share to all others, receive theirs; see exchange.py."""
     meet: Callable[[MutableSequence[int], bytes], Work] | None = None
     """``(numbers, action)``: the sums of a few numbers."""
-    common: Callable[[int], Offered] | None = None
-    """Allocate so many bytes for parameters, once for all ranks of a host. Collective."""
+    common: Callable[[int, Callable[[Work, str], None], str], CommonMemory] | None = None
+    """``(nbytes, wait_for, what)``: memory that exists once for all ranks of a host. Collective."""
     spreading: Callable[[int, Callable[[Work, str], None]], Any] | None = None
     """For shares that go into the memory of hosts, see spreading.py."""
 

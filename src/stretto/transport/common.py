@@ -6,8 +6,7 @@ Tensors in it have storages of their own, which may overlap: saving or copying o
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -65,21 +64,16 @@ class OfferMemory(Message):
             self.memory = CommonMemory(self._host.peers[0].memory.buffer_at(location, self.numel))
 
 
-@dataclass(frozen=True)
-class Offered:
-    """Common memory on its way."""
+def common_memory(host: Host, nbytes: int, wait_for: Callable[[Work, str], None], what: str) -> CommonMemory:
+    """What all ranks of the host see. Collective among them.
 
-    work: Work
-    _offer: OfferMemory
-
-    @classmethod
-    def by(cls, host: Host, nbytes: int) -> Offered:
-        """Begin. Collective among the ranks of the host."""
-        offer = OfferMemory(host, nbytes)
-        return cls(host.post(offer), offer)
-
-    @property
-    def memory(self) -> CommonMemory:
-        """What all ranks of the host see, once the work is done."""
-        assert self._offer.memory is not None, "the work has been waited for"
-        return self._offer.memory
+    Args:
+        host: the ranks.
+        nbytes: how much.
+        wait_for: waits for a collective, named by a noun.
+        what: the noun.
+    """
+    offer = OfferMemory(host, nbytes)
+    wait_for(host.post(offer), what)
+    assert offer.memory is not None, "it has been waited for"
+    return offer.memory

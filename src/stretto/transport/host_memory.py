@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .base import Leftover, Transport, Work, as_reals
-from .common import Offered
+from .common import CommonMemory, common_memory
 from .host import Host
 from .ordinary import elements
 
@@ -38,9 +38,9 @@ class HostMemoryTransport(Transport):
             return self.base.allocate(numel, dtype, device)
         return elements(self.host.allocate(numel * dtype.itemsize), dtype)
 
-    def common(self, nbytes: int) -> Offered:
-        """Memory that exists once for all ranks of a host. Collective; it is there when the work is done."""
-        return Offered.by(self.host, nbytes)
+    def common(self, nbytes: int, wait_for: Callable[[Work, str], None], what: str) -> CommonMemory:
+        """Memory that exists once for all ranks of a host. Collective; arguments as of ``common_memory``."""
+        return common_memory(self.host, nbytes, wait_for, what)
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place: in rank order inside each host."""

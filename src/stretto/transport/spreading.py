@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from .base import Work
-from .common import Offered
+from .common import common_memory
 from .courier import Courier, Incoming
 from .futex import Futex
 
@@ -43,9 +43,9 @@ class Spreading:
         self.local_rank = team.host.local_rank
         self._team = team
         self._messages = messages
-        offered = Offered.by(team.host, 4 * messages * len(team.host.peers))
-        wait_for(offered.work, "words about shares")
-        self._words = Words(offered.memory.words(messages * len(team.host.peers)), team.host.page.futex)
+        count = messages * len(team.host.peers)
+        memory = common_memory(team.host, 4 * count, wait_for, "words about shares")
+        self._words = Words(memory.words(count), team.host.page.futex)
         self._round = 0
 
     def begin(self) -> None:

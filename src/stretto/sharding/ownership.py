@@ -79,7 +79,4 @@ def whole_pieces_of(plan: BucketPlan, rank: int, world_size: int, among: Collect
         loads[owner] += plan.parameters[index].nbytes
         if owner == rank:
             owned.add(index)
-    everything = (
-        piece for number in range(len(plan.buckets)) for piece in _within(plan, number, 0, plan.offsets(number)[-1])
-    )
-    return [piece for piece in everything if piece.index in owned]
+    return pieces_of(plan, 0, 1, owned)

@@ -48,12 +48,9 @@ class SharedMemoryTransport(HostMemoryTransport):
             return self.host.post(SumForAll(self._staging, tensor, numel))
         if (place := self.host.page.arena.locate(tensor)) is not None:
             return self.host.post(SumOfSlices(self.host, tensor, numel), place)
-        works, step = [], PIECE_BYTES // tensor.itemsize
-        for start in range(0, tensor.numel(), step):
-            piece = tensor[start : start + step]
-            averaged = min(max(numel - start, 0), piece.numel())
-            works.append(self.host.post(StagedSum(self._staging, piece, averaged)))
-        return works[-1]  # they end in order
+        step = PIECE_BYTES // tensor.itemsize
+        pieces = enumerate(torch.split(tensor, step))  # they end in order
+        return [self.host.post(StagedSum(self._staging, piece, numel - n * step)) for n, piece in pieces][-1]
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """Mean of this rank's share of the first ``numel`` elements, and sum of what follows; other shares are lost."""

@@ -143,7 +143,7 @@ class StagedSum(SumOfSlices):
 
     def __init__(self, staging: Staging, result: torch.Tensor, averaged: int) -> None:
         self._memory = staging.take(result.nbytes)
-        super().__init__(staging.host, staging.view(self._memory, result), averaged)
+        super().__init__(staging.host, staging.view(self._memory, result), min(max(averaged, 0), result.numel()))
         self._result, self._staging = result, staging
         self.tensor.copy_(result)
 

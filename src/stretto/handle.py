@@ -12,12 +12,10 @@ import torch
 
 from .analysis import nothing_seen, report_of, tied_names
 from .buffers import BufferPlaces
-from .check import Inspection
 from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
 from .describe import NoModel, describe, describe_shortly
 from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
-from .events import Events
 from .family import unite
 from .membership import Membership, named, parameters_of, trained
 from .options import Buffers, Options, refuse_unlisted, weight_of
@@ -26,9 +24,7 @@ from .plan import BucketPlan
 from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
-from .scaling import Scaling
 from .sharding import Asked, ShardedOptimizer, begin, clip, refuse_idle, with_memory
-from .sparse import SparseGradients
 from .tracing import ToEnter, nothing_traced, tracing
 from .transport.base import Transport
 from .uneven import Uneven
@@ -56,22 +52,22 @@ class Synchronizer(NoModel):
         beside: Sequence[Synchronizer],
         closes: bool,
     ) -> None:
-        self.module, self._options, self._peers = module, options, peers
+        self.module = module
         self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)
-        self._idle_plan, self._last_statistics = plan, Statistics()
-        self._transport, self._closes = transport, closes  # one that the user made may carry other handles too
+        self._options = options
+        self._peers = peers
+        self._transport = transport
+        self._closes = closes  # a transport that the user made may carry other handles too
+        self._idle_plan = plan
+        self._last_statistics = Statistics()
         self._buffer_places = BufferPlaces(module, options)
         self._held: Reducer | None = None
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
         """Records passes now and then; None with one rank."""
         if transport is not None and peers is not None:
-            scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
             members = Membership(module, options, functools.partial(parameters_of, [one.members for one in inside]))
-            inspection = Inspection(members, self._buffer_places, peers.gather)
-            rows = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
-            common = planned, plan, transport, Events(self.rank), self._buffer_places, members, scaling, peers
-            self._held = reducer = Reducer(*common, delay=options.delay, inspection=inspection, sparse=rows)
+            self._held = reducer = Reducer(planned, sparse, plan, transport, members, self._buffer_places, peers)
             self.sampler = Sampler(reducer)
             reducer.start_watching(self.sampler)
             unite(inside, [one._reducer for one in beside if one._reducer is not None], reducer)
@@ -240,8 +236,8 @@ class Synchronizer(NoModel):
         """
         if self._reducer is None and self._peers is not None:
             raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
-        if self._reducer is not None and self._peers is not None:
-            Inspection(self._reducer.members, self._buffer_places, self._peers.gather).run(self.statistics.passes)
+        if self._reducer is not None:
+            self._reducer.inspection.run(self.statistics.passes)
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods when events happen: see :class:`stretto.events.Observer`. Not collective.

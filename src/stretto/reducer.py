@@ -53,44 +53,43 @@ class Reducer:
     """Hooks on parameters, and the pass that is under way.
 
     Args:
-        parameters: those to reduce, by name, in order of registration.
+        parameters: those of the plan, by name, in order of registration.
+        sparse: those outside the plan, whose gradients are sparse.
         plan, transport: the first plan, and what carries its buckets.
-        events, peers: told what happens; the other ranks.
-        places, members: the buffers that are made equal at the end of every pass; which parameters the module has.
-        scaling: what is done to gradients besides summing them.
-        delay: launch nothing before backward ends.
-        inspection: looks whether the ranks are still equal.
-        sparse: parameters outside the plan, whose gradients are sparse.
+        members: which parameters the module has, and what was asked for.
+        places: the buffers that are made equal at the end of every pass.
+        peers: the other ranks.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
+        sparse: Mapping[str, torch.nn.Parameter],
         plan: BucketPlan,
         transport: Transport,
-        events: Events,
-        places: BufferPlaces,
         members: Membership,
-        scaling: Scaling,
+        places: BufferPlaces,
         peers: Peers,
-        *,
-        delay: bool,
-        inspection: Inspection,
-        sparse: SparseGradients,
     ) -> None:
-        self.synchronize, self.running, self._passes, self.kept = True, False, 0, 0
-        self.queue = LaunchQueue(parameters, plan, transport, events, scaling, peers)
+        options, self._events = members.options, Events(transport.rank)
+        scaling = Scaling(transport.world_size, options.reduce, options.predivide_factor, options.weighted)
+        self.queue = LaunchQueue(parameters, plan, transport, self._events, scaling, peers)
         """The buckets of the plan in use."""
-        self._events, self.stop_watching = events, events.remove
-        self.members, self.delay, self.always_delays = members, delay, delay
-        self.waits, self._is_idle, self.detached, self.transport = False, False, False, transport
-        self._inspection, self.sparse = inspection, sparse  # the parameters that lie in no bucket
-        self._beside = Beside(self.queue, places, sparse)
+        self.sparse = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
+        self.inspection = Inspection(members, places, peers.gather)
+        self.stop_watching = self._events.remove
+        self.members = members
+        self.transport = transport
+        self.delay = self.always_delays = options.delay
+        self.synchronize = True
+        self.running = self.waits = self.detached = self._is_idle = False
+        self.kept = self._passes = 0
+        self._beside = Beside(self.queue, places, self.sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
         self.failing = Failing(self.queue, self._stop, members.everything)
         self.tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self.tracker.arrivals
-        self._rejoin = Rejoin(members, places, self.queue, self.tracker, sparse)
+        self._rejoin = Rejoin(members, places, self.queue, self.tracker, self.sparse)
         dropped = functools.partial(self.failing.in_engine, lambda given_up: self.family.give_up(given_up))
         self._end = OutermostEnd(lambda: self.family.settle(), self._arrivals.close, dropped)
         self._forward = ForwardWatch(members.module(), self, self.queue, self.failing, self._end)
@@ -100,7 +99,7 @@ class Reducer:
         self.inside: list[weakref.ref[Member]] = []
         self.uneven: Uneven | None = None  # inside torch's Join
         self._beside.hook(self, self._outsider_arrived)
-        members.follow({**parameters, **sparse.named_parameters()})
+        members.follow({**parameters, **sparse})
         members.watch(self._outsider_arrived, self._let_go, self.queue.preset)
 
     @property
@@ -269,12 +268,12 @@ class Reducer:
             self._events.emit(self._events.pass_settled, queue.pass_number)
         if changed and not queue.tells:
             self._rejoin.refuse()
-        inspected = self._inspection.due(queue.pass_number)
+        inspected = self.inspection.due(queue.pass_number)
         self._consensus.hear(words, at_once=changed or inspected)
         if carries and self.sparse.given_up:
             raise self._consensus.failure(self.sparse.given_up)
         if inspected:
-            self._inspection.run(queue.pass_number)
+            self.inspection.run(queue.pass_number)
 
     def _wait(self, sent: CoalescedMessages | None, handed_out: bool = False, *, release: bool) -> ControlWords:
         words = self.queue.wait(release=release, handed_out=handed_out)
@@ -308,11 +307,11 @@ class Reducer:
                 words = self._wait(self._beside.send(None), release=False)
             finally:
                 self._reset()
-            inspected = self._inspection.due(self.queue.pass_number)
+            inspected = self.inspection.due(self.queue.pass_number)
             at_once = inspected or words.read()[Control.CHANGED] > 0  # as those with batches, whatever the device
             self._consensus.hear(words, at_once=at_once, idle=True)
             if inspected and not self.sparse.given_up:
-                self._inspection.run(self.queue.pass_number, idle=True)
+                self.inspection.run(self.queue.pass_number, idle=True)
             self.queue.peers.seat.in_pass = False
 
     # A pass that failed on this rank: see [Note: a pass given up]

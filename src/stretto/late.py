@@ -5,53 +5,41 @@ See engine.py, [Note: nested tasks]. The word LATE in the last bucket tells all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from .bucket import Bucket
 from .scaling import Scaling
-from .transport.base import Transport, Work
+from .transport.base import Work
+
+if TYPE_CHECKING:
+    from .launch import LaunchQueue
 
 
-def second_round(
-    buckets: Sequence[Bucket],
-    transport: Transport,
-    scaling: Scaling,
-    wait: Callable[[Work, str], None],
-    *,
-    weight: float,
-    says: Collection[int],
-    send: Callable[[Bucket], None],
-    idle: bool,
-) -> None:
+def second_round(queue: LaunchQueue, *, idle: bool) -> None:
     """Sum what came late on any rank, and add it. One message a bucket, in plan order. Collective.
 
     Args:
-        buckets: all of the plan, reduced and scaled already, but for those that no rank was to use: these leave now.
-        transport: carries them.
-        scaling: as in the first round.
-        wait: waits for a collective, whose description it is given.
-        weight: with which this rank took part in the pass.
-        says: what its last bucket has told.
-        send: hands a bucket to the transport.
+        queue: its buckets are reduced and scaled already, but for those that no rank was to use: these leave now.
         idle: this rank has no part in the pass, so what is in its ``.grad`` has not come late.
     """
-    factor = scaling.after(buckets[-1].footer.weight.clone())
+    factor = queue.scaling.after(queue.buckets[-1].footer.weight.clone())
     works: list[tuple[Bucket, torch.Tensor, Work]] = []
-    for bucket in buckets:
+    for bucket in queue.buckets:
         places = [] if idle else bucket.late()
         if bucket.skipped:
             bucket.add_late(places)
-            bucket.footer.write(bucket.missing, weight, says if bucket.is_last else ())
-            send(bucket)
+            bucket.footer.write(bucket.missing, queue.weight_now, queue.says if bucket.is_last else ())
+            queue.send(bucket)
             assert bucket.work is not None
             works.append((bucket, bucket.flat, bucket.work))
         else:
-            flat = _late_of(bucket, places, scaling, weight)
-            works.append((bucket, flat, transport.all_reduce(flat)))
+            flat = _late_of(bucket, places, queue.scaling, queue.weight_now)
+            works.append((bucket, flat, queue.transport.all_reduce(flat)))
     for bucket, flat, work in works:
-        wait(work, "what came late")
+        queue.wait_for(work, "what came late")
         if bucket.skipped:
             bucket.skipped = False
             bucket.unpack(factor)

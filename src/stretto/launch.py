@@ -79,7 +79,7 @@ class LaunchQueue:
         """Whether there ever were such: then what one rank has in ``.grad`` does not tell what others have."""
         self.presence = Presence(transport)
         self._footers: Footers | None = None
-        self._says: Collection[int] = ()  # what its last bucket tells
+        self.says: Collection[int] = ()  # what its last bucket tells
         self.preset = Preset() if scaling.reduce == "sum" else None
         self.rebuild(parameters, plan)
 
@@ -137,7 +137,7 @@ class LaunchQueue:
 
     def begin(self) -> None:
         """A pass begins."""
-        self.weight_now, self._says, self.sent_before = self.weight, (), self.total_launched
+        self.weight_now, self.says, self.sent_before = self.weight, (), self.total_launched
         if self.preset is not None:
             self.preset.begin()
         tidies = not self.pass_number % TIDY_EVERY
@@ -185,7 +185,7 @@ class LaunchQueue:
             contributed: parameters for which this rank has something; where nothing is pending it may be empty.
             says: what the last bucket is to tell.
         """
-        self._says, self.peers.seat.ended = says, self.pass_number
+        self.says, self.peers.seat.ended = says, self.pass_number
         if self.events.backward_ended:
             self.events.emit(self.events.backward_ended, self.pass_number)
         for bucket in self.buckets[self.launched :]:
@@ -194,7 +194,7 @@ class LaunchQueue:
             if bucket.pending or contributed:
                 self.guard(bucket.fill, contributed)
             if bucket.is_last and any([one.lacks() for one in self.buckets if one.skipped or one.missing]):
-                self._says = [*says, Control.ABSENT]
+                self.says = [*says, Control.ABSENT]
             self._launch(bucket)
 
     def launch_given_up(self) -> None:
@@ -211,7 +211,7 @@ class LaunchQueue:
         self._launch_nothing(0.0, says)
 
     def _launch_nothing(self, value: float, says: Collection[int]) -> None:
-        self.weight_now, self._says, self.peers.seat.ended = 0.0, says, self.pass_number
+        self.weight_now, self.says, self.peers.seat.ended = 0.0, says, self.pass_number
         self.presence.announce_nothing(len(self.buckets))
         drop_gradients(self.buckets)
         for bucket in self.buckets[self.launched :]:
@@ -243,8 +243,7 @@ class LaunchQueue:
         if self._unpacks:
             self._unpack(mine)
         if late:
-            common = self.buckets, self.transport, self.scaling, self.wait_for
-            second_round(*common, weight=self.weight_now, says=self._says, send=self._send, idle=not release)
+            second_round(self, idle=not release)
         for bucket in mine:
             if bucket.filled or not handed_out:
                 bucket.release(self.tells)
@@ -294,12 +293,12 @@ class LaunchQueue:
         if self.events.launch_started:
             self.events.emit(self.events.launch_started, self.pass_number, bucket.index)
         if self.tells:
-            bucket.footer.write(bucket.missing, self.weight_now, self._says if bucket.is_last else ())
+            bucket.footer.write(bucket.missing, self.weight_now, self.says if bucket.is_last else ())
         if self.comm_hook is None and bucket.skipped:
             nbytes = 0
             bucket.work = self.transport.all_reduce(bucket.footer.flat)
         elif self.comm_hook is None:
-            self._send(bucket)
+            self.send(bucket)
         else:
             if bucket.slots is not bucket.payload:
                 bucket.payload.copy_(bucket.slots)
@@ -314,7 +313,8 @@ class LaunchQueue:
         if self.events.work_under_way:
             self.events.emit(self.events.work_under_way, self.pass_number, bucket.index, bucket.work)
 
-    def _send(self, bucket: Bucket) -> None:
+    def send(self, bucket: Bucket) -> None:
+        """Hand it to the transport."""
         if self.preset is not None:
             bucket.remember({place: self.preset.before(one) for place, one in enumerate(bucket.parameters)})
         try:

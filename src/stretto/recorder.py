@@ -207,20 +207,20 @@ class Recorder:
             times = (full, flight.begin, flight.handed_over, end, flight.seen)
             launches.append(Launch(bucket, flight.nbytes, name, *times, told=flight.tells))
         return PassRecord(
-            number,
-            plan.hash,
-            self._began,
-            self._started,
-            self._ended,
-            settled,
-            tuple(self._forwards),
-            tuple(self._optimizer),
-            tuple(self.gradients),
-            tuple(launches),
-            self._buffers,
-            tuple(self._kept),
-            sparse,
-            self._buffer_bytes,
+            number=number,
+            plan=plan.hash,
+            began=self._began,
+            started=self._started,
+            backward_ended=self._ended,
+            settled=settled,
+            forwards=tuple(self._forwards),
+            optimizer=tuple(self._optimizer),
+            gradients=tuple(self.gradients),
+            launches=tuple(launches),
+            buffers=self._buffers,
+            unsynchronized=tuple(self._kept),
+            sparse_bytes=sparse,
+            buffer_bytes=self._buffer_bytes,
         )
 
 

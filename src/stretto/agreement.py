@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ModelMismatchError, SetupError, name_list
-from .specs import describe_ranks, ranks_by, slot_strides
+from .specs import describe_ranks, dtype_name, ranks_by, slot_strides
 
 ADVICE = (
     "Build the model from the same code and options on every rank, and call attach() before anything "
@@ -56,7 +56,7 @@ def _describe(tensor: torch.Tensor) -> str:
     strides = slot_strides(tensor.shape, tensor.stride())
     plain = strides == slot_strides(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
     layout = "" if plain else f", strides {'x'.join(map(str, strides))}"
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} {tensor.device.type}{layout}{trained}"
+    return f"{shape} {dtype_name(tensor.dtype)} {tensor.device.type}{layout}{trained}"
 
 
 def agree(

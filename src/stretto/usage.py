@@ -133,7 +133,7 @@ class NeverUsed:
         """
         queue = self._queue
         # On an accelerator to read the footer would stop the host.
-        told = queue.tells and all(bucket.flat.device.type == "cpu" for bucket in queue.buckets)
+        told = queue.tells and all(bucket.flat.is_cpu for bucket in queue.buckets)
         unused = {
             bucket.indices[place]
             for bucket in queue.buckets

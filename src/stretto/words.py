@@ -66,7 +66,7 @@ def marks_of(key: int) -> list[float]:
 
 def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     """A tensor's values on the host, and what tells that they are there; None where they were there already."""
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         return tensor, None
     there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     there.copy_(tensor, non_blocking=True)

@@ -88,12 +88,7 @@ class Membership:
         apart: returns the parameters that others look after: those of attached models inside.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        options: Options,
-        apart: Callable[[], Iterable[torch.Tensor]],
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, options: Options, apart: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.options = options
         self._apart = apart
         self.suspect = False
@@ -344,3 +339,8 @@ def _is_differentiable(parameter: torch.Tensor) -> bool:
 def parameters_of(several: Iterable[Membership]) -> list[torch.Tensor]:
     """What handles look after."""
     return [parameter for members in several for parameter in members.everything().values()]
+
+
+def ids_of(several: Iterable[Membership]) -> set[int]:
+    """Of all parameters that their modules have."""
+    return {id(parameter) for members in several for parameter in members.all_parameters()}

@@ -21,7 +21,7 @@ from torch.overrides import has_torch_function_unary
 from .arrivals import owner_of
 from .check import unlike
 from .errors import name_list
-from .membership import Membership, wrapping
+from .membership import Membership, ids_of, wrapping
 from .peers import Peers
 from .seat import Seat
 from .steps import listen, name_in, stepped_by, stop_listening
@@ -105,8 +105,7 @@ class Unattached:
         owners: set[Any] = {owner_of(one) for one in everything} - {None}
         if any(self._leaves_it_to(owner, number) for owner in owners):
             return {}
-        members = [self._members, *(owner.members for owner in owners)]
-        known = {id(parameter) for one in members for parameter in one.all_parameters()}
+        known = ids_of([self._members, *(owner.members for owner in owners)])
         apart = [(type(one).__name__, alone) for one, had in seen if (alone := _alone_in(one, had, known))]
         kinds, numbers, found = Counter(kind for kind, _ in apart), Counter[str](), dict[str, torch.Tensor]()
         for kind, alone in apart:  # with their number: ranks with different numbers compare none

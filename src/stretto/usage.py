@@ -19,7 +19,7 @@ from .arrivals import owner_of
 from .bucket import Bucket
 from .errors import UnsupportedError, name_list
 from .launch import LaunchQueue
-from .membership import STAND_IN, Membership, wrapping
+from .membership import STAND_IN, Membership, ids_of, wrapping
 from .sparse import SparseGradients
 from .specs import counted
 from .steps import leave, listen, name_in, stepped_by, stop_listening
@@ -216,7 +216,7 @@ class SteppedAlone:
         stepped = [one for one in stepped_by(optimizer) if one.grad is not None]
         if not stepped:
             return
-        own = _all_of([self._members])
+        own = ids_of([self._members])
         under_way = any(map(has_torch_function_unary, stepped))  # so a handle has it, and nothing of it is read
         alone = not under_way and all(owner_of(one) is None and id(one) not in own for one in stepped)
         self._early_steps = self._early_steps + 1 if alone else 0
@@ -276,7 +276,7 @@ class SteppedAlone:
 
     def _alone_in(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Their names. The module's own values are not read, since after a sharded step they may be under way."""
-        here, groups = _all_of([self._members]), optimizer.param_groups
+        here, groups = ids_of([self._members]), optimizer.param_groups
         others = [
             (number, place, one)
             for number, group in enumerate(groups)
@@ -284,7 +284,7 @@ class SteppedAlone:
             if id(one) not in here
         ]
         owners: Iterable[Any] = {owner_of(one) for *_, one in others} - {None}
-        there = _all_of([owner.members for owner in owners])  # what is not averaged there is left out on request
+        there = ids_of([owner.members for owner in owners])  # what is not averaged there is left out on request
         return [
             name_in(groups[number], number, place)
             for number, place, one in others
@@ -308,8 +308,3 @@ class SteppedAlone:
             optimizer,
             name_list(names),
         )
-
-
-def _all_of(all_members: Iterable[Membership]) -> set[int]:
-    """By ``id``, whatever their modules have."""
-    return {id(parameter) for members in all_members for parameter in members.all_parameters()}

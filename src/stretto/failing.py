@@ -19,7 +19,7 @@ from .errors import CommunicationError, StrettoError
 from .launch import LaunchQueue
 from .notes import text_of
 from .peers import Peers
-from .transport.base import FLUSH_SECONDS, Work, raised_by_handler
+from .transport.base import FLUSH_SECONDS, raised_by_handler
 
 log = logging.getLogger("stretto")
 
@@ -166,12 +166,3 @@ def refuse_to_send(peers: Peers, phase: str) -> None:
     for one in peers.leftovers:
         if one.rank is not None:
             peers.refuse_leftovers(phase)
-
-
-def wait_in_call(peers: Peers, work: Work, what: str) -> None:
-    """Wait for ``what``, a noun, in a call that all ranks make. A rank interrupted there has lost its place."""
-    try:
-        peers.wait_for(work, what)
-    except BaseException as error:
-        peers.lose_place(error)
-        raise

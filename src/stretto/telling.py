@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
 
@@ -95,3 +97,12 @@ class Teller:
         """After Ctrl-C, say: the others wait for nothing, and would meet another call here."""
         if self.seat.handle and not (self.left or isinstance(error, CommunicationError)):
             self.leave("waiting", error)
+
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[None]:
+        """Between or amid messages that all ranks send: one that fails there tells the others, who wait, or go on."""
+        try:
+            yield
+        except BaseException as error:
+            self.lose_place(error)
+            raise

@@ -10,7 +10,7 @@ import torch
 from ..blame import NORM, SAME_CALLS
 from ..crossing import group_of
 from ..errors import CommunicationError, SetupError, UnsupportedError, name_list
-from ..failing import refuse_to_send, wait_in_call
+from ..failing import refuse_to_send
 from ..launch import LaunchQueue
 from ..reducer import reducer_of
 from ..specs import describe_ranks
@@ -127,7 +127,9 @@ def _of_all_ranks(norms: torch.Tensor, queue: LaunchQueue, norm_type: float) -> 
         told[0, transport.rank], told[1, transport.rank] = torch.linalg.vector_norm(norms, norm_type), 1
     refuse_to_send(queue.peers, "waiting")
     seat.calls += 1  # for ranks that wait for this one in another call
-    wait_in_call(queue.peers, transport.all_reduce(told.view(-1)), NORM)
+    work = transport.all_reduce(told.view(-1))
+    with queue.peers.in_call():
+        queue.wait_for(work, NORM)
     if others := [rank for rank, whose in enumerate(told[2].tolist()) if whose != seat.key]:
         raise CommunicationError(
             f"{queue.where}: gradients of another attached model were clipped on {describe_ranks(others)}, so "

@@ -224,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         shares = self._usable()
         keep, marks = shares.rank == 0, dict[str, int]()
         try:
-            with shares.tells():
+            with shares.peers.in_call():
                 for parameter, state in shares.states():
                     if not keep:
                         marks[_GROUPS_ALONE] = shares.rank
@@ -321,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """
         if not self._has_it_whole():
             shares = self._usable()
-            with shares.tells():
+            with shares.peers.in_call():
                 for parameter, state in shares.states():
                     self.original.state[parameter] = state
             shares.inner.hand_back(self.original)

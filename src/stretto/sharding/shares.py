@@ -59,7 +59,7 @@ class Shares:
         keep_grads: bool,
         overlap: bool,
     ) -> None:
-        self._optimizer, self._reducer, self._peers, self.rank = optimizer, reducer, peers, reducer.transport.rank
+        self._optimizer, self._reducer, self.peers, self.rank = optimizer, reducer, peers, reducer.transport.rank
         self._groups, self._kinds = Groups(optimizer, reducer.queue), KindWatch(optimizer, kind)
         self.meetings, self._writings = Meetings(reducer.transport, peers, optimizer), Writings(compares=not self.rank)
         divisible = kind is Kind.ELEMENTWISE
@@ -107,10 +107,10 @@ class Shares:
                 self._refuse(self.layout.strayed(), has_moved=has_moved)
         except StrettoError as error:
             problem = error
-        if (lags or ask) and wanted_by_any(problem, lags, self._peers):
-            self._groups.refuse_others(self._peers)
+        if (lags or ask) and wanted_by_any(problem, lags, self.peers):
+            self._groups.refuse_others(self.peers)
             if self.layout.is_shared:
-                refuse_strays(self.layout, self.layout.strayed(), self._peers)
+                refuse_strays(self.layout, self.layout.strayed(), self.peers)
             self._spread.finish()
             self._divisions.follow()
             self._has_moved |= has_moved
@@ -119,9 +119,9 @@ class Shares:
 
     def step(self, *, joins: bool = False, idle: bool = False, turn: str = "") -> None:
         """Step this rank's share; the whole model is stepped on return. Collective. See joining.py, turns.py."""
-        refuse_to_send(self._peers, "step")
+        refuse_to_send(self.peers, "step")
         self._spread.finish()
-        self._peers.seat.steps[self._number] += 1
+        self.peers.seat.steps[self._number] += 1
         meets = self.layout.is_shared or joins or idle
         with self.meetings.tell_in_time(self.layout.parameters.values(), meets=meets):
             has_moved = self._groups.have_moved()
@@ -134,7 +134,7 @@ class Shares:
         begun = False
         try:
             met = self._agree(number, strayed, moves=moves, meets=meets, idle=idle, call=turn or "step")
-            known = self._groups, self._reducer.transport, self._peers, self._divisions.fail
+            known = self._groups, self._reducer.transport, self.peers, self._divisions.fail
             with lent(*known, idle=idle) if met.idle else contextlib.nullcontext():
                 begun = True
                 if moves:
@@ -157,7 +157,7 @@ class Shares:
 
     def _refuse(self, strayed: Sequence[int], *, has_moved: bool, turn: str = "load") -> None:
         """Raise if this rank cannot step."""
-        layout, where, plan = self.layout, self._peers.where, self._reducer.plan
+        layout, where, plan = self.layout, self.peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         self._groups.refuse_other_dtypes(where)
         self._kinds.refuse_change(where, has_moved=has_moved, turn=turn)
@@ -173,13 +173,13 @@ class Shares:
         number ^= mark_of(strayed)
         met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
         if met.have_written > len(self.layout.hosts):  # one rank for each memory is fine
-            self._writings.tell(met.have_written, written, self.layout, self._peers.where, speaks=not self.rank)
+            self._writings.tell(met.have_written, written, self.layout, self.peers.where, speaks=not self.rank)
         elif uncounted and not met.have_written:
-            self._writings.tell_uncounted(uncounted, self._peers.where)
+            self._writings.tell_uncounted(uncounted, self.peers.where)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
-            self._groups.refuse_others(self._peers, call)
+            self._groups.refuse_others(self.peers, call)
         if met.idle or not met.alike:  # a rank without batches brings no number, and assigns nothing
-            refuse_strays(self.layout, strayed, self._peers, met.idle)
+            refuse_strays(self.layout, strayed, self.peers, met.idle)
         return met
 
     def _step_share(self, number: int, turn: str) -> None:
@@ -191,7 +191,7 @@ class Shares:
             self.meetings.meet("the optimizer's step")
         torch.autograd.graph.increment_version(self._everything())
         self._writings.stepped(self.layout)
-        self._spread.send(number, self._peers.seat.key << 8 | self._number, step)
+        self._spread.send(number, self.peers.seat.key << 8 | self._number, step)
         self.withholding.drop([] if turn else self._everything())
 
     def _everything(self) -> list[torch.nn.Parameter]:
@@ -199,30 +199,21 @@ class Shares:
 
     # State
 
-    @contextlib.contextmanager
-    def tells(self) -> Iterator[None]:
-        """Tell the others of a failure of this rank between two messages or after the last: they wait, or go on."""
-        try:
-            yield
-        except BaseException as error:
-            self._peers.lose_place(error)
-            raise
-
     def states(self) -> Iterator[tuple[torch.Tensor, State]]:
-        """The whole state by parameter. Collective: exhaust it. A failure meanwhile must be told: see ``tells``."""
+        """The whole state by parameter. Collective: exhaust it. Do so ``in_call``: a failure meanwhile must be told."""
         return keeping.put_together(self._division)
 
     @torch.inference_mode(False)
     def kept(self) -> list[Kept]:
         """What this rank keeps of each parameter. Collective if groups or the plan have changed since the last step."""
         self._catch_up(ask=False)
-        with self.tells():  # torch's calls follow, where the others would wait
+        with self.peers.in_call():  # torch's calls follow, where the others would wait
             return keeping.kept(self._division)
 
     @torch.inference_mode(False)
     def take(self, kept: Sequence[Kept]) -> None:
         """Keep this from now on, instead of what was kept."""
-        with self.tells():  # the others have taken theirs
+        with self.peers.in_call():  # the others have taken theirs
             self._spread.finish()
             self._division.take(kept)
             self._groups.departed.clear()  # what is kept is all there is
@@ -231,10 +222,10 @@ class Shares:
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
         """Take this rank's part of whole states, by parameter, or say why this rank could load none. Collective."""
         places = [place for place, one in enumerate(self._groups.parameters) if one in states]
-        refuse_unlike(places, problem, self._peers)
+        refuse_unlike(places, problem, self.peers)
         self._catch_up(ask=True)
-        refuse_unlike(places, misfit(self._division, states), self._peers)
-        with self.tells():
+        refuse_unlike(places, misfit(self._division, states), self.peers)
+        with self.peers.in_call():
             self._spread.finish()
             try:
                 self._division.load(states)
@@ -242,7 +233,7 @@ class Shares:
                 self.inner.take_over(self._optimizer)
             except Exception as error:
                 problem = error
-            failed = self._peers.gather(problem is not None)
+            failed = self.peers.gather(problem is not None)
             if problem is not None and not all(failed):
                 raise problem
         if problem is not None:  # on all ranks, and what they step with is as it was

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SetupError
-from ..failing import wait_in_call
 from ..peers import Peers
 from ..specs import ParameterSpec, counted
 from ..transport import Transport
@@ -74,7 +73,9 @@ def whole_states(
             for key, value in part.flat.items():
                 flats[key][part.first : part.first + part.numel] = value
         if len(message):
-            wait_in_call(peers, transport.all_reduce(message), "the optimizer's state")
+            work = transport.all_reduce(message)
+            with peers.in_call():
+                peers.wait_for(work, "the optimizer's state")
         yield index, flats, rest
 
 

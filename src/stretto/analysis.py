@@ -14,25 +14,20 @@ import torch
 
 from .advice import advise
 from .clocks import Clock, ClockTalk
-from .peers import Peers
 from .plan import BucketPlan
 from .record import NANO, Clockwise, Launch, PassRecord
 from .reducer import Reducer
 from .report import Breakdown, BucketReport, RankReport, Report
 from .trace import RankTrace, accelerators
-from .transport.base import Transport
 
 _NO_PLAN = BucketPlan((), (), 1, 0)
 
 
-def report_of(
-    reducer: Reducer, peers: Peers, records: Collection[tuple[PassRecord, BucketPlan]], tied: Mapping[str, str]
-) -> Report:
+def report_of(reducer: Reducer, records: Collection[tuple[PassRecord, BucketPlan]], tied: Mapping[str, str]) -> Report:
     """Collective: what ranks have seen is gathered, and their clocks compared.
 
     Args:
         reducer: of this rank.
-        peers: by whom one gathers.
         records: of this rank, oldest first. Those made under another plan than the last are counted and left out.
         tied: names of parameters, and under what other name the module uses them too.
 
@@ -42,8 +37,8 @@ def report_of(
     plan = max(records, key=lambda pair: pair[0].number)[1] if records else reducer.plan
     mine = [record for record, used in records if used == plan]
     transport = reducer.transport
-    _, clocks = compare_clocks(peers, transport)
-    everyone: list[RankView] = peers.gather(_seen_lately(transport.rank, mine, clocks[transport.rank]))
+    _, clocks = compare_clocks(reducer)
+    everyone: list[RankView] = reducer.queue.peers.gather(_seen_lately(transport.rank, mine, clocks[transport.rank]))
     place = _Whose(
         transport.rank,
         transport.world_size,
@@ -55,15 +50,16 @@ def report_of(
     return replace(report, averaged=reducer.statistics.passes or (None if reducer.queue.pass_number else 0))
 
 
-def compare_clocks(peers: Peers, transport: Transport) -> tuple[ClockTalk, list[Clock | None]]:
+def compare_clocks(reducer: Reducer) -> tuple[ClockTalk, list[Clock | None]]:
     """Every rank's clock against rank 0's, in rank order, and by whom they can be compared once more. Collective.
 
     Raises:
         CommunicationError: a rank does not come, or ends.
         SetupError: this rank waits in another call.
     """
+    peers = reducer.queue.peers
     peers.refuse_misplaced()
-    talk = ClockTalk(peers.line, transport.rank, peers.gather, peers.wait)
+    talk = ClockTalk(peers.line, reducer.transport.rank, peers.gather, peers.wait)
     try:
         return talk, talk.compare()
     except RuntimeError as error:

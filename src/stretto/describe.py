@@ -10,7 +10,6 @@ import torch
 from .buffers import BufferPlaces
 from .comm_hooks import hook_name
 from .errors import name_list
-from .options import Options
 from .reducer import Reducer
 from .specs import counted
 
@@ -49,19 +48,11 @@ def describe_shortly(module: torch.nn.Module, reducer: Reducer | None, *, was_at
     return f"<stretto.Synchronizer of {name}, {where}, {counted(len(reducer.plan.buckets), 'buckets')}, pass {number}>"
 
 
-def describe(
-    reducer: Reducer | None,
-    options: Options,
-    places: BufferPlaces,
-    optimizers: Sequence[str] = (),
-    *,
-    is_detached: bool = False,
-) -> str:
+def describe(reducer: Reducer | None, places: BufferPlaces, optimizers: Sequence[str], *, is_detached: bool) -> str:
     """Several lines, the plan at the end.
 
     Args:
         reducer: None with one rank, or after the end.
-        options: what ``attach`` was asked for.
         places: the module's buffers.
         optimizers: a line for each that is sharded; empty for those that are no more.
         is_detached: whether there was one.
@@ -72,7 +63,7 @@ def describe(
     return "\n".join(
         [
             f"rank {transport.rank} of {transport.world_size} over {transport.name}",
-            f"gradients: {_how(reducer, options)}, in place when backward returns",
+            f"gradients: {_how(reducer)}, in place when backward returns",
             *_sparse(reducer),
             f"buffers ({len(places)}): {_BUFFERS_IN_WORDS[places.policy]}{_AT_REST if places.at_rest else ''}",
             *filter(None, optimizers),
@@ -81,9 +72,10 @@ def describe(
     )
 
 
-def _how(reducer: Reducer, options: Options) -> str:
+def _how(reducer: Reducer) -> str:
     if reducer.queue.comm_hook is not None:
         return f"by comm hook {hook_name(reducer.queue.comm_hook.hook)}, instead of {reducer.transport.name}"
+    options = reducer.members.options
     kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
     return f"{kind} over ranks, sent {'after backward' if reducer.delay else 'while backward runs'}"
 

@@ -254,8 +254,9 @@ class Synchronizer(NoModel):
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan: ``print(sync.describe())``. Not collective."""
-        ended, optimizers = self._reducer is None and self._peers is not None, [one.describe() for one in self.sharded]
-        return describe(self._reducer, self._options, self._buffer_places, optimizers, is_detached=ended)
+        ended = self._reducer is None and self._peers is not None
+        optimizers = [one.describe() for one in self.sharded]
+        return describe(self._reducer, self._buffer_places, optimizers, is_detached=ended)
 
     def report(self) -> Report:
         """Where the time of a step goes, on all ranks: ``print(sync.report())``. Collective.
@@ -272,10 +273,10 @@ class Synchronizer(NoModel):
                 print(report)
                 print(report.breakdown.percent_hidden, report.advice)
         """
-        if self._reducer is None or self._peers is None or self.sampler is None:
+        if self._reducer is None or self.sampler is None:
             return nothing_seen(self.rank, self.world_size, self.plan)
-        report = report_of(self._reducer, self._peers, self.sampler.records, tied_names(self.module))
-        return with_memory(report, self.sharded, self._peers.gather)
+        report = report_of(self._reducer, self.sampler.records, tied_names(self.module))
+        return with_memory(report, self.sharded, self._reducer.queue.peers.gather)
 
     def trace(self, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
         """Record every pass inside into ``folder``, one file a rank, for ``stretto trace``. Collective on entry.
@@ -294,10 +295,10 @@ class Synchronizer(NoModel):
                 for batch in itertools.islice(loader, 20):
                     train_on(batch)
         """
-        if self._reducer is None or self._peers is None or self.sampler is None:
+        if self._reducer is None or self.sampler is None:
             make = functools.partial(nothing_traced, folder, self.rank, self.world_size)
             return ToEnter(make, folder, self.rank)
-        known = self._reducer, self._peers, folder, tied_names(self.module), self.sampler.keep
+        known = self._reducer, folder, tied_names(self.module), self.sampler.keep
         return ToEnter(functools.partial(tracing, *known), folder, self.rank)
 
     def shard(

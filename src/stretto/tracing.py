@@ -11,7 +11,6 @@ from typing import Any
 
 from .analysis import compare_clocks
 from .clocks import ClockTalk
-from .peers import Peers
 from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
@@ -25,9 +24,7 @@ log = logging.getLogger("stretto")
 
 
 @contextlib.contextmanager
-def tracing(
-    reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied: Mapping[str, str], also: Keep
-) -> Iterator[None]:
+def tracing(reducer: Reducer, folder: str | os.PathLike[str], tied: Mapping[str, str], also: Keep) -> Iterator[None]:
     """Collective where it begins, since clocks are compared there; where it ends each rank is on its own.
 
     Where hosts have clocks of their own they are compared once more at the end: for a few seconds at most, and not
@@ -35,7 +32,6 @@ def tracing(
 
     Args:
         reducer: of this rank.
-        peers: the other ranks.
         folder: where each rank writes its file. A trace that lies there is moved into a folder inside.
         tied: names of parameters, and under what other name the module uses them too.
         also: told of each record.
@@ -44,7 +40,7 @@ def tracing(
         TraceError: on every rank, if one of them cannot write.
         CommunicationError: a rank does not come.
     """
-    talk, writer = _begin(reducer, peers, folder, tied)
+    talk, writer = _begin(reducer, folder, tied)
 
     def keep(record: PassRecord, plan: BucketPlan) -> None:
         also(record, plan)
@@ -65,13 +61,11 @@ def tracing(
         writer.close(end, later)
 
 
-def _begin(
-    reducer: Reducer, peers: Peers, folder: str | os.PathLike[str], tied: Mapping[str, str]
-) -> tuple[ClockTalk, TraceWriter]:
+def _begin(reducer: Reducer, folder: str | os.PathLike[str], tied: Mapping[str, str]) -> tuple[ClockTalk, TraceWriter]:
     """Collective: open this rank's file, if all ranks can open theirs."""
-    transport = reducer.transport
+    transport, peers = reducer.transport, reducer.queue.peers
     rank, world_size = transport.rank, transport.world_size
-    talk, clocks = compare_clocks(peers, transport)
+    talk, clocks = compare_clocks(reducer)
     everyone: list[tuple[str, int]] = peers.gather((secrets.token_hex(8), next_aside(folder)))
     devices = sorted({parameter.device.type for parameter in reducer.parameters})
     header = header_of(rank, world_size, transport.name, clocks[rank], everyone[0][0], tied, talk.clock, devices)

@@ -426,7 +426,7 @@ def test_who_waits_while_the_store_is_silent_says_so(
 
     monkeypatch.setattr(Line, "run", silent)
     monkeypatch.setattr(Line, "is_silent", True)
-    inquiry = Inquiry(Seat(), 1)
+    inquiry = Inquiry(Seat())
     for second in range(40):
         inquiry.go_on("rank 1, attach", channel, [], float(second))
     told = [

@@ -1517,7 +1517,7 @@ def test_a_rank_that_waits_long_asks_again_ever_more_rarely(
 
     monkeypatch.setattr(stretto.inquiry, "who_has_gone_apart", lambda *_: None)
     monkeypatch.setattr(stretto.inquiry, "places", lambda *how: f"{how[-1]:.0f}")
-    inquiry, channel = Inquiry(Seat(), 0), Silent()
+    inquiry, channel = Inquiry(Seat()), Silent()
     for second in range(1200):
         inquiry.go_on("here", channel, [], float(second))  # type: ignore[arg-type]
     told = [record.getMessage() for record in caplog.records]
@@ -1525,7 +1525,7 @@ def test_a_rank_that_waits_long_asks_again_ever_more_rarely(
 
 
 def test_who_waits_for_one_that_has_not_come_is_told_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
-    inquiry, channel = Inquiry(Seat(), 0), Channel(dist.HashStore(), 0, 2)
+    inquiry, channel = Inquiry(Seat()), Channel(dist.HashStore(), 0, 2)
     for second in range(10):
         inquiry.go_on("rank 0, attach", channel, [], float(second))
     (told,) = (record.getMessage() for record in caplog.records)
@@ -1546,7 +1546,7 @@ def test_who_waits_for_one_that_waits_in_a_call_of_torchs_is_told_where_to_look(
         "rank 0 has waited 5 s in state_dict() at a.py:3 in f; rank 1 is in torch.distributed.barrier() at a.py:9 in f"
     )
     monkeypatch.setattr(stretto.inquiry, "places", lambda *_: now)
-    inquiry, channel = Inquiry(Seat(), 0), Channel(dist.HashStore(), 0, 2)
+    inquiry, channel = Inquiry(Seat()), Channel(dist.HashStore(), 0, 2)
     for second in range(10):
         inquiry.go_on("rank 0, pass 2", channel, [], float(second))
     assert [record.getMessage() for record in caplog.records] == [

@@ -40,12 +40,10 @@ class Inquiry:
 
     Args:
         seat: of the handle.
-        rank: this one.
     """
 
-    def __init__(self, seat: Seat, rank: int) -> None:
+    def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._rank = rank
         self._asked: dict[int, str] | None = None
         self._after = ASK_SECONDS
         self._quoted: set[str] = set()
@@ -70,8 +68,8 @@ class Inquiry:
                     "%s: this rank waits, because %s has failed on another rank.\n  %s", where, note.phase, note
                 )
         if (told := self._ask(channel, waited)) is not None:
-            who_has_gone_apart(where, self._seat, self._rank, channel, told)
-            now = places(self._rank, channel, told, waited)
+            who_has_gone_apart(where, self._seat, channel, told)
+            now = places(channel, told, waited)
             may_never_come = HAS_NOT_COME in now or IN_TORCHS in now
             log.warning("%s: %s.%s", where, now, _ALL_CALL if may_never_come else "")
 
@@ -92,13 +90,12 @@ class Inquiry:
         return told
 
 
-def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told: dict[int, Answer]) -> None:
+def who_has_gone_apart(where: str, seat: Seat, channel: Channel, told: dict[int, Answer]) -> None:
     """Raise if what is awaited will never come, though all live.
 
     Args:
         where: how the message begins.
         seat: of the handle.
-        rank: this one.
         channel: to the others.
         told: what they have answered.
 
@@ -108,7 +105,7 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
     progress, pairs = seat.progress, functools.partial(zip, strict=False)
     others = {one: answer.progress for one, answer in told.items() if crosses(pairs(progress, answer.progress))}
     if others:
-        raise apart(where, progress, others, places(rank, channel, told))
+        raise apart(where, progress, others, places(channel, told))
     mine, ended = channel.beside(), channel.ended()
     for other, answer in told.items():
         known = mine.keys() & answer.beside
@@ -117,7 +114,7 @@ def who_has_gone_apart(where: str, seat: Seat, rank: int, channel: Channel, told
         # A pass that it is at the end of, and this rank amid: behind what this rank waits for.
         awaits = any(ended[one] < answer.ended[one] for one in known & ended.keys() & answer.ended.keys())
         if crosses(counts) or (has_not_come and awaits):
-            raise elsewhere(where, other, places(rank, channel, told))
+            raise elsewhere(where, other, places(channel, told))
 
 
 def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str], *, early: bool) -> list[Note]:
@@ -143,22 +140,21 @@ def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection
         time.sleep(0.01)
 
 
-def where_all_are(rank: int, channel: Channel | None, handle: str) -> str:
+def where_all_are(channel: Channel | None, handle: str) -> str:
     """As :func:`places`, asked now, for at most 2.5 s; empty if no rank can be asked."""
-    return "" if channel is None else places(rank, channel, channel.gather(handle, 2.5))
+    return "" if channel is None else places(channel, channel.gather(handle, 2.5))
 
 
-def places(rank: int, channel: Channel, told: dict[int, Answer], waited: float | None = None) -> str:
+def places(channel: Channel, told: dict[int, Answer], waited: float | None = None) -> str:
     """Where all are, in a line.
 
     Args:
-        rank: this one.
         channel: to the others.
         told: what they have answered.
         waited: for so many seconds this rank has waited.
     """
     waits = "waits" if waited is None else f"has waited {waited:.0f} s"
-    lines = [f"rank {rank} {waits} {standing(sys._getframe())}"]
+    lines = [f"rank {channel.rank} {waits} {standing(sys._getframe())}"]
     for other in channel.others():
         lines.append(f"rank {other} {told[other].text if other in told else channel.why_silent(other)}")
     if channel.line.is_silent:

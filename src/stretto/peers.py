@@ -202,7 +202,7 @@ class Peers(Teller):
     def _comes(self, work: Any, patience: float) -> bool:
         began = time.monotonic() - FIRST_SLICE.total_seconds()
         self.open()
-        inquiry, suspected = Inquiry(self.seat, self._transport.rank), False
+        inquiry, suspected = Inquiry(self.seat), False
         while True:
             error, sure = self._blame(by_itself=getattr(work, "goes_on_by_itself", False))
             if error is not None and (sure or suspected):
@@ -221,7 +221,7 @@ class Peers(Teller):
         except CommunicationError as error:  # it has seen a rank die, or go, and knows nothing of its last words
             self._look_for_blame(own=not isinstance(error, PeerError), by_itself=blame.is_told(error))
             if isinstance(error, CallsDifferError):
-                now = where_all_are(self._transport.rank, self._channel, self.seat.handle)
+                now = where_all_are(self._channel, self.seat.handle)
                 raise blame.unlike_calls(self.where, error, now) from None
             raise
 
@@ -248,7 +248,7 @@ class Peers(Teller):
             self._look_for_blame(own=True)
         except PeerError as found:
             raise found from None  # what the transport says of it is less, and may be something else
-        now = where_all_are(self._transport.rank, self._channel, self.seat.handle)
+        now = where_all_are(self._channel, self.seat.handle)
         raise blame.not_done(what, error, now, expected or blame.EXPECTED[self.seat.kind(self._occasion)]) from error
 
     def _look_for_blame(self, *, own: bool, by_itself: bool = False) -> None:

@@ -334,7 +334,7 @@ def _split(
     wanted = names_of_sparse(module, options.sparse)
     rows = {name: parameter for name, parameter in mine.items() if name in wanted}
     dense = {name: parameter for name, parameter in mine.items() if name not in wanted}
-    return dense or stand_in(next(iter(rows.values())).device), rows
+    return dense or stand_in(rows), rows
 
 
 def _inside(module: torch.nn.Module, options: Options) -> list[Reducer]:

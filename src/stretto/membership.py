@@ -71,12 +71,12 @@ def unfit(tensors: Mapping[str, torch.Tensor]) -> str:
 STAND_IN = "(no dense parameter)"
 
 
-def stand_in(device: torch.device) -> dict[str, torch.nn.Parameter]:
-    """A parameter for the plan of a model that has sparse ones alone: a last bucket must carry the control words.
+def stand_in(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+    """A parameter for the plan of a model that has sparse ones alone, these: a last bucket must carry control words.
 
     It gets no gradient, and need not live longer than the buckets take to be made.
     """
-    return {STAND_IN: torch.nn.Parameter(torch.zeros(1, device=device))}
+    return {STAND_IN: torch.nn.Parameter(torch.zeros(1, device=next(iter(rows.values())).device))}
 
 
 class Membership:
@@ -154,7 +154,7 @@ class Membership:
         """Those that belong into the plan: see [Note: back and forth]. A stand-in where all are sparse."""
         rows = self.rows()
         found = {name: one for name, one in self._to_reduce().items() if name not in rows}
-        return found or (stand_in(next(iter(rows.values())).device) if rows else {})
+        return found or (stand_in(rows) if rows else {})
 
     def rows(self) -> dict[str, torch.nn.Parameter]:
         """Those whose gradients are sparse."""

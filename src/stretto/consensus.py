@@ -61,7 +61,6 @@ class Consensus:
     ) -> None:
         self._queue = queue
         self._tracker = tracker
-        self._events = queue.events
         self._rejoin = rejoin
         self._forward = forward
         self._beside = beside
@@ -329,5 +328,5 @@ class Consensus:
             carry_over(counts, self._queue.buckets)
         self._queue.replans += 1
         self._tracker.follow_again()
-        if self._events.plan_changed:
-            self._events.emit(self._events.plan_changed, self._queue.pass_number, plan)
+        if self._queue.events.plan_changed:
+            self._queue.events.emit(self._queue.events.plan_changed, self._queue.pass_number, plan)

@@ -146,7 +146,7 @@ class Consensus:
     def _refuse_late(self) -> None:
         """Raise where a second round is out of reach: to ask for one would stop the host, or the word cannot travel."""
         queue = self._queue
-        on_host = all(device.type == "cpu" for device in queue.devices)
+        on_host = all(bucket.flat.is_cpu for bucket in queue.buckets)
         late = self._tracker.overtaken()
         if not late and (queue.comm_hook is not None or not (on_host or queue.pass_number == 1)):
             left = queue.buckets[: queue.launched]  # in the others gradients may just wait for what never comes

@@ -283,7 +283,7 @@ class Family:
 
         Then on devices a thread tells nothing: the engine has one for each, for all backwards.
         """
-        on_host = all(device.type == "cpu" for member in self.members() for device in member.queue.devices)
+        on_host = all(bucket.flat.is_cpu for member in self.members() for bucket in member.queue.buckets)
         return self._is_of(other._backward) and (on_host or self._backward[0] == other._backward[0])
 
     def _comes(self, backward: tuple[int, int]) -> bool:

@@ -154,16 +154,14 @@ class CommHook:
             if not self.silent and (begun is None or collectives_begun() != begun):
                 self.failure = text_of(error)
             raise
-        if not self.one_at_a_time:
-            return work
-        if not bucket.is_last:
+        if self.one_at_a_time and bucket.is_last:
+            try:
+                wait_for(work, bucket)
+            except BaseException as error:  # it has left, and would leave again when the pass is given up
+                self.failure = text_of(error)
+                raise
+        elif self.one_at_a_time:
             self._current = work
-            return work
-        try:
-            wait_for(work, bucket)
-        except BaseException as error:  # it has left, and would leave again when the pass is given up
-            self.failure = text_of(error)
-            raise
         return work
 
     def _call(self, bucket: Bucket) -> Any:

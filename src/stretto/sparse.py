@@ -97,11 +97,9 @@ class SparseGradients:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.before: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         """What ``.grad`` held before what is new, where a sum must count it once: see preset.py."""
-        self.rebuild(parameters, reduce_dtypes)
         self._counts: tuple[torch.Tensor, Work] | None = None
-        self._messages = CoalescedMessages()
-        self._by_row: list[tuple[_SparseParameter, list[GivenRows]]] = []
-        self._dense: list[tuple[_SparseParameter, torch.Tensor, Work]] = []
+        self.rebuild(parameters, reduce_dtypes)
+        self.reset()
 
     def rebuild(self, parameters: Mapping[str, torch.nn.Parameter], reduce_dtypes: Mapping[str, torch.dtype]) -> None:
         """Look after these parameters from here on. What has a gradient keeps it, by whatever name."""
@@ -298,7 +296,8 @@ class SparseGradients:
         """Nothing is under way, for the next pass."""
         self._counts = None
         self._messages = CoalescedMessages()
-        self._by_row, self._dense = [], []
+        self._by_row: list[tuple[_SparseParameter, list[GivenRows]]] = []
+        self._dense: list[tuple[_SparseParameter, torch.Tensor, Work]] = []
 
     def forget(self) -> None:
         """What has arrived so far is dealt with, or given up."""

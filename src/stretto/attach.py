@@ -160,7 +160,7 @@ def attach(
         _refuse_kinds(module, init_sync, unknown)
         if isinstance(transport, str):
             refuse_unknown_name(transport, "attach")
-        return _attach_alone(module, base, ask(), others, init_sync=init_sync, closes=isinstance(transport, str))
+        return _attach_alone(module, base, ask(), init_sync=init_sync, closes=isinstance(transport, str))
     peers = Peers(base)
     try:
         peers.open()
@@ -185,21 +185,15 @@ def _choose(module: torch.nn.Module, base: Transport, asked: TransportName, peer
 
 @torch.inference_mode(False)  # tensors made here are written to in every backward
 def _attach_alone(
-    module: torch.nn.Module,
-    base: Transport | None,
-    options: Options,
-    beside: Sequence[Synchronizer],
-    *,
-    init_sync: bool,
-    closes: bool,
+    module: torch.nn.Module, base: Transport | None, options: Options, *, init_sync: bool, closes: bool
 ) -> Synchronizer:
     """One rank, or none of a group: only what would fail with several fails here."""
     warn_of_tasks() if base is None else warn_of_group_of_one(base)
     _refuse(module, options, sends=init_sync)
     dense, rows = _split(module, options)
     _warn_of_dtypes_for_none(module, options)
-    plan, inside = plan_for(dense, options, base), _inside(module, options)
-    return Synchronizer(module, dense, plan, base, options, rows, None, inside, beside, closes=closes)
+    _inside(module, options)  # tells of them
+    return Synchronizer(module, dense, plan_for(dense, options, base), base, options, rows, closes=closes)
 
 
 @torch.inference_mode(False)
@@ -241,7 +235,9 @@ def _attach(
     if carrier.rank == 0:
         _warn_of_dtypes_for_none(module, options)
     peers.seat.attached = True
-    return Synchronizer(module, dense, plan, carrier, options, rows, peers, inside, beside, closes=closes)
+    return Synchronizer(
+        module, dense, plan, carrier, options, rows, closes=closes, peers=peers, inside=inside, beside=beside
+    )
 
 
 def _refuse_kinds(module: object, init_sync: object, unknown: Collection[str]) -> None:

@@ -47,10 +47,11 @@ class Synchronizer(NoModel):
         transport: Transport | None,
         options: Options,
         sparse: Mapping[str, torch.nn.Parameter],
-        peers: Peers | None,
-        inside: Sequence[Reducer],
-        beside: Sequence[Synchronizer],
+        *,
         closes: bool,
+        peers: Peers | None = None,
+        inside: Sequence[Reducer] = (),
+        beside: Sequence[Synchronizer] = (),
     ) -> None:
         self.module = module
         self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)

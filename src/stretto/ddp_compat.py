@@ -232,10 +232,7 @@ class TorchSurface(TorchDDP):
     # Join: ranks that run out of batches early
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
         """As torch's. If it is off, nothing is attached again."""
         return super().join(divide_by_initial_world_size or not enable, enable, throw_on_early_termination)  # type: ignore[no-any-return]

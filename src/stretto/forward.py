@@ -78,12 +78,7 @@ class ForwardWatch:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module | None,
-        passes: Passes,
-        queue: LaunchQueue,
-        failing: Failing,
-        end: OutermostEnd,
+        self, module: torch.nn.Module | None, passes: Passes, queue: LaunchQueue, failing: Failing, end: OutermostEnd
     ) -> None:
         self._module = None if module is None else weakref.ref(module)
         self._passes = weakref.ref(passes)

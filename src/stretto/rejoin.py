@@ -295,12 +295,7 @@ class Rejoin:
         return renamed, {name for name, one in now.items() if id(one) in misfits}
 
     def _contributions(
-        self,
-        loose: Iterable[str],
-        renamed: Collection[str],
-        now: Mapping[str, torch.nn.Parameter],
-        *,
-        idle: bool,
+        self, loose: Iterable[str], renamed: Collection[str], now: Mapping[str, torch.nn.Parameter], *, idle: bool
     ) -> dict[str, Contribution]:
         """What this rank has of what is loose here. An idle one has no more than what was summed already."""
         gradients = {name: now[name].grad for name in loose if name in now and not idle}

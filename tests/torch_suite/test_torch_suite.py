@@ -15,6 +15,7 @@ import pytest
 import torch
 import warm
 from listed import CANNOT_RUN, TORCH_COMPLAINS
+from torch_suite_rank import perform
 
 pytestmark = pytest.mark.ranks
 HERE = str(pathlib.Path(__file__).parent)
@@ -43,18 +44,12 @@ NAMES = names()
 
 @pytest.fixture(scope="module")
 def fork_server():
-    """torch and its tests are imported once; a rank is a fork, ready at once."""
-    context = warm.fork_server(["torch_suite_stage"])
+    """torch and its tests are imported once; a rank is a fork, ready at once. pytest is its main module."""
+    context = warm.fork_server(["pytest", "torch_suite_stage"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # until 3.13 the server does not get sys.path
         multiprocessing.forkserver.ensure_running()
     return context
-
-
-def perform(name, rank, world_size, meeting, pipe):
-    import torch_suite_stage  # found in the fork, not imported where pytest runs
-
-    torch_suite_stage.run(name, rank, world_size, meeting, pipe)
 
 
 LEFT_ALONE = ("Connection closed by peer", "Connection reset by peer")

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..transport.life import is_stopped
 from .streams import Traceback
@@ -81,6 +81,41 @@ class Ends:
         return not told.is_consequence
 
 
+class Meeting(RendezvousHandler):
+    """Of a single agent. torch's own, for many, sleeps up to 0.3 s at its start, and looks through all of its stack."""
+
+    def __init__(self) -> None:
+        self._id = str(uuid.uuid4())
+        self._store: TCPStore | None = TCPStore("localhost", 0, is_master=True, multi_tenant=True)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        assert self._store is not None
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("localhost", self._store.port))
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def get_run_id(self) -> str:
+        return self._id
+
+    def is_closed(self) -> bool:
+        return self._store is None
+
+    def set_closed(self) -> None:
+        self.shutdown()
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+
 class Agent(LocalElasticAgent):
     """Runs a command on every rank, and ends all when one has failed; see the file's first lines.
 
@@ -92,11 +127,10 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, command: Sequence[str], ranks: int, logs: LogsSpecs, told: Told) -> None:
-        meeting = RendezvousParameters("c10d", "localhost:0", str(uuid.uuid4()), 1, 1, local_addr="localhost")
         spec = WorkerSpec(
             role="default",
             local_world_size=ranks,
-            rdzv_handler=get_rendezvous_handler(meeting),
+            rdzv_handler=Meeting(),
             entrypoint=command[0],
             args=tuple(command[1:]),
             max_restarts=0,

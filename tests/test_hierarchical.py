@@ -118,24 +118,27 @@ def test_hosts_are_ranks_that_have_opened_each_others_memory(seen: list[list[int
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sums_have_the_same_bits_on_every_rank_of_every_host(sizes: tuple[int, ...]) -> None:
-    world = sum(sizes)
+    cases = [(dtype, numel) for dtype in DTYPES for numel in (*NUMELS, LARGER.get(dtype, 2))]
+    drawn = [[draw(rank, numel, dtype) for rank in range(sum(sizes))] for dtype, numel in cases]
 
-    def worker(transport: Transport) -> None:
-        for dtype in DTYPES:
-            for numel in (*NUMELS, LARGER.get(dtype, 2)):
-                values = [draw(rank, numel, dtype) for rank in range(world)]
-                in_arena = transport.allocate(numel, dtype, CPU)
-                in_arena.copy_(values[transport.rank])
-                elsewhere = values[transport.rank].clone()
-                for tensor in (in_arena, elsewhere):
-                    transport.all_reduce(tensor).wait()
-                    assert_is_sum(tensor, values)
-                if len(sizes) == 2:  # of more, Gloo adds in an order that depends on how a message is cut
-                    assert torch.equal(in_arena, elsewhere)
-                everybodys = transport.all_gather_object(in_arena)
-                assert same_bits(everybodys), (dtype, numel)
+    def worker(transport: Transport) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for (dtype, numel), values in zip(cases, drawn, strict=True):
+            in_arena = transport.allocate(numel, dtype, CPU)
+            in_arena.copy_(values[transport.rank])
+            elsewhere = values[transport.rank].clone()
+            for tensor in (in_arena, elsewhere):
+                transport.all_reduce(tensor).wait()
+            found.append((in_arena.clone(), elsewhere))
+        return found
 
-    on_hosts(worker, sizes)
+    for case, values, everybodys in zip(cases, drawn, zip(*on_hosts(worker, sizes), strict=True), strict=True):
+        in_arena, elsewhere = everybodys[0]
+        assert same_bits([one for one, _ in everybodys]) and same_bits([one for _, one in everybodys]), case
+        for tensor in everybodys[0]:
+            assert_is_sum(tensor, values)
+        if len(sizes) == 2:  # of more, Gloo adds in an order that depends on how a message is cut
+            assert torch.equal(in_arena, elsewhere)
 
 
 def draw(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -160,19 +163,25 @@ def assert_is_sum(tensor: torch.Tensor, values: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
 def test_the_first_elements_can_be_divided(dtype: torch.dtype) -> None:
-    def worker(transport: Transport) -> None:
-        for numel, averaged in [(10, 4), (70_000, 69_000), (70_000, 70_000), (1_100_000, 1_080_000)]:
-            values = [draw(rank, numel, dtype) for rank in range(5)]
+    cases = [(10, 4), (70_000, 69_000), (70_000, 70_000), (1_100_000, 1_080_000)]
+    drawn = [[draw(rank, numel, dtype) for rank in range(5)] for numel, _ in cases]
+
+    def worker(transport: Transport) -> list[torch.Tensor]:
+        found = []
+        for (numel, averaged), values in zip(cases, drawn, strict=True):
             tensors = [transport.allocate(numel, dtype, CPU), torch.empty(numel, dtype=dtype)]
             for tensor in tensors:
                 tensor.copy_(values[transport.rank])
                 transport.all_reduce_mean(tensor, averaged).wait()  # type: ignore[attr-defined]
-                assert_is_sum(tensor[averaged:], [value[averaged:] for value in values])
-                assert_is_sum(tensor[:averaged] * 5, [value[:averaged] for value in values])
             assert torch.equal(*tensors)
-            assert same_bits(transport.all_gather_object(tensors[0]))
+            found.append(tensors[1])
+        return found
 
-    on_hosts(worker, (3, 2))
+    everybodys = zip(*on_hosts(worker, (3, 2)), strict=True)
+    for (_, averaged), values, tensors in zip(cases, drawn, everybodys, strict=True):
+        assert same_bits([*tensors])
+        assert_is_sum(tensors[0][averaged:], [value[averaged:] for value in values])
+        assert_is_sum(tensors[0][:averaged] * 5, [value[:averaged] for value in values])
 
 
 def test_half_types_do_not_overflow_where_the_mean_does_not() -> None:
@@ -209,16 +218,21 @@ def test_many_messages_end_in_the_order_in_which_they_were_posted() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 1), (3, 2), (1, 2, 1)])
 def test_any_rank_can_broadcast(sizes: tuple[int, ...]) -> None:
+    dtypes = (torch.bfloat16, torch.complex64, torch.bool, torch.int16)
+    drawn = [
+        (root, dtype, numel, draw(root, numel, torch.float32).to(dtype))
+        for root in range(sum(sizes))
+        for dtype in dtypes
+        for numel in (0, 3, 40_001, 1_100_000 if dtype.is_complex else 9)
+    ]
+
     def worker(transport: Transport) -> None:
-        for root in range(sum(sizes)):
-            for dtype in (torch.bfloat16, torch.complex64, torch.bool, torch.int16):
-                for numel in (0, 3, 40_001, 1_100_000 if dtype.is_complex else 9):
-                    value = draw(root, numel, torch.float32).to(dtype)
-                    mine = transport.allocate(numel, dtype, CPU) if numel % 2 else torch.zeros(numel, dtype=dtype)
-                    if transport.rank == root:
-                        mine.copy_(value)
-                    transport.broadcast(mine, root).wait()
-                    assert torch.equal(mine, value)
+        for root, dtype, numel, value in drawn:
+            mine = transport.allocate(numel, dtype, CPU) if numel % 2 else torch.zeros(numel, dtype=dtype)
+            if transport.rank == root:
+                mine.copy_(value)
+            transport.broadcast(mine, root).wait()
+            assert torch.equal(mine, value)
 
     on_hosts(worker, sizes)
 

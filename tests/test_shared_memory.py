@@ -132,13 +132,19 @@ def wanted(calls: Sequence[Call], world: int, salt: int = 0) -> list[torch.Tenso
     return found
 
 
+def assert_all_have(
+    wanted: Sequence[torch.Tensor], of_ranks: Sequence[Sequence[torch.Tensor]], calls: Sequence[Call]
+) -> None:
+    for rank, tensors in enumerate(of_ranks):
+        for call, found, expected in zip(calls, tensors, wanted, strict=True):
+            assert same(found, expected), (rank, call)
+
+
 @settings(max_examples=200)
 @given(programs())
 def test_random_programs_of_collectives(program: tuple[int, list[Call], int]) -> None:
     world, calls, seed = program
-    for tensors in shared(lambda transport: play(transport, calls, seed), world):
-        for call, found, expected in zip(calls, tensors, wanted(calls, world), strict=True):
-            assert same(found, expected), call
+    assert_all_have(wanted(calls, world), shared(lambda transport: play(transport, calls, seed), world), calls)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,9 +156,7 @@ def test_every_dtype_at_every_edge(dtype: torch.dtype, inside: bool) -> None:
         for more in (-1, 0, 1)
     ]
     calls = [Call(kind, numel, dtype, inside, 1) for numel in edges for kind in ("all_reduce", "broadcast")]
-    for tensors in shared(lambda transport: play(transport, calls, 0), 3):
-        for call, found, expected in zip(calls, tensors, wanted(calls, 3), strict=True):
-            assert same(found, expected), call
+    assert_all_have(wanted(calls, 3), shared(lambda transport: play(transport, calls, 0), 3), calls)
 
 
 def test_half_types_are_rounded_once() -> None:
@@ -172,9 +176,7 @@ def test_half_types_are_rounded_once() -> None:
 def test_more_ranks_than_cores(world: int) -> None:
     calls = [Call("all_reduce", numel, torch.float32, inside, 0) for numel in (3, 5000, 70_000) for inside in (0, 1)]
     calls.append(Call("broadcast", 1000, torch.float32, False, world - 1))
-    for tensors in shared(lambda transport: play(transport, calls, 1), world):
-        for call, found, expected in zip(calls, tensors, wanted(calls, world), strict=True):
-            assert same(found, expected), call
+    assert_all_have(wanted(calls, world), shared(lambda transport: play(transport, calls, 1), world), calls)
 
 
 def test_objects() -> None:
@@ -222,10 +224,8 @@ def test_the_counters_begin_again(before: int) -> None:
         together.wait()
         return [play(transport, calls, turn, salt=100 * turn) for turn in range(before // 10 if before < 2000 else 3)]
 
-    for rounds in shared(worker, 3):
-        for turn, tensors in enumerate(rounds):
-            for call, found, expected in zip(calls, tensors, wanted(calls, 3, 100 * turn), strict=True):
-                assert same(found, expected), (turn, call)
+    for turn, tensors in enumerate(zip(*shared(worker, 3), strict=True)):
+        assert_all_have(wanted(calls, 3, 100 * turn), tensors, calls)
 
 
 @pytest.mark.parametrize("numel", [10, 5000])

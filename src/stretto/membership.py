@@ -160,7 +160,7 @@ class Membership:
         """Those whose gradients are sparse."""
         module = self._module()
         names = set() if module is None else names_of_sparse(module, self.options.sparse, strict=False)
-        return {name: one for name, one in self._to_reduce().items() if name in names}
+        return {name: one for name, one in self._to_reduce().items() if name in names} if names else {}
 
     def _to_reduce(self) -> dict[str, torch.nn.Parameter]:
         kept, mine = (self._returned & self._planned.keys()) | self._waiting, self._ids()

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ..transport.life import is_stopped
 from .streams import Traceback
@@ -81,39 +82,19 @@ class Ends:
         return not told.is_consequence
 
 
-class Meeting(RendezvousHandler):
-    """Of a single agent. torch's own, for many, sleeps up to 0.3 s at its start, and looks through all of its stack."""
+class Meeting(StaticTCPRendezvous):
+    """Of a single agent, at any free port. torch's other one looks through all of its stack, eighteen times a run."""
 
     def __init__(self) -> None:
-        self._id = str(uuid.uuid4())
-        self._store: TCPStore | None = TCPStore("localhost", 0, is_master=True, multi_tenant=True)
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+        super().__init__("localhost", 0, rank=0, world_size=1, run_id=str(uuid.uuid4()), timeout=60)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        assert self._store is not None
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo("localhost", self._store.port))
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True
-
-    def get_backend(self) -> str:
-        return "c10d"
-
-    def get_run_id(self) -> str:
-        return self._id
-
-    def is_closed(self) -> bool:
-        return self._store is None
-
-    def set_closed(self) -> None:
-        self.shutdown()
-
-    def num_nodes_waiting(self) -> int:
-        return 0
+        """The store, and where it is."""
+        info = super().next_rendezvous()
+        assert isinstance(self._store, TCPStore)
+        return RendezvousInfo(
+            info.store, info.rank, info.world_size, RendezvousStoreInfo("localhost", self._store.port)
+        )
 
 
 class Agent(LocalElasticAgent):

@@ -109,6 +109,24 @@ def train_until_it_fails(rank: int, tell: Tell, deadly: Deadly | None = None) ->
     return (*told, own_mappings())
 
 
+class Later:
+    """Calls ``check`` with what it is given when it is given more: survivors find out meanwhile, others start."""
+
+    def __init__(self, check: Callable[..., object]) -> None:
+        self._check = check
+        self._waits: list[tuple[Any, ...]] = []
+
+    def __call__(self, *how: Any) -> None:
+        self._waits.append(how)
+        if len(self._waits) > 1:
+            self._check(*self._waits.pop(0))
+
+    def last(self) -> None:
+        """What is left."""
+        while self._waits:
+            self._check(*self._waits.pop(0))
+
+
 def outcome(rank: Rank) -> tuple[float, str, int]:
     """What ``train_until_it_fails`` returned."""
     found = rank.hear()
@@ -132,6 +150,7 @@ def check_survivors(ranks: list[Rank], victim: int, killed: float) -> None:
 
 def kill_at_random_points(folder: str, rounds: int) -> None:
     chance = random.Random(0)
+    check = Later(check_survivors)
     for _ in range(rounds):
         ranks = fork_ranks(train_until_it_fails, 3, folder)
         for rank in ranks:
@@ -139,7 +158,8 @@ def kill_at_random_points(folder: str, rounds: int) -> None:
         victim = chance.randrange(3)
         time.sleep(chance.random() * 0.03)
         os.kill(ranks[victim].pid, signal.SIGKILL)
-        check_survivors(ranks, victim, time.monotonic())
+        check(ranks, victim, time.monotonic())
+    check.last()
 
 
 @pytest.mark.slow
@@ -176,6 +196,7 @@ PLACES = {
 def kill_at(folder: str, place: str) -> None:
     owner, function, numbers = PLACES[place]
     assert callable(getattr(owner, function))
+    check = Later(check_survivors)
     for number in numbers:
         victim = number % 3
         ranks = fork_ranks(train_until_it_fails, 3, folder, Deadly(victim, owner, function, number))
@@ -183,7 +204,8 @@ def kill_at(folder: str, place: str) -> None:
         while os.waitid(os.P_PID, ranks[victim].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             assert time.monotonic() < until, f"rank {victim} has not come to {function} number {number}"
             time.sleep(0.001)
-        check_survivors(ranks, victim, time.monotonic())
+        check(ranks, victim, time.monotonic())
+    check.last()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -248,7 +270,7 @@ def fail_and_sleep(rank: int, tell: Tell, late: float) -> Any:
         model[2](model[1](hidden)).sum().backward()
     except (ValueError, stretto.PeerError) as error:
         took, text = time.monotonic() - began, f"{type(error).__name__}: {error}"
-    time.sleep(max(0.0, began + 5 - time.monotonic()))  # on all ranks: nobody is to complain of waiting
+    time.sleep(max(0.0, began + late + 3 - time.monotonic()))  # on all ranks: nobody is to complain of waiting
     step(model, rank)
     return took, text, sum(p.grad.sum().item() for p in model.parameters())
 

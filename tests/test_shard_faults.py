@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_programs
-from test_shared_memory_faults import SOON, Deadly, check_nothing_stayed, own_mappings, shmem
+from test_shared_memory_faults import SOON, Deadly, Later, check_nothing_stayed, own_mappings, shmem
 from warm import Rank, fork_ranks, in_warm_process
 
 import stretto
@@ -115,6 +115,14 @@ def train_and_look(rank: int, tell: Tell, way: Way, steps: int) -> list[str]:
         step(model, optimizer, rank)
         found.append(fingerprint(model))
     return found
+
+
+def stay(folder: str, rank: int, world: int) -> None:
+    """Until all have come here, as often as they do: nobody is to be saved, or accused, by another's end."""
+    Path(folder, f"stays{rank}").touch()
+    until = time.monotonic() + 20
+    while len([*Path(folder).glob("stays*")]) < world and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def tried(look: Callable[[], object]) -> str:
@@ -217,6 +225,7 @@ def references(folder: str, way: Way, steps: int) -> list[str]:
 def kill_at_random_points(folder: str, way: Way, rounds: int) -> list[bool]:
     chance = random.Random(WAYS.index(way))
     seen: list[Seen] = []
+    check = Later(lambda *how: seen.extend(check_survivors(way, *how)))
     for _ in range(rounds):
         ranks = fork_ranks(train_until_it_fails, way.ranks, folder, way)
         for rank in ranks:
@@ -224,7 +233,8 @@ def kill_at_random_points(folder: str, way: Way, rounds: int) -> list[bool]:
         victim = chance.randrange(way.ranks)
         time.sleep(chance.random() * 0.06)
         os.kill(ranks[victim].pid, signal.SIGKILL)
-        seen += check_survivors(way, ranks, victim, time.monotonic())
+        check(ranks, victim, time.monotonic())
+    check.last()
     check_models(folder, way, seen)
     return [bool(model) for _, model in seen]
 
@@ -284,6 +294,16 @@ HOSTS = {
 
 def kill_at(folder: str, way: Way, place: Place) -> None:
     found: list[Seen] = []
+
+    def look(number: int, *how: Any) -> None:
+        seen = check_survivors(way, *how)
+        assert place.whole is None or [bool(model) for _, model in seen] == [place.whole] * (way.ranks - 1), (
+            number,
+            seen,
+        )
+        found.extend(seen)
+
+    check = Later(look)
     assert callable(getattr(place.owner, place.function))
     for number in place.numbers:
         victim = number % way.ranks
@@ -293,12 +313,8 @@ def kill_at(folder: str, way: Way, place: Place) -> None:
         while os.waitid(os.P_PID, ranks[victim].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             assert time.monotonic() < until, f"rank {victim} has not come to {place.function} number {number}"
             time.sleep(0.001)
-        seen = check_survivors(way, ranks, victim, time.monotonic())
-        assert place.whole is None or [bool(model) for _, model in seen] == [place.whole] * (way.ranks - 1), (
-            number,
-            seen,
-        )
-        found += seen
+        check(number, ranks, victim, time.monotonic())
+    check.last()
     check_models(folder, way, found)
 
 
@@ -338,7 +354,7 @@ class Failing(torch.optim.AdamW):
     error: BaseException = ValueError("no more numbers")
 
 
-def fail_in_step(rank: int, tell: Tell, way: Way, error: BaseException) -> Any:
+def fail_in_step(rank: int, tell: Tell, folder: str, way: Way, error: BaseException) -> Any:
     model, sync, optimizer = build(way)
     optimizer.unshard()
     Failing.rank, Failing.when, Failing.error = rank, (1, 12), error
@@ -352,9 +368,10 @@ def fail_in_step(rank: int, tell: Tell, way: Way, error: BaseException) -> Any:
         model.state_dict()
     except BaseException as raised:
         text = f"{type(raised).__name__}: {raised}"
-    time.sleep(2 * rank)  # nobody is to be saved by another's end
+    took = time.monotonic() - began
+    stay(folder, rank, 3)
     return (
-        time.monotonic() - began - 2 * rank,
+        took,
         text,
         looks_at(model),
         tried(optimizer.step),
@@ -363,7 +380,7 @@ def fail_in_step(rank: int, tell: Tell, way: Way, error: BaseException) -> Any:
 
 
 def ranks_of_which_one_fails(folder: str, way: Way, error: BaseException) -> list[Any]:
-    ranks = fork_ranks(fail_in_step, 3, folder, way, error)
+    ranks = fork_ranks(fail_in_step, 3, folder, folder, way, error)
     return [(*rank.hear(), rank.end()) for rank in ranks]
 
 
@@ -524,7 +541,7 @@ def test_a_rank_that_fails_amid_the_state_tells_the_others(tmp_path: Path, way: 
         assert "MemoryError: no room for the state" in said, (rank, said)
 
 
-def step_on_some(rank: int, tell: Tell, way: Way) -> Any:
+def step_on_some(rank: int, tell: Tell, folder: str, way: Way) -> Any:
     model, _, optimizer = build(way)
     for _ in range(5):
         step(model, optimizer, rank)
@@ -538,12 +555,12 @@ def step_on_some(rank: int, tell: Tell, way: Way) -> Any:
     except stretto.CommunicationError as error:
         text = str(error)
     took = time.monotonic() - began
-    time.sleep(5)
+    stay(folder, rank, 2)
     return took, text
 
 
 def ranks_of_which_one_does_not_step(folder: str, way: Way) -> list[Any]:
-    ranks = fork_ranks(step_on_some, 2, folder, way)
+    ranks = fork_ranks(step_on_some, 2, folder, folder, way)
     return [(*rank.hear(30), rank.end()) for rank in ranks]
 
 
@@ -581,10 +598,7 @@ def leave_out_a_step_on_one_host(rank: int, tell: Tell, folder: str, sizes: tupl
     except stretto.PeerError as error:
         text = str(error)
     tell(text)
-    Path(folder, f"told{rank}").touch()
-    until = time.monotonic() + 20
-    while len([*Path(folder).glob("told*")]) < sum(sizes) and time.monotonic() < until:
-        time.sleep(0.05)  # who ends before the others have raised is what they raise
+    stay(folder, rank, sum(sizes))
     return text
 
 
@@ -638,7 +652,7 @@ def go_another_way(rank: int, tell: Tell, folder: str, instead: str) -> Any:
         tell(("raised", re.sub(r"\.py:\d+", ".py:LINE", str(error))))
     else:
         tell(("", fingerprint(model)))
-    time.sleep(3)  # the other one has raised, too
+    stay(folder, rank, 2)
     dist.destroy_process_group()  # what Gloo has under way will not end while the other one lives
     tell("let go")
 

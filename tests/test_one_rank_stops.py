@@ -70,7 +70,7 @@ for _ in range(2):
 before = [one.detach().clone() for one in second.parameters()]
 """
 ENDING = """
-hang()
+stay()
 os._exit(0)
 """
 STOPPED = "has stopped waiting for a message that was under way in the process group"
@@ -136,7 +136,7 @@ if rank == 1:
     stopped(step)
 else:
     when_stopped()
-    time.sleep(2.0)  # until its thread has read of it
+    until_known(1)
 print("--")
 """
 """In a pass of the first model; what follows is told behind it."""

@@ -660,7 +660,7 @@ def halve(model: torch.nn.Module, only: Collection[int], rank: int) -> None:
 @pytest.mark.parametrize(
     ("world", "only", "tells"), [(2, (0, 1), [0]), (3, (1, 2), [1, 2]), (3, (0,), []), (2, (1,), []), (2, (), [])]
 )
-@pytest.mark.parametrize("behind", [1, 4])
+@pytest.mark.parametrize("behind", [1, 4, 10])
 def test_what_several_ranks_write_in_one_memory_is_told_of(
     caplog: pytest.LogCaptureFixture, world: int, only: tuple[int, ...], tells: list[int], behind: int
 ) -> None:
@@ -725,6 +725,64 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
         "see docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
         "barriers), ignore this. Shown once."
     ]
+
+
+def clips(parameter: torch.nn.Parameter) -> None:
+    parameter.data.clamp_(-0.05, 0.05)
+
+
+def masks(parameter: torch.nn.Parameter) -> None:
+    parameter.data[:, 0] = 0
+
+
+@pytest.mark.parametrize("write", [clips, masks])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_and_masks_are_not_told_of(caplog: pytest.LogCaptureFixture, write: Any, dtype: torch.dtype) -> None:
+    """As often as they are set, they are the same: a warning after each step would be for nothing."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START).to(dtype)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for step in range(6):
+            sharded.zero_grad()
+            model(torch.ones(2, 30, dtype=dtype) + step).sum().backward()
+            sharded.step()
+            transport.all_gather_object(None)
+            write(model.first.weight)
+            transport.all_gather_object(None)
+
+    shared(worker, 2)
+    assert caplog.records == []
+
+
+def test_a_parameter_with_the_memory_of_another_is_refused() -> None:
+    """It was given its values back in a place of its own, and what it had stepped was lost at the next assignment."""
+
+    def worker(transport: Any) -> list[str]:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        told = []
+        for assigned in (model[0].weight.data, model[0].weight.data.clone()):
+            model(torch.ones(2, 6)).sum().backward()
+            model[1].weight.data = assigned
+            try:
+                sharded.step()
+            except stretto.SetupError as error:
+                told.append(str(error))
+                model[1].weight.data = assigned.clone()
+                sharded.step()
+        a, b = (one.weight.data for one in model)
+        model[0].weight.data, model[1].weight.data = b, a  # no more than that: both have moved
+        sharded.step()
+        return told
+
+    for rank, told in enumerate(shared(worker, 2)):
+        assert told == [
+            f"rank {rank}, pass 1: 1.weight was given the memory of 0.weight (parameter.data = other.data), and a "
+            "sharded optimizer steps each in memory of its own.\n"
+            "Let both modules hold one parameter, before stretto.shard(...): module.weight = other.weight; or, for its "
+            "values alone, parameter.data = other.data.clone()."
+        ]
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -190,6 +190,26 @@ class Layout:
                 "keep their values.\nCall .to(memory_format=...) before a backward, and not between that and the step."
             )
 
+    def refuse_tied(self, strayed: Collection[int], where: str) -> None:
+        """Raise ``SetupError`` where one of these lies where another has stayed: one step cannot be that of both.
+
+        Args:
+            strayed: parameters that lie elsewhere by now.
+            where: how the message begins.
+        """
+        if not strayed:
+            return
+        stay = {view.data_ptr(): index for index, view in self.views.items() if view.numel() and index not in strayed}
+        for index in strayed:
+            if (other := stay.get(self.parameters[index].data_ptr())) is not None:
+                name, its = (self.plan.parameters[one].name for one in (index, other))
+                raise SetupError(
+                    f"{where}: {name} was given the memory of {its} (parameter.data = other.data), and a sharded "
+                    "optimizer steps each in memory of its own.\n"
+                    "Let both modules hold one parameter, before stretto.shard(...): module.weight = other.weight; or, "
+                    "for its values alone, parameter.data = other.data.clone()."
+                )
+
     def copies(
         self,
         strayed: Collection[int],

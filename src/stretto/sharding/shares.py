@@ -159,6 +159,7 @@ class Shares:
         """Raise if this rank cannot step."""
         layout, where, plan = self.layout, self.peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
+        layout.refuse_tied(strayed, where)
         self._groups.refuse_other_dtypes(where)
         self._kinds.refuse_change(where, has_moved=has_moved, turn=turn)
         if has_moved:

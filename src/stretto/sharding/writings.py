@@ -25,6 +25,10 @@ from .layout import Layout
 
 _EVERY = 1 << 10
 """At most so many steps from one check to the next. Checks follow steps 1, 2, 4, 8 and so on."""
+_FIRST = 12
+"""And each of so many first steps: some programs write every five or ten steps (Lookahead), and in these first."""
+_BOUNDS = 2
+"""Different values that a write may leave and be harmless however often it is made: ``clamp_``, a mask, zeros."""
 
 log = logging.getLogger("stretto")
 
@@ -40,11 +44,16 @@ class _Behind:
     """Some elements of each, if all ranks share one memory: otherwise more arrives after the step."""
 
     def changed(self) -> list[str]:
-        """The names of those whose memory holds other values now."""
-        views = self.layout.views.items()
-        now = [(index, words_of(few_of(view, self.number))) for index, view in views if view.numel()]
-        differ = [index for (index, one), was in zip(now, self.few, strict=True) if not torch.equal(one, was)]
-        return [self.layout.plan.parameters[index].name for index in differ]
+        """The names of those whose memory holds other values now, and not just a bound or two in some places."""
+        found = []
+        views = ((index, view) for index, view in self.layout.views.items() if view.numel())
+        for (index, view), was in zip(views, self.few, strict=True):
+            now = words_of(few_of(view, self.number))
+            changed = now[now != was]
+            bounds = _BOUNDS * max(1, view.element_size() // now.element_size())
+            if len(changed) and (len(now) <= bounds or len(changed.unique()) > bounds):
+                found.append(self.layout.plan.parameters[index].name)
+        return found
 
 
 class Writings:
@@ -62,11 +71,14 @@ class Writings:
         """Remember the state after a step. Call this before shares are under way: reading would wait for them."""
         self._steps += 1
         self._before = None
-        if layout.is_shared and not self._has_told and not (self._steps & self._steps - 1 and self._steps % _EVERY):
+        if layout.is_shared and not self._has_told and self._looks():
             writes = [one._version for one in layout.parameters.values()]
             read = layout.views.values() if self._compares and len(layout.hosts) == 1 else ()
             few = [words_of(few_of(view, self._steps)).clone() for view in read if view.numel()]
             self._before = _Behind(layout, writes, self._steps, few)
+
+    def _looks(self) -> bool:
+        return self._steps <= _FIRST or not (self._steps & self._steps - 1 and self._steps % _EVERY)
 
     def found(self, layout: Layout) -> list[str]:
         """The names of parameters that this rank has written in the shared memory. Strayed ones lie elsewhere."""

@@ -51,7 +51,7 @@ class _Behind:
             now = words_of(few_of(view, self.number))
             changed = now[now != was]
             bounds = _BOUNDS * max(1, view.element_size() // now.element_size())
-            if len(changed) and (len(now) <= bounds or len(changed.unique()) > bounds):
+            if len(changed) and (len(now) <= bounds or len({*changed.tolist()}) > bounds):
                 found.append(self.layout.plan.parameters[index].name)
         return found
 

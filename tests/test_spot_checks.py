@@ -19,7 +19,7 @@ import stretto
 from stretto.check import check_replicas
 from stretto.errors import PeerError
 from stretto.footer import Footer
-from stretto.spot_checks import SpotCheck, _are_unlike, few_of
+from stretto.spot_checks import SpotCheck, _are_unlike, _few_of
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import LocalGroup, LocalTransport, Transport
 from stretto.words import COUNTS, FIRST_MARK, FIRST_VALUE, LENGTH, VALUES, Control, ControlWords
@@ -748,7 +748,7 @@ def test_a_spot_check_does_not_depend_on_how_a_tensor_lies(number: int) -> None:
 @pytest.mark.parametrize("shape", [(200,), (40, 5), (7, 3, 70), (9, 2, 3, 3)], ids=str)
 def test_spot_checks_of_many_passes_see_most_elements(shape: tuple[int, ...]) -> None:
     places = torch.arange(math.prod(shape)).view(shape)
-    seen = [{*few_of(places, number).tolist()} for number in range(2000)]
+    seen = [{*_few_of(places, number).tolist()} for number in range(2000)]
     assert len(set().union(*seen)) > 0.9 * places.numel()
     assert all(len(one) == min(64, places.numel()) for one in seen)
 
@@ -756,7 +756,7 @@ def test_spot_checks_of_many_passes_see_most_elements(shape: tuple[int, ...]) ->
 def test_no_more_than_what_is_looked_at_is_copied() -> None:
     large = torch.zeros(1000, 1000).t()
     with torch.profiler.profile(profile_memory=True) as seen:
-        few_of(large, 3)
+        _few_of(large, 3)
     assert sum(max(one.self_cpu_memory_usage, 0) for one in seen.key_averages()) < 10_000
 
 

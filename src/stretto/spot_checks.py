@@ -42,7 +42,7 @@ _FRUITLESS = 2
 log = logging.getLogger("stretto")
 
 
-def few_of(tensor: torch.Tensor, number: int) -> torch.Tensor:
+def _few_of(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Some elements, neighbours as they read, others for each number. Not many more are copied for that."""
     row = tensor.detach().as_subclass(torch.Tensor)
     while row.dim():
@@ -73,7 +73,7 @@ class SpotCheck:
         found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             if _can_be_looked_at(tensor):
-                words = words_of(few_of(tensor, number))
+                words = words_of(_few_of(tensor, number))
                 found.setdefault((words.dtype, words.device), []).append(words)
         self._weights = [to_host(weigh(torch.cat(some))) for some in found.values()]
 
@@ -150,7 +150,7 @@ class SpotChecks:
         # To ask what can be read waits for what is under way: else ranks that have read others would look at others.
         everything = {name: one for name, one in everything.items() if is_readable(one) and _can_be_looked_at(one)}
         if keep:
-            everything = kept = {name: few_of(one, self._passed).clone() for name, one in everything.items()}
+            everything = kept = {name: _few_of(one, self._passed).clone() for name, one in everything.items()}
         self._begun = sum(self._peers.seat.steps)
         self._taken = self._passed, SpotCheck(everything.values(), self._passed), kept
 

@@ -11,16 +11,15 @@ kept, and there every rank of the host sees it, whoever it was. So one of them t
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..check import words_of
 from ..errors import name_list
 from ..specs import describe_ranks
-from ..spot_checks import few_of
 from .layout import Layout
 
 _EVERY = 1 << 10
@@ -30,7 +29,27 @@ _FIRST = 12
 _BOUNDS = 2
 """Different values that a write may leave and be harmless however often it is made: ``clamp_``, a mask, zeros."""
 
+_BYTES = 256
+"""Of a parameter that are looked at."""
+_STRIDE = 61
+"""From the elements of one look to those of the next; prime, since most numbers of looks are powers of two."""
+
 log = logging.getLogger("stretto")
+
+
+def _some_of(view: torch.Tensor, number: int) -> bytes:
+    """Of what lies dense on the host, other elements for each number. As tensors they would take ten times as long."""
+    unit, numel = view.element_size(), view.numel()
+    count = min(_BYTES // unit, numel)
+    start = number * _STRIDE % (numel - count + 1)
+    return ctypes.string_at(view.data_ptr() + start * unit, count * unit)
+
+
+def _harms(was: bytes, now: bytes, unit: int) -> bool:
+    """Whether elements of so many bytes have got other values than a bound or two, as by ``mul_``."""
+    elements = [(was[at : at + unit], now[at : at + unit]) for at in range(0, len(now), unit)]
+    values = {after for before, after in elements if after != before}
+    return len(values) > _BOUNDS or 0 < len(values) <= len(elements) <= _BOUNDS
 
 
 @dataclass(frozen=True)
@@ -40,18 +59,15 @@ class _Behind:
     layout: Layout
     writes: list[int]
     number: int
-    few: list[torch.Tensor]
+    some: Mapping[int, bytes]
     """Some elements of each, if all ranks share one memory: otherwise more arrives after the step."""
 
     def changed(self) -> list[str]:
         """The names of those whose memory holds other values now, and not just a bound or two in some places."""
         found = []
-        views = ((index, view) for index, view in self.layout.views.items() if view.numel())
-        for (index, view), was in zip(views, self.few, strict=True):
-            now = words_of(few_of(view, self.number))
-            changed = now[now != was]
-            bounds = _BOUNDS * max(1, view.element_size() // now.element_size())
-            if len(changed) and (len(now) <= bounds or len({*changed.tolist()}) > bounds):
+        for index, was in self.some.items():
+            now = _some_of(view := self.layout.views[index], self.number)
+            if now != was and _harms(was, now, view.element_size()):
                 found.append(self.layout.plan.parameters[index].name)
         return found
 
@@ -73,9 +89,9 @@ class Writings:
         self._before = None
         if layout.is_shared and not self._has_told and self._looks():
             writes = [one._version for one in layout.parameters.values()]
-            read = layout.views.values() if self._compares and len(layout.hosts) == 1 else ()
-            few = [words_of(few_of(view, self._steps)).clone() for view in read if view.numel()]
-            self._before = _Behind(layout, writes, self._steps, few)
+            read = layout.views.items() if self._compares and len(layout.hosts) == 1 else ()
+            some = {index: _some_of(view, self._steps) for index, view in read}
+            self._before = _Behind(layout, writes, self._steps, some)
 
     def _looks(self) -> bool:
         return self._steps <= _FIRST or not (self._steps & self._steps - 1 and self._steps % _EVERY)
@@ -95,7 +111,7 @@ class Writings:
         Call this before ranks meet: after that, others step.
         """
         before = self._before
-        if before is None or before.layout is not layout or not (self._compares and before.few):
+        if before is None or before.layout is not layout or not self._compares:
             return []
         return before.changed()
 

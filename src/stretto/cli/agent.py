@@ -120,11 +120,6 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, logs)
         self.ends = Ends(told)
-        self._meeting = spec.rdzv_handler
-
-    def stop_meeting(self) -> None:
-        """End the store by which ranks meet."""
-        self._meeting.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """torch keeps the ranks' output files open until it is gone itself: the pipes would not end with the ranks."""

@@ -113,7 +113,6 @@ def launch(program: Sequence[str], ranks: int, out: BinaryIO, err: BinaryIO) -> 
     except SignalException as stop:
         return Outcome(stopped_by=int(stop.sigval))
     finally:
-        agent.stop_meeting()
         logging.disable(before)
         streams.close()
     if not failures:

@@ -774,6 +774,9 @@ def test_a_parameter_with_the_memory_of_another_is_refused() -> None:
         a, b = (one.weight.data for one in model)
         model[0].weight.data, model[1].weight.data = b, a  # no more than that: both have moved
         sharded.step()
+        model[0].weight.data = model[1].weight.data = torch.ones(6, 6)
+        with pytest.raises(stretto.SetupError, match="was given the memory of"):
+            sharded.step()
         return told
 
     for rank, told in enumerate(shared(worker, 2)):

@@ -191,7 +191,7 @@ class Layout:
             )
 
     def refuse_tied(self, strayed: Collection[int], where: str) -> None:
-        """Raise ``SetupError`` where one of these lies where another has stayed: one step cannot be that of both.
+        """Raise ``SetupError`` where one of these lies where another parameter does: one step cannot be that of both.
 
         Args:
             strayed: parameters that lie elsewhere by now.
@@ -199,9 +199,11 @@ class Layout:
         """
         if not strayed:
             return
-        stay = {view.data_ptr(): index for index, view in self.views.items() if view.numel() and index not in strayed}
+        moved = {*strayed}
+        lying = {view.data_ptr(): index for index, view in self.views.items() if index not in moved}
         for index in strayed:
-            if (other := stay.get(self.parameters[index].data_ptr())) is not None:
+            address = self.parameters[index].data_ptr()  # 0 if it has no elements
+            if address and (other := lying.setdefault(address, index)) != index:
                 name, its = (self.plan.parameters[one].name for one in (index, other))
                 raise SetupError(
                     f"{where}: {name} was given the memory of {its} (parameter.data = other.data), and a sharded "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import re
 import threading
 from collections.abc import Callable, Collection
@@ -651,6 +652,11 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         )
 
 
+def of_writes(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Without those of a rank that waits long, on a busy machine."""
+    return [record for record in caplog.records if record.module == "writings"]
+
+
 def halve(model: torch.nn.Module, only: Collection[int], rank: int) -> None:
     with torch.no_grad():
         if rank in only:
@@ -677,7 +683,7 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
             transport.all_gather_object(None)
 
     shared(worker, world)
-    assert sorted(record.getMessage() for record in caplog.records) == [
+    assert sorted(record.getMessage() for record in of_writes(caplog)) == [
         f"rank {rank}, pass {behind + 1}: since the last step {len(only)} ranks have written in place to "
         "parameters that the ranks of a host share in one memory (nn.init, p.mul_(), an optimizer hook, a forward); "
         f"this rank, of ranks {', '.join(map(str, range(world)))}, has written to first.weight. If several ranks "
@@ -716,7 +722,7 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
             transport.all_gather_object(None)
 
     shared(worker, 3)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in of_writes(caplog)] == [
         f"rank 0, pass {behind + 1}: since the last step the values of first.weight have changed in the memory that "
         "the ranks of a host share, by writes that torch does not count: through .data (p.data.mul_()), from NumPy, in "
         "a library's layer, or right before parameter.data = ... (SAM). If several ranks of a host change a parameter, "
@@ -752,7 +758,7 @@ def test_bounds_and_masks_are_not_told_of(caplog: pytest.LogCaptureFixture, writ
             transport.all_gather_object(None)
 
     shared(worker, 2)
-    assert caplog.records == []
+    assert of_writes(caplog) == []
 
 
 def test_a_parameter_with_the_memory_of_another_is_refused() -> None:
@@ -805,7 +811,7 @@ def test_behind_what_torch_does_not_count_all_ranks_still_count(caplog: pytest.L
             transport.all_gather_object(None)
 
     shared(worker, world)
-    told = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in of_writes(caplog)]
     assert sum("by writes that torch does not count" in one for one in told) == 1
     assert sum(f"since the last step {world} ranks have written in place" in one for one in told) == 1
     assert len(told) == 2
@@ -831,7 +837,7 @@ def test_writes_are_told_of_once_where_the_step_is_refused(caplog: pytest.LogCap
         train(model, sharded, transport.rank, 1)
 
     shared(worker, 2)
-    assert len(caplog.records) == 1
+    assert len(of_writes(caplog)) == 1
 
 
 @pytest.mark.parametrize(("carry", "only"), [(run_ranks, (0, 1)), (CARRIERS["hosts"], (0, 2))])
@@ -848,7 +854,7 @@ def test_what_one_rank_of_each_memory_writes_is_as_it_should_be(
             transport.all_gather_object(None)
 
     carry(worker, 2)
-    assert caplog.records == []
+    assert of_writes(caplog) == []
 
 
 def test_another_optimizer_is_seen_by_what_it_changes() -> None:

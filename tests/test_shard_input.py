@@ -733,6 +733,60 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
     ]
 
 
+def shift(parameter: torch.nn.Parameter) -> None:
+    """As in SAM."""
+    parameter.data.add_(torch.linspace(0, 1, parameter.numel()).view_as(parameter))
+
+
+def binarize(parameter: torch.nn.Parameter) -> None:
+    """As in BinaryConnect. Two values are left, and yet it is no bound: they are put back."""
+    parameter.data.sign_()
+
+
+@pytest.mark.parametrize("move", [shift, binarize])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_values_that_are_moved_for_a_backward_and_put_back_are_told_of(
+    caplog: pytest.LogCaptureFixture, move: Any, micro_batches: int
+) -> None:
+    """All ranks computed with weights that each had moved once more. In the next step they were those of before."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for step in range(4):
+            sharded.zero_grad()
+            kept = model.first.weight.data.clone()
+            transport.all_gather_object(None)
+            move(model.first.weight)
+            for batch in range(micro_batches):
+                model(torch.ones(2, 30) + step + batch).sum().backward()
+            transport.all_gather_object(None)
+            model.first.weight.data.copy_(kept)
+            transport.all_gather_object(None)
+            sharded.step()
+
+    shared(worker, 2)
+    (told,) = (record.getMessage() for record in of_writes(caplog))
+    assert "pass" in told and "since the last step the values of first.weight have changed in the memory" in told
+
+
+def test_what_was_moved_is_forgotten_with_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan, or an end, may take the memory away that a backward would look at."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sync = stretto.attach(model, transport=transport)
+        sharded = stretto.shard(adam(model), sync)
+        train(model, sharded, transport.rank, 2)
+        plain = sharded.unshard()
+        train(model, plain, transport.rank, 1)
+        write_uncounted(model.first.weight, "data")  # its own now
+        train(model, plain, transport.rank, 1)
+
+    shared(worker, 2)
+    assert of_writes(caplog) == []
+
+
 def clips(parameter: torch.nn.Parameter) -> None:
     parameter.data.clamp_(-0.05, 0.05)
 

@@ -61,7 +61,8 @@ class Shares:
     ) -> None:
         self._optimizer, self._reducer, self.peers, self.rank = optimizer, reducer, peers, reducer.transport.rank
         self._groups, self._kinds = Groups(optimizer, reducer.queue), KindWatch(optimizer, kind)
-        self.meetings, self._writings = Meetings(reducer.transport, peers, optimizer), Writings(compares=not self.rank)
+        self.meetings = Meetings(reducer.transport, peers, optimizer)
+        self._writings = Writings(reducer, compares=not self.rank)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
         self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
@@ -112,6 +113,7 @@ class Shares:
             if self.layout.is_shared:
                 refuse_strays(self.layout, self.layout.strayed(), self.peers)
             self._spread.finish()
+            self._writings.forget()
             self._divisions.follow()
             self._has_moved |= has_moved
 
@@ -256,6 +258,7 @@ class Shares:
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay where they are, and reads raise."""
         self.withholding.end()
+        self._writings.forget()
         with contextlib.suppress(StrettoError):  # a read of the parameter raises it
             self._spread.finish()
         self.inner.stretches.forget()

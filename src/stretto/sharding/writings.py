@@ -6,19 +6,23 @@ see [Note: two meetings], so this costs no message.
 
 torch does not count what is written through ``p.data`` or from NumPy, and once a parameter has been given other memory,
 its count does not say which of the two was written. Such a write shows only in the values, of which a few elements are
-kept, and there every rank of the host sees it, whoever it was. So one of them tells of it.
+kept, and there every rank of the host sees it, whoever it was. So one of them tells of it. Values that a program moves
+for a backward and puts back (SAM, weight noise) are those of before in the next step, so that rank also looks when a
+backward has ended.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import name_list
+from ..reducer import Reducer
 from ..specs import describe_ranks
 from .layout import Layout
 
@@ -61,37 +65,74 @@ class _Behind:
     number: int
     some: Mapping[int, bytes]
     """Some elements of each, if all ranks share one memory: otherwise more arrives after the step."""
+    moved: dict[int, bytes] = field(default_factory=dict)
+    """The elements of those that were others when a backward ended."""
+
+    def look(self) -> None:
+        """A backward has ended, and others cannot have stepped since."""
+        for index, was in self.some.items():
+            if (now := self._now(index)) != was:
+                self.moved.setdefault(index, now)
 
     def changed(self) -> list[str]:
-        """The names of those whose memory holds other values now, and not just a bound or two in some places."""
+        """The names of those whose memory holds other values now, and not just a bound or two in some places.
+
+        What has changed once more since a backward is named whatever it is now: its values were moved and put back.
+        """
         found = []
         for index, was in self.some.items():
-            now = _some_of(view := self.layout.views[index], self.number)
-            if now != was and _harms(was, now, view.element_size()):
+            now, unit = self._now(index), self.layout.views[index].element_size()
+            if self.moved.get(index, now) != now or (now != was and _harms(was, now, unit)):
                 found.append(self.layout.plan.parameters[index].name)
         return found
+
+    def _now(self, index: int) -> bytes:
+        return _some_of(self.layout.views[index], self.number)
+
+
+class _Observer:
+    """See events.py. The reducer holds it, and would come round to itself by way of the parameters: survivors.py."""
+
+    def __init__(self, before: _Behind) -> None:
+        self._before = weakref.ref(before)
+
+    def pass_settled(self, pass_number: int) -> None:
+        if (before := self._before()) is not None:
+            before.look()
 
 
 class Writings:
     """Writes to the parameters of one optimizer between its steps.
 
     Args:
+        reducer: tells of the end of each backward.
         compares: this rank looks for writes that torch does not count.
     """
 
-    def __init__(self, *, compares: bool) -> None:
-        self._steps, self._has_told, self._compares = 0, False, compares
+    def __init__(self, reducer: Reducer, *, compares: bool) -> None:
+        self._reducer, self._steps, self._has_told, self._compares = reducer, 0, False, compares
         self._before: _Behind | None = None
+        self._observer: _Observer | None = None
 
     def stepped(self, layout: Layout) -> None:
         """Remember the state after a step. Call this before shares are under way: reading would wait for them."""
         self._steps += 1
-        self._before = None
+        self.forget()
         if layout.is_shared and not self._has_told and self._looks():
             writes = [one._version for one in layout.parameters.values()]
             read = layout.views.items() if self._compares and len(layout.hosts) == 1 else ()
             some = {index: _some_of(view, self._steps) for index, view in read}
             self._before = _Behind(layout, writes, self._steps, some)
+            if some:
+                self._observer = _Observer(self._before)
+                self._reducer.start_watching(self._observer)
+
+    def forget(self) -> None:
+        """Compare nothing until the next step. Call this when parameters move: their old memory may be gone."""
+        self._before = None
+        if self._observer is not None:
+            self._reducer.stop_watching(self._observer)
+            self._observer = None
 
     def _looks(self) -> bool:
         return self._steps <= _FIRST or not (self._steps & self._steps - 1 and self._steps % _EVERY)
@@ -125,7 +166,8 @@ class Writings:
             where: how the message begins.
             speaks: whether this rank warns if all have written.
         """
-        self._has_told, self._before = True, None  # if this step is refused, the next one looks again
+        self._has_told = True
+        self.forget()  # if this step is refused, the next one looks again
         if names and (speaks or count < sum(map(len, layout.hosts))):
             log.warning(
                 "%s: since the last step %d ranks have written in place to parameters that the ranks of a host share "

@@ -607,10 +607,7 @@ def test_a_trace_of_which_a_part_is_missing_or_damaged_is_shown_as_far_as_it_goe
     ("--last 2", [3, 4]),
     ("--last 99", [2, 3, 4]),
     (f"--last {10**21}", [2, 3, 4]),
-    ("--passes 3:3", [3]),
-    ("--passes :3", [2, 3]),
-    ("--passes 3:", [3, 4]),
-    ("--passes 2:4 --last 1", [4]),
+    ("--last 1", [4]),
 ])  # fmt: skip
 def test_passes_of_a_trace_can_be_chosen(folder: Path, capsys, options: str, numbers: list[int]) -> None:
     page = folder / "a.html"
@@ -631,19 +628,9 @@ def test_of_many_passes_that_were_chosen_a_picture_shows_one(folder: Path, capsy
         at = next(number for number, line in enumerate(lines) if '"number":4,' in line)
         lines.insert(at + 1, lines[at].replace('"number":4,', '"number":5,'))
         path.write_text("".join(lines))
-    assert execute(["trace", str(folder), "--html", str(folder / "a.html"), "--passes", "2:5"]) == 0
+    assert execute(["trace", str(folder), "--html", str(folder / "a.html"), "--last", "4"]) == 0
     assert capsys.readouterr().err == ""
     assert re.search(r"pass \d of a run on 2 ranks", (folder / "a.html").read_text())
-
-
-def test_a_trace_that_is_cut_off_behind_the_passes_that_were_read(folder: Path, capsys) -> None:
-    path = folder / "rank1.jsonl"
-    path.write_bytes(path.read_bytes()[:-10])
-    assert execute(["trace", str(folder), "--passes", "2:3"]) == 1
-    assert capsys.readouterr().err == (
-        "stretto: rank 1: its trace is cut off after the passes that were read (killed, still running, or not copied "
-        "completely)\n"
-    )
 
 
 def test_a_trace_that_an_exception_ended_is_whole(folder: Path, capsys) -> None:
@@ -1239,11 +1226,6 @@ REFUSED = [
     ("trace trace --rank 2", 2, "--rank 2: the trace has ranks 0 to 1"),
     ("trace trace --pass 9", 2, "--pass 9: the trace has passes 2 to 4"),
     ("trace trace --last 0", 2, "--last 0: must be 1 or more"),
-    ("trace trace --passes 3", 2, "--passes 3: give the first and the last, such as 100:120, 100: or :120"),
-    ("trace trace --passes :", 2, "--passes :: give the first and the last, such as 100:120, 100: or :120"),
-    ("trace trace --passes a:b", 2, "--passes a:b: give the first and the last, such as 100:120, 100: or :120"),
-    ("trace trace --passes 3:1", 2, "--passes 3:1: the first comes after the last"),
-    ("trace trace --passes 8:9", 2, "trace: it has none of the passes that you asked for; its last is 4"),
     ("trace trace --picture a.gif", 2, "a.gif: a picture ends in .png or .svg"),
     ("trace trace --chrome trace/rank1.jsonl", 2, "trace/rank1.jsonl is part of the trace: write to another file"),
     ("trace trace --html empty", 2, "empty cannot be written: it is a folder"),

@@ -35,7 +35,7 @@ from stretto.report import UNTOLD
 from stretto.sketch import sketch
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
 from stretto.timeline import timeline_of
-from stretto.trace import RankTrace, TraceError, WhichPasses, read_trace
+from stretto.trace import RankTrace, TraceError, read_trace
 from stretto.writing import TraceWriter, header_of
 
 
@@ -492,24 +492,19 @@ def test_where_nothing_can_be_shown_the_folder_is_refused(written: Path) -> None
     assert str(caught.value) == f"{written}/rank0.jsonl: says that it is the file of rank 1"
 
 
-@pytest.mark.parametrize("choice, numbers", [
-    (WhichPasses(), [3, 4, 5, 6, 7, 8]),
-    (WhichPasses(newest=2), [7, 8]),
-    (WhichPasses(newest=99), [3, 4, 5, 6, 7, 8]),
-    (WhichPasses(4, 6), [4, 5, 6]),
-    (WhichPasses(first=7), [7, 8]),
-    (WhichPasses(last=3), [3]),
-    (WhichPasses(4, 7, 2), [6, 7]),
-    (WhichPasses(9, 10), []),
+@pytest.mark.parametrize("last, numbers", [
+    (None, [3, 4, 5, 6, 7, 8]),
+    (2, [7, 8]),
+    (99, [3, 4, 5, 6, 7, 8]),
 ])  # fmt: skip
-def test_passes_are_chosen_when_they_are_read(
-    tmp_path: Path, choice: WhichPasses, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+def test_the_last_passes_are_chosen_when_they_are_read(
+    tmp_path: Path, last: int | None, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_ranks(lambda transport: train(transport, tmp_path, 6), 2)
     understood = []
     real = PassRecord.from_dict
     monkeypatch.setattr(PassRecord, "from_dict", lambda value: understood.append(value) or real(value))
-    for trace in read_trace(tmp_path, choice):
+    for trace in read_trace(tmp_path, last):
         assert [one.number for one in trace.passes] == numbers and trace.end == "closed"
     assert len(understood) == 2 * len(numbers), "what is not asked for costs no more than its first characters"
 
@@ -518,7 +513,7 @@ def test_the_last_passes_are_those_that_any_rank_has(tmp_path: Path) -> None:
     run_ranks(lambda transport: train(transport, tmp_path, 6), 2)
     path = tmp_path / "rank1.jsonl"
     path.write_text("".join(line for line in path.read_text().splitlines(True) if '"number":8,' not in line))
-    assert [[p.number for p in one.passes] for one in read_trace(tmp_path, WhichPasses(newest=2))] == [[7, 8], [7]]
+    assert [[p.number for p in one.passes] for one in read_trace(tmp_path, 2)] == [[7, 8], [7]]
 
 
 def test_memory_does_not_grow_with_a_trace_of_which_little_is_asked_for(tmp_path: Path) -> None:
@@ -531,7 +526,7 @@ def test_memory_does_not_grow_with_a_trace_of_which_little_is_asked_for(tmp_path
         file.writelines(line.replace('"number":4,', f'"number":{number},') for number in range(4, 5000))
     size = path.stat().st_size
     tracemalloc.start()
-    (trace, _) = read_trace(tmp_path, WhichPasses(newest=5))
+    (trace, _) = read_trace(tmp_path, 5)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [one.number for one in trace.passes] == [4995, 4996, 4997, 4998, 4999]

@@ -11,7 +11,7 @@ handle is still writing, which continues there.
 
 A process that is killed leaves whole lines, and at most a part of a last one. Reading leaves out what is missing, cut
 off or no part of a trace, with one line that names the file and the line; the folder is refused only if nothing can be
-shown. From a long trace, only the passes that are asked for are read. writing.py writes it.
+shown. From a long trace, only the last passes are read, if that is asked for. writing.py writes it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .specs import describe_ranks
 
 VERSION = 1
 _FILE = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
-_NUMBER = re.compile(rb'{"pass":{"number":(\d+),')
-"""How the line of a pass begins: it need not be understood whole to know which it is."""
+_PASS = b'{"pass":'
+"""How the line of a pass begins: it need not be understood whole to know that it is one."""
 _MOST_RANKS = 2**20
 """More than there were ever: a header that speaks of so many is damaged, and each of them would be named as missing."""
 _SHOWN = 3
@@ -111,30 +111,8 @@ def files_of(folder: str | os.PathLike[str]) -> list[tuple[Path, int]]:
     return sorted(((path, int(match[1])) for path, match in found if match), key=lambda one: one[1])
 
 
-@dataclass(frozen=True)
-class WhichPasses:
-    """Which passes to read; default, all.
-
-    Args:
-        first: the first one.
-        last: the last one.
-        newest: so many from the end, counted by what any rank has.
-    """
-
-    first: int = 0
-    last: int | None = None
-    newest: int | None = None
-
-    def wants(self, number: int) -> bool:
-        """As far as the number alone tells."""
-        return self.first <= number and (self.last is None or number <= self.last)
-
-
-ALL = WhichPasses()
-
-
 def read_trace(
-    folder: str | os.PathLike[str], choice: WhichPasses = ALL, tell: Callable[[str], object] = log.warning
+    folder: str | os.PathLike[str], last: int | None = None, tell: Callable[[str], object] = log.warning
 ) -> list[RankTrace]:
     """What ranks have seen, in rank order. What cannot be read is left out, and told of.
 
@@ -142,7 +120,7 @@ def read_trace(
 
     Args:
         folder: as given to ``sync.trace``.
-        choice: which passes.
+        last: only so many passes from the end, counted by what any rank has. Default: all.
         tell: is called with a line for each thing that is left out; default, a warning of the logger ``stretto``.
 
     Raises:
@@ -159,7 +137,7 @@ def read_trace(
     problems: list[str] = []
     for path, rank in files:
         try:
-            found.append(_File(path, rank, choice).read(problems))
+            found.append(_File(path, rank, last).read(problems))
         except TraceError as error:
             problems.append(f"{error}: left out")
     if not found:
@@ -175,7 +153,7 @@ def read_trace(
         problems.append(f"{folder}: no file of {describe_ranks(missing)}; copy those of all ranks into one folder")
     for problem in problems:
         tell(problem)
-    return _newest(_clocks_shared(found), choice.newest)
+    return _newest(_clocks_shared(found), last)
 
 
 def _of_one_run(found: list[RankTrace]) -> tuple[list[RankTrace], list[int]]:
@@ -205,17 +183,14 @@ class _File:
     Args:
         path: where it lies.
         rank: whose it is by its name.
-        choice: which passes.
+        last: only so many passes from the end.
     """
 
-    def __init__(self, path: Path, rank: int, choice: WhichPasses) -> None:
+    def __init__(self, path: Path, rank: int, last: int | None) -> None:
         self._path = path
         self._rank = rank
-        self._choice = choice
         self._plans: dict[str, BucketPlan] = {}
-        self._passes: deque[tuple[int, bytes]] = deque(
-            maxlen=None if choice.newest is None else min(choice.newest, sys.maxsize)
-        )
+        self._passes: deque[tuple[int, bytes]] = deque(maxlen=None if last is None else min(last, sys.maxsize))
         self._end: str | None = None
         self._later: Clock | None = None
         self._bad: list[int] = []
@@ -260,9 +235,8 @@ class _File:
 
     def _understand(self, number: int, line: bytes) -> None:
         try:
-            if begins := _NUMBER.match(line):
-                if self._choice.wants(int(begins[1])):
-                    self._passes.append((number, line))
+            if line.startswith(_PASS):
+                self._passes.append((number, line))
                 return
             value = json.loads(line)
             if "plan" in value:

@@ -16,7 +16,7 @@ from ..plots import FORMATS, save_picture
 from ..sketch import sketch
 from ..terminal import progress
 from ..timeline import Timeline, timeline_of
-from ..trace import RankTrace, TraceError, WhichPasses, files_of, read_trace
+from ..trace import RankTrace, TraceError, files_of, read_trace
 from .console import BAD_INPUT, FINE, WRONG, AsJson, CommandError, check_writable, note, say, say_json, write
 
 WIDTH = 100
@@ -31,12 +31,7 @@ def trace(
         int | None, typer.Option(help="The rank whose report to print. Default: the first in the trace.")
     ] = None,
     number: Annotated[int | None, typer.Option("--pass", help="Draw this pass. Default: a typical one.")] = None,
-    passes: Annotated[
-        str | None, typer.Option(metavar="A:B", help="Read only passes A to B; either may be left out. Default: all.")
-    ] = None,
-    last: Annotated[
-        int | None, typer.Option(help="Read only the last N passes (of --passes): enough for a trace of hours.")
-    ] = None,
+    last: Annotated[int | None, typer.Option(help="Read only the last N passes. Default: all.")] = None,
     chrome: Annotated[
         Path | None, typer.Option(help="Chrome Trace JSON, for https://ui.perfetto.dev. Default: FOLDER/trace.json.")
     ] = None,
@@ -49,21 +44,22 @@ def trace(
 
     The exit code is 1 if a rank's file is missing, cut off or damaged; what is there is shown all the same.
     """
-    choice = _chosen(passes, last)
-    traces, notes = _read(folder, choice, rank)
+    if last is not None and last < 1:
+        raise CommandError(f"--last {last}: must be 1 or more")
+    traces, notes = _read(folder, last, rank)
     damaged = bool(notes)
     outputs = {"chrome": chrome or folder / "trace.json", "html": html, "picture": picture}
     asked = {kind: path for kind, path in outputs.items() if path is not None}
     _check(asked, folder, needed=chrome is not None)
-    ends, cut_off = _how_it_ended(traces, choice)
+    ends, cut_off = _how_it_ended(traces)
     notes += ends
     for one in notes:
         note(one)
     with progress("aligning ranks"):
         timeline = timeline_of(traces)
         reports = reports_from(traces) if timeline.passes else []
-    _check_passes(timeline, folder, number, choice)
-    few = choice != WhichPasses() and len(timeline.numbers) <= MOST_DRAWN
+    _check_passes(timeline, folder, number)
+    few = last is not None and len(timeline.numbers) <= MOST_DRAWN
     drawn = [number] if number is not None else timeline.numbers if few else None
     notes += _write_all(asked, timeline, drawn, needed=chrome is not None)
     if as_json:
@@ -79,26 +75,12 @@ def trace(
     return WRONG if cut_off or damaged else FINE
 
 
-def _chosen(passes: str | None, last: int | None) -> WhichPasses:
-    """What to read."""
-    if last is not None and last < 1:
-        raise CommandError(f"--last {last}: must be 1 or more")
-    if passes is None:
-        return WhichPasses(newest=last)
-    first, colon, end = passes.partition(":")
-    if not all(one == "" or one.isdecimal() for one in (first, end)) or not (colon and first + end):
-        raise CommandError(f"--passes {passes}: give the first and the last, such as 100:120, 100: or :120")
-    if first and end and int(first) > int(end):
-        raise CommandError(f"--passes {passes}: the first comes after the last")
-    return WhichPasses(int(first or 0), int(end) if end else None, last)
-
-
-def _read(folder: Path, choice: WhichPasses, rank: int | None) -> tuple[list[RankTrace], list[str]]:
+def _read(folder: Path, last: int | None, rank: int | None) -> tuple[list[RankTrace], list[str]]:
     """What can be read, and a line for each thing that cannot."""
     notes: list[str] = []
     with progress(f"reading {folder}"):
         try:
-            traces = read_trace(folder, choice, notes.append)
+            traces = read_trace(folder, last, notes.append)
         except TraceError as error:
             raise CommandError(str(error), WRONG if files_of(folder) else BAD_INPUT) from error
     ranks = [one.rank for one in traces]
@@ -107,12 +89,8 @@ def _read(folder: Path, choice: WhichPasses, rank: int | None) -> tuple[list[Ran
     return traces, notes
 
 
-def _check_passes(timeline: Timeline, folder: Path, number: int | None, choice: WhichPasses) -> None:
+def _check_passes(timeline: Timeline, folder: Path, number: int | None) -> None:
     """Is there anything to show?"""
-    if not timeline.passes and choice != WhichPasses():
-        newest = [one.number for rank in read_trace(folder, WhichPasses(newest=1)) for one in rank.passes]
-        told = f"; its last is {max(newest)}" if newest else ""
-        raise CommandError(f"{folder}: it has none of the passes that you asked for{told}")
     if not timeline.passes:
         raise CommandError(f"{folder}: no pass has settled in it, so there is nothing to show", WRONG)
     if number is not None and number not in timeline.numbers:
@@ -141,13 +119,11 @@ def _check(asked: Mapping[str, Path], folder: Path, *, needed: bool) -> None:
             check_writable(path)
 
 
-def _how_it_ended(traces: Sequence[RankTrace], choice: WhichPasses) -> tuple[list[str], bool]:
+def _how_it_ended(traces: Sequence[RankTrace]) -> tuple[list[str], bool]:
     """A line for each rank that has not ended well, and whether a file was cut off."""
     notes = []
     for one in traces:
         last = f"after pass {one.passes[-1].number}" if one.passes else "before a pass has settled"
-        if choice.first or choice.last is not None:
-            last = "after the passes that were read"
         if one.end is None:
             notes.append(
                 f"rank {one.rank}: its trace is cut off {last} (killed, still running, or not copied completely)"

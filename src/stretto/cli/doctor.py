@@ -19,10 +19,6 @@ from .reach import GlooInterface, Reached, reach_the_store, what_gloo_chooses
 from .speed import Speed, measure
 
 LITTLE_MEMORY = 512 * 1024**2
-SEVERAL_HOSTS = (
-    "each would sum in its memory, then send one share (hierarchical): tried with 3 ranks as if on 2 hosts; how\n"
-    f"{'':<16}fast the link is can be measured only there: torchrun ... -m stretto doctor, on all of them"
-)
 _HEADS = ("quarter to quarter", "per second")
 
 
@@ -119,8 +115,6 @@ def faults(findings: Findings) -> list[str]:
             )
     if findings.speed is None and not findings.gloo.problem:
         found.append(f"ranks cannot exchange anything: {findings.speed_problem}.")
-    if findings.speed is not None and findings.speed.two_hosts:
-        found.append(f"ranks that act as if on two hosts cannot sum: {findings.speed.two_hosts}.")
     return found
 
 
@@ -205,8 +199,6 @@ def _speed(findings: Findings) -> list[str]:
     lines = [f"{'shared memory':<16}" + (problem or f"yes: {some} have read each other's memory")]
     if launched is not None:
         lines.append(f"{'gradients take':<16}{[*findings.speed.timings][-1]}")
-    elif findings.speed.two_hosts == "":
-        lines.append(f"{'several hosts':<16}{SEVERAL_HOSTS}")
     through = os.environ.get("GLOO_SOCKET_IFNAME", "loopback" if launched is None else "")
     rows = [(f"all-reduce, {launched.world_size if launched else 2} ranks", "size", "median", *_HEADS)]
     for transport, timings in findings.speed.timings.items():

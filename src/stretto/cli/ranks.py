@@ -56,8 +56,8 @@ def check_descriptors(ranks: int) -> None:
             os.close(one)
 
 
-def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout: float, ranks: int = RANKS) -> list[T]:
-    """Run ``worker(rank, *args, tell)`` on each rank, and return their results. Ctrl-C ends them.
+def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout: float) -> list[T]:
+    """Run ``worker(rank, *args, tell)`` on each of two ranks, and return their results. Ctrl-C ends them.
 
     Args:
         title: of the bar.
@@ -65,7 +65,6 @@ def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout
         worker: can be imported by its name.
         args: anything that can be pickled.
         timeout: seconds.
-        ranks: how many.
 
     Raises:
         RuntimeError: a rank failed; with its traceback.
@@ -78,4 +77,4 @@ def work(title: str, total: float, worker: Callable[..., T], *args: Any, timeout
             if here.poll(_LOOK_SECONDS):
                 done(here.recv())
 
-        return quietly(spawn_ranks, worker, ranks, *args, there, timeout=timeout, meanwhile=look)
+        return quietly(spawn_ranks, worker, RANKS, *args, there, timeout=timeout, meanwhile=look)

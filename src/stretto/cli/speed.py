@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
-import torch.distributed as dist
 
 from ..specs import MIB
-from ..testing_network import SeparateHosts
 from ..transport import ProcessGroupTransport, Transport, choose
 from .ranks import work
 
@@ -23,8 +20,6 @@ _ROUNDS = {_SMALLEST: 300, MIB: 60, 25 * MIB: 12}
 _QUICK = {_SMALLEST: 40, MIB: 10, 25 * MIB: 3}
 _WARM = 2
 _TIMEOUT = 120.0
-_PAIR = 2
-"""Ranks that are measured. One more takes part in the later check, asleep until then."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +48,10 @@ class Speed:
     """By transport."""
     no_shared_memory: str = ""
     """Why there is no shared memory; empty if there is."""
-    two_hosts: str | None = None
-    """Why ranks that acted as two hosts could not sum; empty if they could, None if not tried."""
 
 
 def measure(*, quick: bool) -> Speed:
-    """Start ranks, have two all-reduce tensors of 4 B, 1 MB and 25 MB, the transports in turns; then see whether ranks
-    that act as if on two hosts sum right.
+    """Start two ranks, and have them all-reduce tensors of 4 B, 1 MB and 25 MB, the transports in turns.
 
     Args:
         quick: a few rounds only.
@@ -69,9 +61,7 @@ def measure(*, quick: bool) -> Speed:
         TimeoutError: they did not end.
     """
     rounds = _QUICK if quick else _ROUNDS
-    found = work("measuring two ranks", 1.0, _measure_on_rank, rounds, timeout=_TIMEOUT, ranks=_PAIR + 1)[0]
-    assert found is not None, "rank 0 is one of the pair"
-    return found
+    return work("measuring two ranks", 1.0, _measure_on_rank, rounds, timeout=_TIMEOUT)[0]
 
 
 def measure_here(*, quick: bool) -> Speed:
@@ -83,25 +73,8 @@ def measure_here(*, quick: bool) -> Speed:
     return _measured(ProcessGroupTransport(), _QUICK if quick else _ROUNDS, lambda done: None)
 
 
-def _measure_on_rank(rank: int, rounds: Mapping[int, int], tell: Connection) -> Speed | None:
-    pair = dist.new_group([*range(_PAIR)])
-    speed = _measured(ProcessGroupTransport(pair), rounds, tell.send) if rank < _PAIR else None
-    dist.barrier()
-    problem = _why_not_over_hosts()
-    return speed and replace(speed, two_hosts=None if speed.no_shared_memory else problem)
-
-
-def _why_not_over_hosts() -> str:
-    """Why ranks that act as if on two hosts cannot sum; empty if they can. Collective."""
-    transport = choose(SeparateHosts(ProcessGroupTransport(), [_PAIR, 1]), "auto")
-    if not transport.name.startswith("hierarchical"):
-        return f"{transport.name} was chosen"
-    tensor = transport.allocate(MIB // 4, torch.float32, torch.device("cpu")).fill_(dist.get_rank() + 1)
-    transport.all_reduce(tensor).wait()
-    found, expected = float(tensor.sum() / tensor.numel()), sum(range(1, dist.get_world_size() + 1))
-    del tensor
-    transport.close()
-    return "" if math.isclose(found, expected) else f"their sum is {found:g} and should be {expected}"
+def _measure_on_rank(rank: int, rounds: Mapping[int, int], tell: Connection) -> Speed:
+    return _measured(ProcessGroupTransport(), rounds, tell.send)
 
 
 def _measured(base: ProcessGroupTransport, rounds: Mapping[int, int], tell: Callable[[float], object]) -> Speed:

@@ -891,8 +891,8 @@ def test_a_straggler_is_named() -> None:
 def test_ranks_that_wait_for_each_other_in_turn_are_told() -> None:
     each = tuple(RankReport(rank, breakdown(exposed=60, step=140), 0.015, 0.5, 0.030) for rank in range(2))
     assert advise(report(breakdown=each[0].breakdown, ranks=each), {}) == (
-        "This rank waits 30.0 ms a step for others, not always for the same one: batches of equal cost on all ranks "
-        "would save that time.",
+        "This rank waits 30.0 ms a step for others, not always for the same one: batches of equal cost on all ranks, "
+        "or fewer ranks where they outnumber the cores, would save that time.",
     )
 
 

@@ -688,8 +688,9 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
         "parameters that the ranks of a host share in one memory (nn.init, p.mul_(), an optimizer hook, a forward); "
         f"this rank, of ranks {', '.join(map(str, range(world)))}, has written to first.weight. If several ranks "
         "of a host change a parameter, the change is applied once for each of them, while others may be reading it.\n"
-        "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign parameter.data = ...; "
-        "see docs/sharding.md. If each rank writes different parameters, or writing twice does no harm (clamp_, values "
+        "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
+        "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
+        "docs/sharding.md. If each rank writes different parameters, or writing twice does no harm (clamp_, values "
         "copied in between barriers), ignore this. Shown once."
         for rank in tells
     ]
@@ -727,8 +728,9 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
         "the ranks of a host share, by writes that torch does not count: through .data (p.data.mul_()), from NumPy, in "
         "a library's layer, or right before parameter.data = ... (SAM). If several ranks of a host change a parameter, "
         "the change is applied once for each of them, while others may be reading it.\n"
-        "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign parameter.data = ...; "
-        "see docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
+        "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
+        "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
+        "docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
         "barriers), ignore this. Shown once."
     ]
 

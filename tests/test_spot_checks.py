@@ -291,8 +291,10 @@ def test_what_ranks_held_before_a_step_in_shares_is_told_of_when_it_is_equal_aga
         "  0.weight: rank 0 differs from rank 1 by up to 1, in 20 of 20 elements\n"
         "  0.bias: rank 0 differs from rank 1 by up to 1, in 4 of 4 elements\n"
         "  2.weight: rank 0 differs from rank 1 by up to 1, in 12 of 12 elements\n"
-        "Change weights in the same way on all ranks: load them on each, and draw random values with one seed. Start "
-        "again from before that. Only a few elements were compared. Shown once; check_every=0 never looks."
+        "Change weights in the same way on all ranks: load them on each, and draw random values with one seed. Where "
+        "the ranks of a host share them, some rank was writing to them in place: let all assign parameter.data = ... "
+        "(docs/sharding.md). Start again from before that. Only a few elements were compared. Shown once; "
+        "check_every=0 never looks."
     ]
 
 

@@ -78,7 +78,7 @@ def _uneven(report: Report) -> Said:
     return (
         waiting,
         f"This rank waits {ms(waiting)} a step for others, not always for the same one: batches of equal cost on "
-        "all ranks would save that time.",
+        "all ranks, or fewer ranks where they outnumber the cores, would save that time.",
     )
 
 

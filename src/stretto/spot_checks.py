@@ -212,8 +212,9 @@ class SpotChecks:
                 "its own values, so the model is equal on all ranks again, but a mixture.\n"
                 "%s\n"
                 "Change weights in the same way on all ranks: load them on each, and draw random values with one seed. "
-                "Start again from before that. Only a few elements were compared. Shown once; check_every=0 never "
-                "looks.",
+                "Where the ranks of a host share them, some rank was writing to them in place: let all assign "
+                "parameter.data = ... (docs/sharding.md). Start again from before that. Only a few elements were "
+                "compared. Shown once; check_every=0 never looks.",
                 where,
                 name_list(names),
                 "\n".join(lines),

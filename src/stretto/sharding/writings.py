@@ -174,9 +174,10 @@ class Writings:
                 "in one memory (nn.init, p.mul_(), an optimizer hook, a forward); this rank, of %s, has written to %s. "
                 "If several ranks of a host change a parameter, the change is applied once for each of them, while "
                 "others may be reading it.\n"
-                "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign "
-                "parameter.data = ...; see docs/sharding.md. If each rank writes different parameters, or writing "
-                "twice does no harm (clamp_, values copied in between barriers), ignore this. Shown once.",
+                "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
+                "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
+                "docs/sharding.md. If each rank writes different parameters, or writing twice does no harm (clamp_, "
+                "values copied in between barriers), ignore this. Shown once.",
                 where,
                 count,
                 describe_ranks(layout.host),
@@ -194,9 +195,10 @@ class Writings:
             "writes that torch does not count: through .data (p.data.mul_()), from NumPy, in a library's layer, or "
             "right before parameter.data = ... (SAM). If several ranks of a host change a parameter, the change is "
             "applied once for each of them, while others may be reading it.\n"
-            "Let one rank do it, between two calls of torch.distributed.barrier(); or let all assign "
-            "parameter.data = ...; see docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, "
-            "values copied in between barriers), ignore this. Shown once.",
+            "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
+            "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
+            "docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
+            "barriers), ignore this. Shown once.",
             where,
             name_list(names),
         )

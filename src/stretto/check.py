@@ -66,6 +66,8 @@ def check_replicas(
     gather: Callable[[Any], list[Any]],
     where: str,
     buffers: Container[str] = (),
+    *,
+    untrained: bool = False,
 ) -> None:
     """Compare tensors over all ranks. Collective; waits for the device.
 
@@ -74,6 +76,7 @@ def check_replicas(
         gather: as there.
         where: how the message begins.
         buffers: names of those that are no parameters.
+        untrained: no pass has been synchronised yet.
 
     Raises:
         ReplicaError: on every rank, naming each tensor that differs, the ranks that agree on it, and how far apart they
@@ -82,18 +85,23 @@ def check_replicas(
     names, lines = unlike(tensors, gather)
     if names:
         told = f"{where}: the ranks no longer hold the same values of {name_list(names)}.\n" + "\n".join(lines) + "\n"
-        raise ReplicaError(told + (_BUFFERS if all(name in buffers for name in names) else _PARAMETERS))
+        if all(name in buffers for name in names):
+            raise ReplicaError(told + _BUFFERS)
+        raise ReplicaError(told + _UNTRAINED * untrained + _PARAMETERS)
 
 
 _PARAMETERS = (
-    "Something changed them on some ranks only: a step that one rank skipped, or took after a backward inside "
-    "no_sync(); one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its passes; "
-    "weights or an optimizer's state that only some ranks have loaded; another learning rate, as from a scheduler that "
-    "looks at one rank's loss; LBFGS, whose closure runs more often on one rank, because of its own loss; random "
-    "numbers, such as weights drawn in the first forward (run one before attach). Or they were never equal: "
-    "attach(init_sync=False), where each rank drew its own.\n"
+    "Something changed them on some ranks only, mostly one of these:\n"
+    "  - a step that one rank skipped, or took after a backward inside no_sync()\n"
+    "  - one backward more or fewer on one rank, as in an evaluation or after a break, which shifts its passes\n"
+    "  - weights or an optimizer's state that only some ranks have loaded\n"
+    "  - another learning rate, as from a scheduler that looks at one rank's loss\n"
+    "  - LBFGS, whose closure runs more often on one rank, because of its own loss\n"
+    "  - random numbers, such as weights drawn in the first forward (run one before attach)\n"
+    "  - attach(init_sync=False), where each rank drew its own\n"
     "To go on with rank 0's: sync.detach(); sync = stretto.attach(model), and load or build the optimizer on all ranks."
 )
+_UNTRAINED = "No gradient was averaged so far: no backward outside no_sync() has reached the attached module.\n"
 _BUFFERS = (
     "They are buffers, and the parameters are equal. Usually only some ranks have run a forward in train() mode since "
     "the last backward, for example to evaluate without model.eval(); the next backward makes them equal again."
@@ -197,4 +205,4 @@ class Inspection:
         tensors = replicated(self._members, self._places)
         buffers = tensors.keys() - self._members.everything().keys()
         gone = idle or self._members.module() is None
-        check_replicas(None if gone else tensors, self._gather, f"pass {number}", buffers)
+        check_replicas(None if gone else tensors, self._gather, f"pass {number}", buffers, untrained=not number)

@@ -512,7 +512,7 @@ def test_a_rank_that_leaves_behind_the_meeting_shows_no_half_stepped_model(name:
         if name == "part_from":  # another group, along which all is laid out behind the meeting
             sharded.param_groups[0]["params"] = sharded.param_groups[0]["params"][:3]
         if transport.rank == 1:
-            owner = {"tell": shares._writings, "part_from": shares._groups, "bring_back": shares.layout}[name]
+            owner = {"tell": shares.writings, "part_from": shares._groups, "bring_back": shares.layout}[name]
             fail_once(owner, name, error)
         with pytest.raises((type(error), stretto.PeerError)):
             train(model, sharded, transport.rank, 1)

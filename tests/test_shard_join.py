@@ -1,6 +1,7 @@
 """torch's Join over a model and its sharded optimizer: ranks without batches go on stepping their share."""
 
 import contextlib
+import logging
 
 import pytest
 import torch
@@ -488,3 +489,25 @@ def fails_amid(rank, victim):
 def test_a_rank_that_fails_while_gradients_are_lent_is_named():
     (idle, _), (stopped, looked) = spawn_ranks(fails_amid, 2, 1)
     assert idle == "PeerError" and stopped == "stopped" and looked[0] == "CommunicationError"
+
+
+def steps_behind_join(rank):
+    """What is logged in a step behind ``Join``, at whose end torch copies the last rank's model to all."""
+    told = []
+    handler = logging.Handler("WARNING")
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("stretto").addHandler(handler)
+    model, optimizer = build("momentum", True, "auto")
+    with Join([model, optimizer]):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+    optimizer.zero_grad()
+    backward(model, rank, 9)
+    optimizer.step()
+    return [one for one in told if "written in place" in one]
+
+
+def test_the_copy_at_the_end_of_join_is_no_write_by_the_program():
+    assert spawn_ranks(steps_behind_join, 2) == [[], []]

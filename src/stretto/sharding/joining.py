@@ -207,6 +207,8 @@ class _StepHook(JoinHook):
                 shares.step(idle=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
+        if self.optimizer._shares is not None:  # the drop-in has just copied one rank's model to all
+            self.optimizer._shares.writings.forget()
         self.optimizer.leave()
 
 

@@ -62,7 +62,7 @@ class Shares:
         self._optimizer, self._reducer, self.peers, self.rank = optimizer, reducer, peers, reducer.transport.rank
         self._groups, self._kinds = Groups(optimizer, reducer.queue), KindWatch(optimizer, kind)
         self.meetings = Meetings(reducer.transport, peers, optimizer)
-        self._writings = Writings(reducer, compares=not self.rank)
+        self.writings = Writings(reducer, compares=not self.rank)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
         self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
@@ -113,7 +113,7 @@ class Shares:
             if self.layout.is_shared:
                 refuse_strays(self.layout, self.layout.strayed(), self.peers)
             self._spread.finish()
-            self._writings.forget()
+            self.writings.forget()
             self._divisions.follow()
             self._has_moved |= has_moved
 
@@ -171,14 +171,14 @@ class Shares:
 
     def _agree(self, number: int, strayed: Sequence[int], *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
         """Check that all ranks step with equal groups; without shared memory this is seen in what they send."""
-        written = self._writings.found(self.layout)
-        uncounted = [] if written else self._writings.uncounted(self.layout)
+        written = self.writings.found(self.layout)
+        uncounted = [] if written else self.writings.uncounted(self.layout)
         number ^= mark_of(strayed)
         met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
         if met.have_written > len(self.layout.hosts):  # one rank for each memory is fine
-            self._writings.tell(met.have_written, written, self.layout, self.peers.where, speaks=not self.rank)
+            self.writings.tell(met.have_written, written, self.layout, self.peers.where, speaks=not self.rank)
         elif uncounted and not met.have_written:
-            self._writings.tell_uncounted(uncounted, self.peers.where)
+            self.writings.tell_uncounted(uncounted, self.peers.where)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(self.peers, call)
         if met.idle or not met.alike:  # a rank without batches brings no number, and assigns nothing
@@ -193,7 +193,7 @@ class Shares:
         if self.layout.is_shared:
             self.meetings.meet("the optimizer's step")
         torch.autograd.graph.increment_version(self._everything())
-        self._writings.stepped(self.layout)
+        self.writings.stepped(self.layout)
         self._spread.send(number, self.peers.seat.key << 8 | self._number, step)
         self.withholding.drop([] if turn else self._everything())
 
@@ -258,7 +258,7 @@ class Shares:
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay where they are, and reads raise."""
         self.withholding.end()
-        self._writings.forget()
+        self.writings.forget()
         with contextlib.suppress(StrettoError):  # a read of the parameter raises it
             self._spread.finish()
         self.inner.stretches.forget()

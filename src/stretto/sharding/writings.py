@@ -128,7 +128,7 @@ class Writings:
                 self._reducer.start_watching(self._observer)
 
     def forget(self) -> None:
-        """Compare nothing until the next step. Call this when parameters move: their old memory may be gone."""
+        """Compare nothing until the next step: parameters move, or were written without harm."""
         self._before = None
         if self._observer is not None:
             self._reducer.stop_watching(self._observer)

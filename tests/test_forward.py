@@ -329,6 +329,39 @@ def test_outputs_may_be_whatever_the_program_likes(wrapped) -> None:
     run_ranks(worker, 2, timeout=10)
 
 
+def test_a_checkpoint_of_the_module_counts_once_wherever_the_pass_begins(caplog) -> None:
+    """On rank 1 the first pass has begun when forward runs again, on rank 0 and in the second pass it has not."""
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        model.register_parameter("gain", torch.nn.Parameter(torch.ones(1)))
+        stretto.attach(model, transport=transport)
+        for number in (1, 2):
+            loss = checkpoint(model, torch.ones(1, 2), use_reentrant=False, preserve_rng_state=False).sum()
+            if transport.rank == number == 1:
+                loss = loss * model.gain.sum()
+            loss.backward()
+
+    run_ranks(worker, 2, timeout=10)
+    assert caplog.messages == []
+
+
+def test_a_rank_that_has_run_no_forward_so_far_does_not_contradict(caplog) -> None:
+    """It only shadowed a pass, and then ran as many as all others: they alone knew that it was more than before."""
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        for number, idle in enumerate([0, None, 1, None], start=1):
+            if transport.rank == idle:
+                sync.shadow_pass()
+            else:
+                sum(model(x(1.0 + transport.rank)) for _ in range(number)).sum().backward()
+
+    run_ranks(worker, 2, timeout=10)
+    assert caplog.messages == []
+
+
 def test_an_output_of_which_torch_knows_no_node_any_more_may_be_there() -> None:
     """It is refused where it is used, and not before."""
 

@@ -39,7 +39,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from .engine import OutermostEnd, RecomputedEnough, compiled_inside, left_uncompiled
+from .engine import OutermostEnd, RecomputedEnough, compiled_inside, current_task, left_uncompiled
 from .failing import Failing
 from .launch import LaunchQueue
 from .membership import STANDS_FOR, Membership
@@ -122,7 +122,7 @@ class ForwardWatch:
         if (around := TorchDDP._active_ddp_module) is not None:
             self._look_around(around)
         counts = passes.synchronize
-        self._runs += counts
+        self._runs += counts and current_task() == -1  # else a checkpoint, maybe before the pass has begun
         queue, events = self._queue, self._queue.events
         if events.forward_started:
             events.emit(events.forward_started, queue.pass_number + 1)
@@ -206,13 +206,16 @@ class ForwardWatch:
         """
         if self._told_once:
             return
+        now, most, said = (0, self._most, False) if idle else self.runs
+        knows = bool(most) and not idle  # else it cannot say that it ran no more than before
+        everyone: list[tuple[int, int, bool, bool]] = self._queue.peers.gather((now, most, said, knows))
+        if not any(knows and not said for _, _, said, knows in everyone):
+            return
         self._told_once = True
-        mine = (0, self._most, False) if idle else self.runs
-        everyone: list[tuple[int, int, bool]] = self._queue.peers.gather(mine)
-        more = [rank for rank, (_, _, said) in enumerate(everyone) if said]
+        more = [rank for rank, (_, _, said, _) in enumerate(everyone) if said]
         if self._queue.transport.rank not in (0, *more):
             return
-        told = "; ".join(f"rank {other} {now}, at most {most} before" for other, (now, most, _) in enumerate(everyone))
+        told = "; ".join(f"rank {other} {now}, at most {most} before" for other, (now, most, *_) in enumerate(everyone))
         log.warning(
             "%s: some ranks ran forward more often for this pass than for any earlier one, others did not (%s).\n"
             "If a rank skipped a batch (an exception that was caught, a loss that needs no gradient, a break or "

@@ -908,7 +908,8 @@ def test_nobody_is_sent_out_of_shared_memory() -> None:
     """A comm hook speaks to the process group, over which half the bytes take longer."""
     inside = report(breakdown=breakdown(hidden=45, exposed=60, step=140), transport="shared_memory")
     assert advise(inside, {}) == (
-        "Communication is 2.1x backward: overlap cannot hide it. Send less often, by accumulating under no_sync().",
+        "Communication is 2.1x backward: overlap cannot hide it. Send less often, by accumulating under no_sync(), or "
+        "start fewer ranks if they outnumber the cores.",
     )
 
 

@@ -93,16 +93,15 @@ def _too_much(report: Report) -> Said:
     exposed = mine.exposed - _waiting(report)
     if report.straggler is not None or not mine.backward or mine.hidden + exposed <= TOO_MUCH * mine.backward:
         return None
-    fewer = (
-        ""
-        if report.transport == IN_MEMORY
-        else f"less, by sync.register_comm_hook(None, bf16_compress_hook) (from {_HOOKS}), or "
-    )
-    return (
-        exposed,
-        f"Communication is {(mine.hidden + exposed) / mine.backward:.1f}x backward: overlap cannot hide it. Send "
-        f"{fewer}less often, by accumulating under no_sync().",
-    )
+    if report.transport == IN_MEMORY:
+        change = "Send less often, by accumulating under no_sync(), or start fewer ranks if they outnumber the cores."
+    else:
+        change = (
+            f"Send less, by sync.register_comm_hook(None, bf16_compress_hook) (from {_HOOKS}), or less often, by "
+            "accumulating under no_sync()."
+        )
+    times = (mine.hidden + exposed) / mine.backward
+    return exposed, f"Communication is {times:.1f}x backward: overlap cannot hide it. {change}"
 
 
 def _waits(report: Report, tied: Mapping[str, str]) -> Said:

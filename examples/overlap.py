@@ -20,11 +20,11 @@ import torch
 import stretto
 from stretto.plots import save_picture
 from stretto.sketch import sketch
-from stretto.specs import counted
 from stretto.testing import DelayTransport, spawn_ranks
 from stretto.timeline import Timeline, timeline_of
 from stretto.trace import read_trace
 from stretto.transport import ProcessGroupTransport
+from stretto.wording import counted
 
 RUNS = {
     "naive": {"delay": True},  # one message, after backward

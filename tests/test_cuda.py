@@ -25,8 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
-from stretto.specs import MIB
 from stretto.testing import spawn_ranks
+from stretto.wording import MIB
 
 KIND = "cuda"
 WORLD = 2

@@ -11,8 +11,8 @@ from models import MODELS, batch, build, far_apart, gradients, joined, loss, sam
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
-from stretto.specs import MIB
 from stretto.testing import run_ranks, spawn_ranks
+from stretto.wording import MIB
 
 CAPS = {"one parameter a bucket": 1 / MIB, "1 KB": 1 / 1024, "default": None, "everything in one": 1024.0}
 OPTIMIZERS = {

@@ -15,7 +15,8 @@ import stretto
 from stretto.errors import PlanError
 from stretto.plan import BucketPlan, BucketSpec, plan_buckets
 from stretto.replan import ReplanPolicy, complete_order, recut
-from stretto.specs import ParameterSpec, counted, describe_parameters, format_bytes, slot_strides
+from stretto.specs import ParameterSpec, describe_parameters, slot_strides
+from stretto.wording import counted, format_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

@@ -17,10 +17,10 @@ import stretto
 from stretto import DistributedDataParallel as DDP
 from stretto import sizing
 from stretto.sizing import LEAST, MOST, PROBE_BYTES, AllReduceCost
-from stretto.specs import MIB
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
 from stretto.testing_network import EmulatedHosts
 from stretto.transport import LocalTransport
+from stretto.wording import MIB
 
 COSTS = st.builds(AllReduceCost, st.floats(0, 1), st.floats(1e3, 1e12))
 Caps = tuple[int, int]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .report import Report, ms, share
-from .specs import counted, format_bytes
+from .wording import counted, format_bytes
 
 MOST = 3
 WORTH = 0.03

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from .errors import ModelMismatchError, SetupError, name_list
-from .specs import describe_ranks, dtype_name, ranks_by, slot_strides
+from .errors import ModelMismatchError, SetupError
+from .specs import dtype_name, slot_strides
+from .wording import describe_ranks, name_list, ranks_by
 
 ADVICE = (
     "Build the model from the same code and options on every rank, and call attach() before anything "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .agreement import Statement, agree, state_model
 from .broadcast import broadcast_coalesced
-from .errors import AlreadyAttachedError, SetupError, StrettoError, name_list
+from .errors import AlreadyAttachedError, SetupError, StrettoError
 from .handle import Synchronizer
 from .membership import named, stand_in, trained, wrapping
 from .options import Buffers, Options, dtype_patterns, names_of, names_of_sparse, patterns, refuse_arguments
@@ -24,6 +24,7 @@ from .sizing import plan_for, suit_link
 from .transport import Transport, TransportName, choose
 from .transport.choose import carrier_of, refuse_other_kinds, refuse_unknown_name, warn_of_group_of_one, warn_of_tasks
 from .watch import INSTEAD_OF_TORCHS, taken_by_torch, torch_reduces
+from .wording import name_list
 
 log = logging.getLogger("stretto")
 

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from .errors import CommunicationError, PeerError, SetupError
 from .notes import WAYS_TO_LEAVE, Note
-from .specs import counted, describe_ranks
 from .transport.base import Leftover
 from .whereabouts import standing
+from .wording import counted, describe_ranks
 
 NORM = "the norm of gradients"
 STEPPED_ELSEWHERE = "what other hosts have stepped"

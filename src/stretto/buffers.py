@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .broadcast import CoalescedMessages, start_broadcast, start_reduce
 from .options import Buffers, Options
-from .specs import MIB
 from .transport.base import Transport, Work, in_one_row
+from .wording import MIB
 
 
 class BufferPlaces:

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from .errors import SetupError, name_list
+from .errors import SetupError
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership
 from .parts import fits
 from .sparse import SparseGradients
-from .specs import counted, dtype_name
+from .specs import dtype_name
+from .wording import counted, name_list
 
 log = logging.getLogger("stretto")
 

@@ -31,9 +31,9 @@ from .line import POLL_SECONDS, Lookout
 from .notes import Note, frame_of_child, has_failed, last_words
 from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
-from .specs import counted
 from .transport.base import Leftover
 from .whereabouts import myself, standing
+from .wording import counted
 
 
 class Channel(People):

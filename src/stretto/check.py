@@ -9,10 +9,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .buffers import BufferPlaces
-from .errors import ReplicaError, name_list
+from .errors import ReplicaError
 from .membership import Membership, wrapping
-from .specs import describe_ranks, ranks_by
 from .transport.base import as_reals, in_one_row
+from .wording import describe_ranks, name_list, ranks_by
 
 _PIECE = 1 << 16
 """Words that are weighed at a time: what is in between stays in the processor's cache."""

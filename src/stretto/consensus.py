@@ -14,7 +14,7 @@ import torch
 from .beside import Beside
 from .check import fingerprint
 from .comm_hooks import fixes_plan
-from .errors import CommunicationError, PeerError, UnsupportedError, name_list
+from .errors import CommunicationError, PeerError, UnsupportedError
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
@@ -22,13 +22,13 @@ from .plan import BucketPlan
 from .rejoin import Rejoin
 from .replan import ReplanPolicy, complete_order, recut
 from .same_batches import SameBatches
-from .specs import describe_ranks
 from .spot_checks import SpotChecks
 from .tracker import ArrivalTracker
 from .transport.base import Work
 from .unattached import Unattached
 from .uneven import Uneven
 from .usage import carry_over, ranks_that_had
+from .wording import describe_ranks, name_list
 from .words import COUNTS, Control, ControlWords
 
 log = logging.getLogger("stretto")

@@ -27,13 +27,13 @@ from .crossing import group_of, is_destroyed
 from .ddp_join import ShadowHook, announce_in_forward, announces_in_forward
 from .ddp_substitutes import Called, Substitute, Substitutes, lower, whole
 from .engine import compiled_inside
-from .errors import AlreadyAttachedError, SetupError, UnsupportedError, name_list
+from .errors import AlreadyAttachedError, SetupError, UnsupportedError
 from .handle import Synchronizer
 from .in_backward import StepInBackward
 from .options import Buffers
 from .reducer import reducer_of
 from .sharding import refuse_anew
-from .specs import MIB
+from .wording import MIB, name_list
 
 
 class TorchSurface(TorchDDP):

@@ -27,11 +27,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors, _MixedPrecision
 
 from .engine import left_uncompiled
-from .errors import UnsupportedError, name_list
+from .errors import UnsupportedError
 from .forward import called_from, lowest
 from .membership import STANDS_FOR
 from .options import gives_rows
 from .withheld import Alive
+from .wording import name_list
 
 Substitute = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 """Returns what stands in for a layer's parameter, or for what stands in for that already; itself where nothing does."""

@@ -9,9 +9,8 @@ import torch
 
 from .buffers import BufferPlaces
 from .comm_hooks import hook_name
-from .errors import name_list
 from .reducer import Reducer
-from .specs import counted
+from .wording import counted, name_list
 
 
 class NoModel:

@@ -22,8 +22,6 @@ parameters, and it ends with the line to change. tests/test_messages.py makes su
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 class StrettoError(Exception):
     """Base class of all errors that stretto raises on purpose."""
@@ -77,10 +75,3 @@ class PeerError(CommunicationError):
 
     can_go_on: bool = False
     """Whether all ranks are still in step after the failed pass: if they drop its gradients, they can go on."""
-
-
-def name_list(names: Iterable[str]) -> str:
-    """``a.weight, a.bias (+14 more)``: enough names to find the place, never a screenful."""
-    listed, most = list(names), 6
-    shown = ", ".join(listed[:most])
-    return shown if len(listed) <= most else f"{shown} (+{len(listed) - most} more)"

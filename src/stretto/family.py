@@ -40,11 +40,12 @@ import torch
 
 from .crossing import goes_behind, share_channel, waits_for_others
 from .engine import ReentrantCheckpoints, current_task, will_arrive
-from .errors import SetupError, name_list
+from .errors import SetupError
 from .failing import Failing
 from .launch import LaunchQueue
 from .membership import Membership
 from .uneven import Uneven, announce_all
+from .wording import name_list
 
 log = logging.getLogger("stretto")
 _number: Callable[[Member], int] = operator.attrgetter("queue.peers.seat.number")

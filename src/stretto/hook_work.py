@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .bucket import Bucket
-from .specs import counted
 from .transport.base import as_reals
+from .wording import counted
 
 if TYPE_CHECKING:
     from .comm_hooks import CommHook

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from .bucket import Bucket, drop_gradients
 from .comm_hooks import CommHook, Footers, fixes_plan
-from .errors import name_list
 from .events import Events
 from .late import second_round
 from .parts import is_slot, refuse_sparse
@@ -35,6 +34,7 @@ from .specs import has_strides
 from .streams import synchronize
 from .transport.base import Transport, Work
 from .withheld import Alive, complete, leave_in_shares
+from .wording import name_list
 from .words import Control, ControlWords
 
 TIDY_EVERY = 16

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from .activities import Kind, Transfer
 from .record import NANO, launching_of
 from .report import ms
-from .specs import counted, format_bytes
 from .timeline import RankPass, Timeline
+from .wording import counted, format_bytes
 
 HIDDEN, EXPOSED = "#2f9e6e", "#d55e00"
 PALE_HIDDEN, PALE_EXPOSED = "#acd8c5", "#eebf99"

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arrivals import Hooked, hook_gradient, owner_of
 from .engine import current_task, left_uncompiled
-from .errors import name_list
 from .options import Options, names_of_sparse
 from .preset import Preset
 from .survivors import Survivors
 from .tables import Tables, lent
 from .watch import listen, refuse_torchs, stop_listening
 from .withheld import Withheld
+from .wording import name_list
 
 STANDS_FOR = "_stretto_stands_for"
 """On what stands in a module's table for a parameter while forward runs: the parameter (ddp_substitutes.py)."""

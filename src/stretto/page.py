@@ -17,8 +17,8 @@ from .activities import Activity, Transfer
 from .looks import COLOURS, LEGEND, WAITS_FOR_ITS_TURN, about, captions, colour_of, label_of, parts_of, rows_of
 from .record import NANO
 from .report import ms
-from .specs import counted, format_bytes
 from .timeline import RankPass, RankTimeline, Timeline
+from .wording import counted, format_bytes
 
 MOST_NAMES = 12
 """Of the parameters of a bucket, shown when one points at it."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import UnsupportedError, name_list
+from .errors import UnsupportedError
 from .slots import lies_in, which_lie_in
 from .withheld import Withheld
+from .wording import name_list
 
 if TYPE_CHECKING:
     from .bucket import Bucket

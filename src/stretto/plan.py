@@ -29,7 +29,8 @@ from itertools import chain
 import torch
 
 from .errors import PlanError
-from .specs import MIB, ParameterSpec, columns, counted, dtype_name, dtype_of, format_bytes
+from .specs import ParameterSpec, dtype_name, dtype_of
+from .wording import MIB, columns, counted, format_bytes
 
 _LINE_BYTES = 64
 

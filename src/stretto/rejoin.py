@@ -31,7 +31,7 @@ from .bucket import Bucket
 from .buffers import BufferPlaces
 from .changes import Changes, warn_of_unseen
 from .comm_hooks import fixes_plan
-from .errors import SetupError, name_list
+from .errors import SetupError
 from .launch import LaunchQueue
 from .loose import Contribution, reduce_dense, reduce_rows
 from .membership import Membership, named, unfit
@@ -39,10 +39,11 @@ from .plan import BucketPlan
 from .preset import Preset
 from .sizing import plan_for
 from .sparse import SparseGradients
-from .specs import describe_parameters, describe_ranks, ranks_by
+from .specs import describe_parameters
 from .tracker import ArrivalTracker
 from .usage import follow_a_change, used_by
 from .withheld import Alive, Withheld, complete, give_back_whole
+from .wording import describe_ranks, name_list, ranks_by
 
 log = logging.getLogger("stretto")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .record import percent_hidden
-from .specs import counted, format_bytes
+from .wording import counted, format_bytes
 
 
 @dataclass(frozen=True)

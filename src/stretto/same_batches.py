@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Sequence
 
 from .launch import LaunchQueue
-from .specs import describe_ranks, ranks_by
 from .spot_checks import SpotCheck
+from .wording import describe_ranks, ranks_by
 from .words import COUNTS, Control
 
 PASSES = 8

@@ -26,8 +26,9 @@ import torch
 
 from .options import Options
 from .plan import BucketPlan, plan_buckets
-from .specs import KIB, MIB, describe_parameters, format_bytes
+from .specs import describe_parameters
 from .transport.base import Transport, Work
+from .wording import KIB, MIB, format_bytes
 
 PROBE_BYTES = MIB
 """Of the larger of two messages that are timed. Models no larger are not worth it."""

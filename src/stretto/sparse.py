@@ -28,9 +28,9 @@ import torch
 from .arrivals import hook_for
 from .broadcast import CoalescedMessages, start_broadcast
 from .engine import left_uncompiled
-from .errors import name_list
 from .scaling import Scaling
 from .transport.base import Transport, Work
+from .wording import name_list
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,15 @@
-"""What a plan has to know of each parameter, and how plans write sizes and dtypes."""
+"""What a plan has to know of each parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TypeVar
 
 import torch
 
 from .errors import PlanError
-
-KIB, MIB = 1024, 1024 * 1024
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -119,51 +115,3 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"{name!r} is not a torch dtype")
     return dtype
-
-
-def counted(number: int, things: str) -> str:
-    """``1 bucket``, ``2 buckets``, ``1 pass``.
-
-    Args:
-        number: how many there are.
-        things: their word in the plural, which ends in s.
-    """
-    one = things.removesuffix("es" if things.endswith("sses") else "s")
-    return f"{number} {one if number == 1 else things}"
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def ranks_by(brought: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
-    """Ranks by what they bring, in the order in which it comes first; given as pairs of both."""
-    found: dict[T, list[int]] = {}
-    for rank, one in brought:
-        found.setdefault(one, []).append(rank)
-    return found
-
-
-def format_bytes(count: float) -> str:
-    """``1.5 MB``: bytes for people (1 KB is 1,024 bytes)."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GB"
-
-
-def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Columns of text, the first row their heads.
-
-    Args:
-        rows: of the same length.
-        left: columns that begin at the left; others end at the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        for row in rows
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -24,10 +24,11 @@ import torch
 from torch.overrides import has_torch_function_unary
 
 from .check import check_replicas, is_readable, unlike, weigh, words_of
-from .errors import ReplicaError, name_list
+from .errors import ReplicaError
 from .membership import Membership
 from .peers import Peers
 from .steps import IN_SHARES, listen, stepped_by, stop_listening
+from .wording import name_list
 from .words import COUNTS, FIRST_VALUE, LENGTH, VALUES, Control, to_host
 
 _FEW = 64

@@ -16,9 +16,10 @@ from .errors import SetupError, UnsupportedError
 from .options import can_be_added, positive, refuse_unlisted
 from .peers import Peers
 from .scaling import Reduce
-from .specs import MIB, dtype_name
+from .specs import dtype_name
 from .transport import Transport
 from .transport.choose import carrier_of
+from .wording import MIB
 
 ADVICE = "Give the same tensors in the same order on every rank."
 

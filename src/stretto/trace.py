@@ -31,7 +31,7 @@ from .clocks import Clock
 from .errors import StrettoError
 from .plan import BucketPlan
 from .record import PassRecord, is_whole
-from .specs import describe_ranks
+from .wording import describe_ranks
 
 VERSION = 1
 _FILE = re.compile(r"rank(0|[1-9]\d*)\.jsonl")

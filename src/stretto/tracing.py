@@ -15,8 +15,8 @@ from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
 from .reducer import Reducer
-from .specs import describe_ranks, ranks_by
 from .trace import TraceError
+from .wording import describe_ranks, ranks_by
 from .writing import TraceWriter, header_of, next_aside, set_aside
 
 Keep = Callable[[PassRecord, BucketPlan], object]

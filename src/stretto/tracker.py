@@ -13,10 +13,11 @@ from .arrivals import Arrivals, Hooks, has_other_hooks
 from .bucket import Bucket
 from .comm_hooks import fixes_plan
 from .engine import ReentrantCheckpoints, current_task, left_uncompiled, will_arrive, without_graph
-from .errors import UnsupportedError, name_list
+from .errors import UnsupportedError
 from .launch import LaunchQueue
 from .parts import MisfitError
 from .schedule import Chunk, schedule
+from .wording import name_list
 
 log = logging.getLogger("stretto")
 _pending = operator.attrgetter("pending")
@@ -28,8 +29,7 @@ class ArrivalTracker:
     Args:
         parameters: to hook; not held.
         queue: has the buckets.
-        owner: as in :class:`Arrivals`.
-        first: as in :class:`Arrivals`.
+        owner, first: as in :class:`Arrivals`.
         progressed: called when gradients were taken.
     """
 

@@ -20,11 +20,11 @@ from torch.overrides import has_torch_function_unary
 
 from .arrivals import owner_of
 from .check import unlike
-from .errors import name_list
 from .membership import Membership, ids_of, wrapping
 from .peers import Peers
 from .seat import Seat
 from .steps import listen, name_in, stepped_by, stop_listening
+from .wording import name_list
 from .words import Control
 
 PASSES = (32, 256)

@@ -17,13 +17,13 @@ from torch.overrides import has_torch_function_unary
 
 from .arrivals import owner_of
 from .bucket import Bucket
-from .errors import UnsupportedError, name_list
+from .errors import UnsupportedError
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership, ids_of, wrapping
 from .sparse import SparseGradients
-from .specs import counted
 from .steps import leave, listen, name_in, stepped_by, stop_listening
 from .tracker import ArrivalTracker
+from .wording import counted, name_list
 
 PASSES = 3
 """So many passes are watched: enough not to name parameters that are used every other time."""

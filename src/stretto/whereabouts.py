@@ -14,9 +14,9 @@ from types import FrameType, TracebackType
 import torch
 from torch.distributed import c10d_logger, distributed_c10d
 
-from .errors import name_list
 from .transport.base import Transport
 from .transport.life import is_over, is_stopped, started_at
+from .wording import name_list
 
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 IN_TORCHS = "in torch.distributed."

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from ..errors import SetupError
 from ..quiet import quietly
-from ..specs import counted
 from ..terminal import progress as bar
 from ..testing import spawn_ranks
 from ..testing_network import EmulatedHosts
+from ..wording import counted
 from .build import Training, build
 from .contestants import Contestant, alone, chosen, everybody
 from .factory import try_out, workload_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..specs import columns, counted
+from ..wording import columns, counted
 from .contestants import ALONE
 from .machine import Machine
 from .models import title_of

@@ -14,9 +14,9 @@ from ..analysis import reports_from
 from ..cores import cores
 from ..report import Report, ms, share
 from ..sketch import sketch
-from ..specs import columns
 from ..timeline import timeline_of
 from ..trace import read_trace
+from ..wording import columns
 from .console import FINE, WRONG, AsJson, CommandError, note, say, say_json
 from .digits import STEPS, WAYS, Trained, train
 from .ranks import RANKS, work

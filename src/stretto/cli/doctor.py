@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from ..report import ms
-from ..specs import columns, counted, format_bytes
 from ..terminal import progress
+from ..wording import columns, counted, format_bytes
 from .console import FINE, WRONG, AsJson, CommandError, say, say_json
 from .launched import Launched, is_launched, look_together
 from .machine import Interface, LocalMachine, is_loopback, look_at_machine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from ..errors import SetupError
-from ..specs import ranks_by
+from ..wording import ranks_by
 from .speed import Speed, measure_here
 
 PATIENCE = datetime.timedelta(seconds=120)

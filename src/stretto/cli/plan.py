@@ -11,13 +11,13 @@ import typer
 from torch.nn.parameter import is_lazy
 
 from ..bench.factory import FORMS, model_of
-from ..errors import name_list
 from ..options import names_of_sparse
 from ..plan import BucketPlan, plan_buckets
 from ..report import ms, share
 from ..sizing import PROBE_BYTES, AllReduceCost
-from ..specs import MIB, ParameterSpec, columns, describe_parameters, format_bytes
+from ..specs import ParameterSpec, describe_parameters
 from ..terminal import progress
+from ..wording import MIB, columns, format_bytes, name_list
 from .console import FINE, AsJson, CommandError, say, say_json
 from .link import Link, parse_bandwidth, parse_latency
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..quiet import quietly
-from ..specs import format_bytes
 from ..system_memory import available_bytes
 from ..terminal import progress
 from ..testing import spawn_ranks
+from ..wording import format_bytes
 from .console import CommandError
 from .machine import most_open_files
 

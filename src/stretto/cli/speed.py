@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from ..specs import MIB
 from ..transport import ProcessGroupTransport, Transport, choose
+from ..wording import MIB
 from .ranks import work
 
 _SMALLEST = 4

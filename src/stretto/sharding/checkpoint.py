@@ -17,8 +17,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..errors import SetupError, UnsupportedError, name_list
+from ..errors import SetupError, UnsupportedError
 from ..steps import stepped_by
+from ..wording import name_list
 from .keeping import kept_whole, with_first_states
 from .state import Kept, State
 

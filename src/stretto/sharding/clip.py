@@ -9,12 +9,12 @@ import torch
 
 from ..blame import NORM, SAME_CALLS
 from ..crossing import group_of
-from ..errors import CommunicationError, SetupError, UnsupportedError, name_list
+from ..errors import CommunicationError, SetupError, UnsupportedError
 from ..failing import refuse_to_send
 from ..launch import LaunchQueue
 from ..reducer import reducer_of
-from ..specs import describe_ranks
 from ..withheld import Withheld
+from ..wording import describe_ranks, name_list
 from .ownership import pieces_of
 
 _DOUBLE = (torch.float64, torch.complex128)

@@ -20,10 +20,11 @@ from zlib import crc32
 
 import torch
 
-from ..errors import ModelMismatchError, SetupError, name_list
+from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
 from ..peers import Peers
-from ..specs import describe_ranks, dtype_name
+from ..specs import dtype_name
+from ..wording import describe_ranks, name_list
 from .attributes import are_same, comparable, is_scalar
 from .meetings import leave_join
 from .rebuilt import options_of

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from ..errors import SetupError, name_list
+from ..errors import SetupError
 from ..plan import BucketPlan
 from ..slots import has_memory, use_count, which_lie_in
 from ..specs import slot_strides
 from ..transport import CommonMemory, Transport, Work, own_memory
 from ..transport.memory import LINE_BYTES
+from ..wording import name_list
 from .aliases import immovable, move
 from .ownership import Piece, pieces_of
 from .state import laid_flat, shaped

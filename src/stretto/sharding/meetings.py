@@ -23,8 +23,8 @@ import torch
 
 from ..errors import CommunicationError, PeerError
 from ..peers import Peers
-from ..specs import describe_ranks
 from ..transport import Transport, Work
+from ..wording import describe_ranks
 from .awaited import Arrival
 from .turns import turns
 

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence, Set
 import torch
 
 from ..arrivals import owner_of
-from ..errors import SetupError, StrettoError, name_list
+from ..errors import SetupError, StrettoError
 from ..membership import Membership
 from ..peers import Peers
 from ..reducer import Reducer
 from ..slots import has_memory
-from ..specs import describe_ranks, dtype_name
+from ..specs import dtype_name
 from ..steps import stepped_by
+from ..wording import describe_ranks, name_list
 
 
 def all_reduced(reducer: Reducer) -> list[torch.nn.Parameter]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import name_list
 from ..report import Footprint, Report
-from ..specs import format_bytes
+from ..wording import format_bytes, name_list
 from .division import Division
 from .kinds import Kind
 

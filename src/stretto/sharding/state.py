@@ -9,8 +9,9 @@ import torch
 
 from ..errors import SetupError
 from ..peers import Peers
-from ..specs import ParameterSpec, counted
+from ..specs import ParameterSpec
 from ..transport import Transport
+from ..wording import counted
 
 State = dict[str, Any]
 """What an optimizer keeps for a parameter. If that is flat, 1-d tensors are by element, the rest is for all."""

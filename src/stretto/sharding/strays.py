@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from ..check import unlike
-from ..errors import ModelMismatchError, name_list
+from ..errors import ModelMismatchError
 from ..peers import Peers
+from ..wording import name_list
 from .layout import Layout
 from .meetings import leave_join
 

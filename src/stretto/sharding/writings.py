@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import name_list
 from ..reducer import Reducer
-from ..specs import describe_ranks
+from ..wording import describe_ranks, name_list
 from .layout import Layout
 
 _EVERY = 1 << 10

@@ -17,7 +17,8 @@ from datetime import timedelta
 
 import torch
 
-from ..specs import KIB, dtype_name
+from ..specs import dtype_name
+from ..wording import KIB
 from .host import Host
 from .message import Message, Posted
 from .page import ENTRIES, Entry

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..specs import KIB
+from ..wording import KIB
 from .base import SHORTEST_SECONDS, Work, done_within
 from .slices import add_in_order, slice_of
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..specs import MIB, describe_ranks
+from ..wording import MIB, describe_ranks
 from .base import Transport, Work
 from .counterparts import Counterparts
 from .host import Host

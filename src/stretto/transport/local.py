@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from ..specs import MIB
+from ..wording import MIB
 from .base import Transport, Work
 
 

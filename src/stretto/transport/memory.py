@@ -34,8 +34,8 @@ from typing import NamedTuple
 import torch
 
 from ..errors import CommunicationError
-from ..specs import MIB
 from ..system_memory import available_bytes
+from ..wording import MIB
 from .ordinary import all_bytes
 
 if sys.platform != "win32":  # which lacks all that this file uses: see choose.py

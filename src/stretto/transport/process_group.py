@@ -19,7 +19,7 @@ import torch.distributed.nn
 from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
-from ..specs import MIB
+from ..wording import MIB
 from .base import Leftover, Transport, Work, as_reals
 from .exchange import ShareSum, exchange_shares
 from .letting_go import InFlight

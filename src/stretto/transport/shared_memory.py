@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..specs import MIB
+from ..wording import MIB
 from .base import Transport, Work
 from .host import Host
 from .host_memory import HostMemoryTransport

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..specs import KIB, MIB, dtype_name
+from ..specs import dtype_name
+from ..wording import KIB, MIB
 from .host import Host
 from .message import Message
 from .ordinary import elements

@@ -362,6 +362,21 @@ def test_a_rank_that_has_run_no_forward_so_far_does_not_contradict(caplog) -> No
     assert caplog.messages == []
 
 
+def test_a_rank_that_ran_another_method_in_between_does_not_contradict(caplog) -> None:
+    """It says nothing of its next pass, in which it has run as many forwards more as all others."""
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        model.act = lambda x: model.weight.sum() + model.bias.sum() + x.sum()
+        stretto.attach(model, transport=transport)
+        for number in (1, 2, 3):
+            run = model.act if number == 2 and transport.rank == 0 else model
+            sum(run(x(1.0 + transport.rank)) for _ in range(1 + number // 3)).sum().backward()
+
+    run_ranks(worker, 2, timeout=10)
+    assert caplog.messages == []
+
+
 def test_an_output_of_which_torch_knows_no_node_any_more_may_be_there() -> None:
     """It is refused where it is used, and not before."""
 

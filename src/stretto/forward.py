@@ -207,9 +207,9 @@ class ForwardWatch:
         if self._told_once:
             return
         now, most, said = (0, self._most, False) if idle else self.runs
-        knows = bool(most) and not idle  # else it cannot say that it ran no more than before
-        everyone: list[tuple[int, int, bool, bool]] = self._queue.peers.gather((now, most, said, knows))
-        if not any(knows and not said for _, _, said, knows in everyone):
+        denies = 0 < most >= now and not idle  # without earlier ones it cannot say that it ran no more of them
+        everyone: list[tuple[int, int, bool, bool]] = self._queue.peers.gather((now, most, said, denies))
+        if not any(denies for *_, denies in everyone):
             return
         self._told_once = True
         more = [rank for rank, (_, _, said, _) in enumerate(everyone) if said]

@@ -550,6 +550,34 @@ def test_replicas_that_part_are_named_on_every_rank_at_the_next_check(change: fl
     )
 
 
+@pytest.mark.parametrize(("idle", "passes"), [(None, 0), (0, 2), (1, 2)])
+def test_a_check_says_whether_anything_was_averaged_so_far(idle: int | None, passes: int) -> None:
+    """A rank without batches said no, and that it was at pass 0."""
+
+    def worker(transport):
+        model = model_of()
+        sync = stretto.attach(model, transport=transport)
+        for _ in range(passes):
+            if transport.rank == idle:
+                sync.shadow_pass()
+            else:
+                model(batch(transport.rank)).sum().backward()
+        with torch.no_grad():
+            model[2].bias += transport.rank
+        with pytest.raises(stretto.ReplicaError) as caught:
+            sync.check()
+        return str(caught.value)
+
+    told = (
+        f"pass {passes}: the ranks no longer hold the same values of 2.bias.\n"
+        "  2.bias: rank 0 differs from rank 1 by up to 1, in 2 of 2 elements\n"
+    )
+    if not passes:
+        told += "No gradient was averaged so far: no backward outside no_sync() has reached the attached module.\n"
+    told += "Something changed them on some ranks only, mostly one of these:\n"
+    assert [one[: len(told)] for one in run_ranks(worker, 2)] == [told] * 2
+
+
 def test_how_far_replicas_are_apart() -> None:
     """With NaN and infinity on all ranks alike, a zero that has lost its sign, and more than is looked at."""
 
@@ -565,7 +593,7 @@ def test_how_far_replicas_are_apart() -> None:
         }
         with pytest.raises(stretto.ReplicaError) as caught:
             check_replicas(tensors, transport.all_gather_object, "check")
-        return [line for line in str(caught.value).splitlines() if "ank" in line.partition(": ")[2][:4]]
+        return [line for line in str(caught.value).splitlines() if ": rank" in line]
 
     assert (
         run_ranks(worker, 3)

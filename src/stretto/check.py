@@ -76,7 +76,7 @@ def check_replicas(
         gather: as there.
         where: how the message begins.
         buffers: names of those that are no parameters.
-        untrained: no pass has been synchronised yet.
+        untrained: no pass has begun yet.
 
     Raises:
         ReplicaError: on every rank, naming each tensor that differs, the ranks that agree on it, and how far apart they

@@ -238,7 +238,7 @@ class Synchronizer(NoModel):
         if self._reducer is None and self._peers is not None:
             raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
         if self._reducer is not None:
-            self._reducer.inspection.run(self.statistics.passes)
+            self._reducer.inspection.run(self._reducer.queue.pass_number)
 
     def observe(self, observer: object) -> None:
         """Call the observer's methods when events happen: see :class:`stretto.events.Observer`. Not collective.

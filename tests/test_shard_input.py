@@ -16,7 +16,7 @@ from test_shard import CARRIERS
 from test_shared_memory import shared
 
 import stretto
-from stretto.sharding import layout, stretches
+from stretto.sharding import layout, stretches, writings
 from stretto.sharding.layout import Layout
 from stretto.testing import run_ranks
 
@@ -772,21 +772,31 @@ def test_values_that_are_moved_for_a_backward_and_put_back_are_told_of(
     assert "pass" in told and "since the last step the values of first.weight have changed in the memory" in told
 
 
-def test_what_was_moved_is_forgotten_with_the_memory(caplog: pytest.LogCaptureFixture) -> None:
-    """A plan, or an end, may take the memory away that a backward would look at."""
+def test_where_a_backward_looks_is_forgotten_with_the_memory() -> None:
+    """A plan that a state follows, or an end, takes it away."""
 
-    def worker(transport: Any) -> None:
+    def worker(transport: Any) -> list[int]:
         model = copy.deepcopy(START)
         sync = stretto.attach(model, transport=transport)
         sharded = stretto.shard(adam(model), sync)
-        train(model, sharded, transport.rank, 2)
-        plain = sharded.unshard()
-        train(model, plain, transport.rank, 1)
-        write_uncounted(model.first.weight, "data")  # its own now
-        train(model, plain, transport.rank, 1)
+        events, found = sync._reducer._events, list[int]()
 
-    shared(worker, 2)
-    assert of_writes(caplog) == []
+        def look() -> None:
+            found.append(sum(type(one).__module__ == writings.__name__ for one, _ in events.pass_settled))
+
+        train(model, sharded, transport.rank, 2)
+        look()
+        model.second.bias.requires_grad_(False)
+        model(torch.ones(4, 30)).sum().backward()
+        sharded.stateful().state_dict()
+        look()
+        sharded.step()
+        look()
+        sharded.unshard()
+        look()
+        return found
+
+    assert shared(worker, 2) == [[1, 0, 1, 0], [0, 0, 0, 0]]
 
 
 def clips(parameter: torch.nn.Parameter) -> None:

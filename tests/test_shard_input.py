@@ -827,6 +827,26 @@ def test_bounds_and_masks_are_not_told_of(caplog: pytest.LogCaptureFixture, writ
     assert of_writes(caplog) == []
 
 
+def test_a_mask_behind_a_backward_is_not_values_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    """When the backward ended, the parameter held a bound already, and then it was set in more places."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for step in range(4):
+            sharded.zero_grad()
+            model.first.weight.data.clamp_(min=0)
+            transport.all_gather_object(None)
+            model(torch.ones(2, 30) + step).sum().backward()
+            transport.all_gather_object(None)
+            model.first.weight.data[:, ::2] = 0
+            transport.all_gather_object(None)
+            sharded.step()
+
+    shared(worker, 2)
+    assert of_writes(caplog) == []
+
+
 def test_a_parameter_with_the_memory_of_another_is_refused() -> None:
     """It was given its values back in a place of its own, and what it had stepped was lost at the next assignment."""
 

@@ -76,12 +76,12 @@ class _Behind:
     def changed(self) -> list[str]:
         """The names of those whose memory holds other values now, and not just a bound or two in some places.
 
-        What has changed once more since a backward is named whatever it is now: its values were moved and put back.
+        Other than behind the step, or than when a backward had ended: then values were moved for it and put back.
         """
         found = []
         for index, was in self.some.items():
             now, unit = self._now(index), self.layout.views[index].element_size()
-            if self.moved.get(index, now) != now or (now != was and _harms(was, now, unit)):
+            if any(past != now and _harms(past, now, unit) for past in (was, self.moved.get(index, now))):
                 found.append(self.layout.plan.parameters[index].name)
         return found
 

@@ -11,9 +11,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -934,14 +935,21 @@ SAYS = re.compile(r"log\.(info|warning|error|exception)|warnings\.warn|\w+Error"
 BEGINNING = r"(?:stretto: )?(?:rank (?:\d+|\?)(?:, pass (?:\d+|\?))?: )?"
 
 
-def texts_in(node: ast.expr) -> str | None:
-    """A string as the program has it, with ``?`` for what is filled in; None for anything else."""
+def texts_in(node: ast.expr, named: Mapping[str, str] = MappingProxyType({})) -> str | None:
+    """A string as the program has it, with ``?`` for what is filled in; None for anything else.
+
+    Args:
+        node: of the program.
+        named: strings that have a name in its module.
+    """
+    if isinstance(node, ast.Name):
+        return named.get(node.id)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = [texts_in(side) for side in (node.left, node.right)]
+        parts = [texts_in(side, named) for side in (node.left, node.right)]
         return "".join("\0" if part is None else part for part in parts)
     return None
 
@@ -950,14 +958,19 @@ def raised() -> dict[str, str]:
     """Where, and the text, of everything that the package raises or logs."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        named = dict[str, str]()
+        for one in tree.body:
+            if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
+                named[one.targets[0].id] = texts_in(one.value, named) or "\0"
+        for node in ast.walk(tree):
             call = node.exc if isinstance(node, ast.Raise) else node
             if not (isinstance(call, ast.Call) and call.args):
                 continue
             if isinstance(node, ast.Raise) or SAYS.fullmatch(ast.unparse(call.func)):
-                text = texts_in(call.args[0])
+                text = texts_in(call.args[0], named)
                 if text and len(text.replace("\0", "")) > 8:
-                    found[f"{path.relative_to(SOURCE)}:{call.lineno}"] = re.sub("%[srd]", "\0", text)
+                    found[f"{path.relative_to(SOURCE)}:{call.lineno}"] = re.sub(r"%(?:[srd]|\.\d?f)", "\0", text)
     return found
 
 
@@ -968,7 +981,7 @@ def asserted() -> list[str]:
     for path in TESTS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.expr) and (text := texts_in(node)):
-                found.add(text.replace("\0", "?"))
+                found.add(text.replace("\0", "?").removeprefix("^").removesuffix("$"))  # some are patterns
     return list(found)
 
 

@@ -254,6 +254,24 @@ def uneven(rank, divide, with_hook):
     return gradients, state(model), [p.grad.clone() for p in model.parameters()]
 
 
+def inside_and_outside_behind_join(rank):
+    """The gradient of a forward inside ``no_sync``, where one rank has had fewer batches."""
+    ddp, x, gradient = one_weight(rank)
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            ddp(x).sum().backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        output = ddp(x)
+    return gradient(output)
+
+
+def logged_with_sparse_gradients(rank):
+    layers = torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1, dtype=torch.float64)
+    said = DistributedDataParallel(torch.nn.Sequential(*layers))._get_ddp_logging_data()
+    return [said[key] for key in ("num_parameter_tensors", "total_parameter_size_bytes", "dtypes")]
+
+
 def accumulating_unevenly(rank):
     """Micro-batches under no_sync, and a word only where it is synchronised."""
     model = DistributedDataParallel(build("mlp"))
@@ -512,6 +530,8 @@ def all_scenes(rank):
         "own options": own_options(rank),
         "inside and outside": inside_and_outside(rank),
         "kept": kept_until_a_forward_outside(rank),
+        "behind join": inside_and_outside_behind_join(rank),
+        "logged": logged_with_sparse_gradients(rank),
     }
 
 
@@ -576,6 +596,12 @@ class TestTogether:
         for rank, scene in enumerate(scenes):
             here = dict.fromkeys(("evaluated", "nested", "twice", "after a backward"), rank + 1.0)
             assert scene["kept"] == here | {"by hand": 1.5}
+
+    def test_what_ran_forward_inside_stays_here_behind_join_too(self, scenes):
+        assert [scene["behind join"] for scene in scenes] == [1.0, 2.0]
+
+    def test_parameters_with_sparse_gradients_are_logged_with_the_others(self, scenes):
+        assert scenes[0]["logged"] == [3, 3 * 2 * 4 + 3 * 8, "double, float"]
 
     def test_an_early_end_is_raised_on_all_ranks(self, scenes):
         assert scenes[0]["early end"] == (2, "Rank 0 exhausted all inputs.")

@@ -66,6 +66,7 @@ class TorchSurface(TorchDDP):
         )
         if before is not None:
             self._synchronizer.synchronize = before.synchronize
+            self._armed.attached_anew()
         for hook, state in self._comm_hooks:
             self._synchronizer.register_comm_hook(state, hook)
         self._synchronizer.join(self.__dict__.get("_join_uneven"))

@@ -22,6 +22,7 @@ from .errors import SetupError, UnsupportedError
 if TYPE_CHECKING:
     from .ddp_compat import TorchSurface
     from .handle import Synchronizer
+    from .specs import ParameterSpec
 
 
 class UnsupportedMemberError(UnsupportedError, AttributeError):
@@ -86,6 +87,10 @@ class Armed:
                 self._awaited, self._inside = begun, -1
             elif self._awaited != begun:
                 self._inside = kept
+
+    def attached_anew(self) -> None:
+        """The new handle counts from 0, so that a count of the former one could seem to be one of its own."""
+        self._inside = self._awaited = -1
 
     def arm(self) -> None:
         """The next backward reduces, wherever forward ran; inside ``no_sync`` it does not."""
@@ -204,6 +209,7 @@ class Logger:
         assert ddp is not None
         sync = ddp.synchronizer
         plan, counts = sync.plan, sync.statistics
+        parameters: list[ParameterSpec | torch.nn.Parameter] = [*plan.parameters, *sync.sparse_parameters.values()]
         group = ddp.process_group
         sizes = ", ".join(str(plan.bucket_bytes(i)) for i in range(len(plan.buckets)))
         found: dict[str, Any] = {
@@ -221,9 +227,9 @@ class Logger:
             "can_set_static_graph": 0,  # it would change nothing
             "backend_name": "" if group is None else dist.get_backend(group),
             "iteration": counts.passes,
-            "num_parameter_tensors": len(plan.parameters),
-            "total_parameter_size_bytes": sum(spec.nbytes for spec in plan.parameters),
-            "dtypes": ", ".join(sorted({_type_name(spec.dtype) for spec in plan.parameters})),
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(one.nbytes for one in parameters),
+            "dtypes": ", ".join(sorted({_type_name(one.dtype) for one in parameters})),
             "bucket_sizes": sizes,
             "has_rebuilt_buckets": int(ddp._has_rebuilt_buckets),
             "num_buckets_reduced": counts.buckets_of_last_pass,

@@ -1218,6 +1218,31 @@ def test_who_is_left_by_one_that_lives_on_can_let_go_of_the_group(tmp_path: Path
 
 
 @pytest.mark.ranks
+def test_ranks_whose_collective_has_failed_do_not_wait_for_each_other_to_let_go_of_the_group(tmp_path: Path) -> None:
+    """One bucket has failed for a rank that died; for a later one each waits for another that has failed likewise."""
+    body = """
+        transport = stretto.transport.ProcessGroupTransport()
+        if rank == 2:
+            os._exit(0)
+        left = transport.broadcast(torch.zeros(4), 1 - rank)  # which that one does not send
+        failed = transport.broadcast(torch.zeros(4), 2)
+        try:
+            failed.wait()
+        except RuntimeError as error:
+            transport.abandon(failed, "", str(error))
+        del transport
+        began = time.monotonic()
+        dist.destroy_process_group()
+        print(left.is_completed(), time.monotonic() - began < 5.0, flush=True)
+        open(f"{folder}/told{rank}", "w").close()
+        until_told(1 - rank)
+        os._exit(0)
+    """
+    for _, printed, complaint in ranks_without_a_model(tmp_path, body, 3, patience=10.0)[:2]:
+        assert printed == "False True\n", complaint
+
+
+@pytest.mark.ranks
 def test_a_hook_that_fails_once_leaves_all_ranks_in_step(tmp_path: Path) -> None:
     body = """
         calls = 0

@@ -23,6 +23,15 @@ def never_free(held: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
+def has_failed(work: Any) -> bool:
+    """Whether a collective that is over has raised."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return True
+    return False
+
+
 class InFlight:
     """What was sent over one process group and is still referenced. The rest has been waited for."""
 
@@ -33,6 +42,10 @@ class InFlight:
         """Among them from now on."""
         self._works.add(work)
         return work
+
+    def is_under_way(self) -> bool:
+        """Whether any of it is."""
+        return not all(work.is_completed() for work in [*self._works])
 
     def never_free(self, group: object) -> None:
         """Never free what is under way, nor the group, which would wait for it."""

@@ -22,7 +22,7 @@ from ..errors import CommunicationError, UnsupportedError
 from ..wording import MIB
 from .base import Leftover, Transport, Work, as_reals
 from .exchange import ShareSum, exchange_shares
-from .letting_go import InFlight
+from .letting_go import InFlight, has_failed
 from .native import GatheredShares, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
 from .under_way import UnderWay
@@ -135,14 +135,18 @@ class ProcessGroupTransport(Transport):
         return values
 
     def abandon(self, work: Any, handle: str, told: str) -> None:
-        """Unless the work is over, neither the group nor what is under way in it is ever freed.
+        """Unless all is over, neither the group nor what is under way in it is ever freed.
 
         A Gloo group would wait, in ``destroy_process_group`` or at exit, for what never ends; see letting_go.py.
         """
         if self.under_way is not None:
             self.under_way.remove(work)
-        if not work.is_completed() and (group := self._group()) is not None:
+        if (group := self._group()) is None:
+            return
+        if not work.is_completed():
             self.leftovers[0].is_of(self.rank, handle, told)
+            self._in_flight.never_free(group)
+        elif has_failed(work) and self._in_flight.is_under_way():  # it waits for a rank that has failed likewise
             self._in_flight.never_free(group)
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ PAGES = [
         "docs/checkpoints.md",
         "docs/cli.md",
         "docs/design.md",
+        "docs/drop-in.md",
         "docs/frameworks.md",
         "docs/lessons.md",
         "docs/limits.md",

@@ -237,6 +237,10 @@ def test_launch_after_cuts_where_the_user_says(by: str) -> None:
         stretto.attach(model_of(), launch_after=["9.weight"])
 
 
+def test_the_smallest_cap_gives_each_parameter_a_bucket_of_its_own() -> None:
+    assert len(stretto.attach(model_of(), bucket_cap_mb=1e-9).plan.buckets) == 4
+
+
 def test_buckets_take_turns_among_transports() -> None:
     from stretto.transport import LocalGroup
 
@@ -494,6 +498,23 @@ def test_reduce_of_the_gradient_of_a_sum() -> None:
         return gradient.tolist()
 
     assert run_ranks(worker, 2) == [[0.5, 1.0, 1.5]] * 2
+
+
+def test_reduce_refuses_nones_in_other_places() -> None:
+    """Layers of one shape, of which each rank uses another: the mean of both would be of neither."""
+
+    def worker(transport):
+        one = torch.ones(2)
+        stretto.reduce([one, None] if transport.rank else [None, one], transport=transport)
+
+    with pytest.raises(stretto.ModelMismatchError) as raised:
+        run_ranks(worker, 2)
+    assert str(raised.value) == (
+        "reduce: the 2 ranks do not give the same tensors.\n"
+        "  tensor 1: (2,) float32 on rank 0; missing on rank 1\n"
+        "  tensor 0: missing on rank 0; (2,) float32 on rank 1\n"
+        "Give the same tensors in the same order on every rank."
+    )
 
 
 def test_reduce_alone_does_nothing_and_refuses_what_it_cannot_do() -> None:

@@ -82,8 +82,8 @@ def attach(
             ``bucket_cap_mb`` if that is given, else what suits the transport (0.25 in shared memory).
         buffers: at the end of every pass, with ``"rank0"`` buffers (BatchNorm's statistics) take rank 0's values; with
             ``"mean"`` floating ones (of more than 8 bits) become their mean and others take rank 0's values; with
-            ``"none"`` each rank keeps its own. If the module is on the CPU and no buffer changes (masks), they are not
-            sent until one does.
+            ``"none"`` each rank keeps its own. On the CPU, buffers of which none has changed for some passes (masks)
+            are not sent until one does.
         init_sync: False if you know that the ranks hold the same values: then nothing is compared or sent, except what
             the choice of ``transport`` needs, unless that is ``"process_group"``.
         ignore: names or shell patterns (``"head.*"``) of parameters and buffers to leave alone: they are not averaged,
@@ -93,8 +93,8 @@ def attach(
         weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
         predivide_factor: divide by this before the sum and by the rest after it (Apex's ``gradient_predivide_factor``).
         reduce_dtype: gradients travel and are summed in this dtype, for example ``torch.float32`` for bfloat16 ones; a
-            mapping gives one by pattern of parameter names. ``.grad`` keeps the parameter's dtype. Complex parameters
-            travel in the complex dtype of that precision.
+            mapping gives one by pattern of parameter names. ``.grad`` keeps the parameter's dtype. With one for all,
+            complex parameters travel in the complex dtype of that precision.
         delay: send everything after backward, in one flat message per dtype unless ``bucket_cap_mb`` is given (Apex's
             ``delay_allreduce``). It is the baseline to measure overlap against.
         launch_after: parameters, or their names, whose gradient closes the buckets that are being filled (Apex's

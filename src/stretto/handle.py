@@ -114,7 +114,7 @@ class Synchronizer(NoModel):
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's gradients in the next pass: its number of samples or tokens, from 0 to 2**31.
+        """The weight of this rank's gradients in the next pass: its number of samples or tokens, below 2**31.
 
         Set it before ``backward``, with ``weighted=True``. It keeps its value; with ``no_sync`` the last one counts.
 

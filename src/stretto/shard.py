@@ -38,8 +38,8 @@ def shard(
             must not have stepped before.
         sync: the handle from :func:`stretto.attach`, or the drop-in.
         keep_grads: False leaves each rank with only its share of the mean gradient: all that its step needs, and less
-            to send. Then ``.grad`` has a shape but no values, and computing with it raises ``WithheldError``; ``step``
-            sets it to None, and ``sync.clip_grad_norm_`` clips. No effect where parameters stay whole.
+            to send. Then reading ``.grad``, even its shape, raises ``WithheldError``; ``step`` sets it to None, and
+            ``sync.clip_grad_norm_`` clips. No effect where parameters stay whole.
         overlap: where ranks do not share memory, the stepped parameters travel while the next forward runs, and reading
             one waits until it has arrived (docs/sharding.md lists exceptions). False waits for all of them in ``step``,
             as happens anyway where hosts have unequal numbers of ranks.

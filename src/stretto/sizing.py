@@ -98,7 +98,7 @@ def plan_for(
     return plan_buckets(
         specs,
         order,
-        cap_bytes=suits[0] if cap is None else int(cap * MIB),
+        cap_bytes=suits[0] if cap is None else max(1, int(cap * MIB)),
         last_cap_bytes=int(last * MIB) if last is not None else suits[1] if cap is None else None,
         cut_after=[index_of[name] for name in options.launch_after if name in index_of],
     )

@@ -70,7 +70,7 @@ def reduce(
         return
     peers = Peers(carrier, "reduce")
     try:
-        _agree(given, (op, bucket_cap_mb), problem, carrier.rank, peers)
+        _agree(everything, (op, bucket_cap_mb), problem, carrier.rank, peers)
         divisor = carrier.world_size if op == "mean" else 1
         messages = start_reduce(given, carrier, divisor, message_bytes=int(bucket_cap_mb * MIB))
         messages.finish(peers.wait_for, "the tensors")
@@ -101,12 +101,13 @@ def _problem(given: Sequence[object], op: object, bucket_cap_mb: object) -> Setu
     return None
 
 
-def _agree(given: Sequence[torch.Tensor], asked: object, problem: SetupError | None, rank: int, peers: Peers) -> None:
+def _agree(given: Sequence[Any], asked: object, problem: SetupError | None, rank: int, peers: Peers) -> None:
     """Collective, in one message if all is well; Gloo ends the process where messages differ in length."""
     facts = [("option op, bucket_cap_mb", f"{asked}")]
     facts += [
         (f"tensor {place}", f"{tuple(one.shape)} {dtype_name(one.dtype)}")
         for place, one in enumerate(given if problem is None else ())
+        if one is not None
     ]
     statement = Statement(tuple(facts), None if problem is None else f"{problem}")
     if not peers.all_equal(statement.fingerprint):

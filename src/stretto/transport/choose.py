@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -78,7 +78,7 @@ def carrier_of(
         raise SetupError(f"{' and '.join(given)} each say what carries the gradients: leave out all but one")
     if own is not None:
         return own
-    if isinstance(process_groups, dist.ProcessGroup):
+    if isinstance(process_groups, dist.ProcessGroup) or not isinstance(process_groups, Iterable):
         raise SetupError("process_groups= takes a list of groups of the same ranks: for one, write process_group=group")
     if process_groups:
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -908,6 +909,20 @@ def test_text_of_ranks_that_do_not_come_or_do_not_end() -> None:
     with pytest.raises(TimeoutError) as caught:
         run_ranks(lambda transport: time.sleep(1), 1, timeout=0.1)
     assert str(caught.value) == "rank 0 did not end within 0 s"
+
+
+def test_a_rank_that_does_not_end_hides_no_error_of_another() -> None:
+    goes_on = threading.Event()
+
+    def worker(transport):
+        if transport.rank == 0:
+            raise KeyError("first")
+        goes_on.wait(60)
+
+    with pytest.raises(TimeoutError) as caught:
+        run_ranks(worker, 2, timeout=0.1)
+    goes_on.set()
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.ranks

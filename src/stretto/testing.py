@@ -30,7 +30,8 @@ T = TypeVar("T")
 def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout: float = 60.0) -> list[T]:
     """Run ``worker(transport)`` on each rank, as threads of this process.
 
-    Raises the first exception of any rank; the others are told, so none waits. Several handles over this transport do
+    Raises the first exception of any rank; the others are told, so none waits. A rank waits ``timeout`` seconds for
+    another; one that takes longer than twice that raises ``TimeoutError`` here. Several handles over this transport do
     not know of each other: where one backward reaches both, say ``attach(..., beside=[first])``.
 
     Example::
@@ -66,7 +67,8 @@ def run_ranks(worker: Callable[[LocalTransport], T], world_size: int, *, timeout
     for thread in threads:
         thread.join(2 * timeout)
         if thread.is_alive():
-            raise TimeoutError(f"{thread.name} did not end within {2 * timeout:.0f} s")
+            why = failures[0] if failures else None  # of another rank
+            raise TimeoutError(f"{thread.name} did not end within {2 * timeout:.0f} s") from why
     if failures:
         raise failures[0]
     return results

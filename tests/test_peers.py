@@ -440,6 +440,8 @@ def test_the_traceback_of_who_waited_in_vain_is_short(tmp_path: Path, transport:
         ("sync.report()", "process_group"),
         ("sync.check()", "process_group"),
         ("stretto.attach(torch.nn.Linear(2, 2))", "auto"),
+        ("stretto.DistributedDataParallel(torch.nn.Linear(2, 2))", "auto"),
+        ("sync.trace('traces').__enter__()", "auto"),
     ],
 )
 def test_a_call_that_one_rank_alone_makes_does_not_meet_another(tmp_path: Path, call: str, transport: str) -> None:

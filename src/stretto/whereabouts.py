@@ -21,6 +21,8 @@ from .wording import name_list
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 IN_TORCHS = "in torch.distributed."
 """Where a rank stands that waits in a collective of torch's; the name follows."""
+_WRITTEN = {"__enter__": "trace", "__init__": "DistributedDataParallel"}
+"""What the user has written, for the method that Python calls."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -95,7 +97,7 @@ def standing(frame: FrameType | None) -> str:
     while above is not None and not is_users(above.f_code.co_filename):
         outermost = above
         if above.f_code.co_filename.startswith(_LIBRARIES[1]):
-            call = f"in {above.f_code.co_name}() "
+            call = f"in {_WRITTEN.get(above.f_code.co_name, above.f_code.co_name)}() "
         elif above.f_code.co_filename == distributed_c10d.__file__:
             call = f"{IN_TORCHS}{above.f_code.co_name}() "
         elif above.f_code.co_filename.startswith(_LIBRARIES[0]) and above.f_code.co_filename != c10d_logger.__file__:

@@ -26,7 +26,7 @@ from .attributes import are_same, comparable, is_plain, numbers_on
 from .probe import STEPS, equal, gradients, joined, numbers, random_state_kept
 from .rebuilt import bare_step, build_like, options_of, tried_options_of
 from .state import by_element
-from .turns import refuse_to_step, turn
+from .turns import turn
 
 _SCALES = (*[1.0] * STEPS, 2.0**-13, 2.0**13)
 """The scales of gradients in the steps of a trial; exact in float32."""
@@ -74,19 +74,17 @@ class KindWatch:
     def _characters(self) -> list[dict[str, Any]]:
         return [{key: _character(value) for key, value in group.items()} for group in self._optimizer.param_groups]
 
-    def refuse_change(self, where: str, *, has_moved: bool, turn: str) -> None:
+    def refuse_change(self, where: str, *, has_moved: bool) -> None:
         """Try again, if options have changed by more than a number, or groups have other parameters.
 
         Args:
             where: how the message begins.
             has_moved: groups have other parameters, maybe of other dimensions.
-            turn: what follows; empty for a step.
 
         Raises:
             SetupError: an element's step now depends on its whole parameter, which is divided.
             UnsupportedError: parameters depend on each other now.
         """
-        refuse_to_step(self._optimizer, where, turn)
         values = self._looked_at()
         if not has_moved and are_same(values, self._values):
             return

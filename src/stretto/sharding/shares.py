@@ -33,6 +33,7 @@ from .state import Kept, State, refuse_unlike
 from .strays import mark_of, refuse_strays
 from .succession import Succession
 from .trial import misfit
+from .turns import refuse_to_step
 from .withholding import Withholding
 from .writings import Writings
 
@@ -129,7 +130,9 @@ class Shares:
             has_moved = self._groups.have_moved()
             moves = has_moved or self._divisions.lags
             strayed = self.layout.strayed()
-            self._refuse(strayed, has_moved=has_moved, turn=turn)
+            if not turn:
+                refuse_to_step(self._optimizer, self.peers.where)
+            self._refuse(strayed, has_moved=has_moved)
             others = self._reducer.members.all_parameters
             copies = {} if moves else self.layout.copies(strayed, self._division.pieces, others)
             number = self._groups.number(has_moved=has_moved, turn=turn)
@@ -157,13 +160,13 @@ class Shares:
             self.withholding.follow()
             self.withholding.drop(self._everything())
 
-    def _refuse(self, strayed: Sequence[int], *, has_moved: bool, turn: str = "load") -> None:
-        """Raise if this rank cannot step."""
+    def _refuse(self, strayed: Sequence[int], *, has_moved: bool) -> None:
+        """Raise if this rank cannot follow its parameters and groups."""
         layout, where, plan = self.layout, self.peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         layout.refuse_tied(strayed, where)
         self._groups.refuse_other_dtypes(where)
-        self._kinds.refuse_change(where, has_moved=has_moved, turn=turn)
+        self._kinds.refuse_change(where, has_moved=has_moved)
         if has_moved:
             refuse_duplicates(self._optimizer, self._reducer.members.everything().items(), where)
         if has_moved or any(one.grad is not None for one in self._division.apart):

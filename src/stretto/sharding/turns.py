@@ -20,15 +20,14 @@ def turn(how: str, *optimizers: torch.optim.Optimizer) -> None:
             getattr(one, how)()
 
 
-def refuse_to_step(optimizer: torch.optim.Optimizer, where: str, turn: str) -> None:
+def refuse_to_step(optimizer: torch.optim.Optimizer, where: str) -> None:
     """Raise ``SetupError`` if a step would fail: a share that failed to step could not be repaired.
 
     Args:
         optimizer: the user's; its groups say in which mode it is.
         where: how the message begins.
-        turn: what follows; empty for a step.
     """
-    if not turn and turns(optimizer) and any(group.get("train_mode") is False for group in optimizer.param_groups):
+    if turns(optimizer) and any(group.get("train_mode") is False for group in optimizer.param_groups):
         raise SetupError(
             f"{where}: step() of {type(optimizer).__name__} after eval(), or before its first train().\n"
             "Call optimizer.train() first, on all ranks. Nothing has changed."

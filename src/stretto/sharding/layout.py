@@ -123,7 +123,7 @@ class Layout:
     @torch.no_grad()
     def fill(self) -> None:
         """Write the parameters' current values: the first rank of a host writes its own, and the others wait."""
-        if self._is_first or not self.is_shared:
+        if self._is_first:
             for index, parameter in self.parameters.items():
                 self.views[index].copy_(parameter)
 
@@ -131,13 +131,13 @@ class Layout:
         """Move the parameters here. ``lying``: tensors that show their former memory, and keep it."""
         move([(parameter, self.views[index]) for index, parameter in self.parameters.items()], lying)
 
-    def is_shown(self) -> bool:
-        """Whether other tensors show the parameters' memory (see aliases.py), or a live graph does."""
-        return any(map(_is_shown, self.views.values()))
-
     def shown(self) -> list[str]:
-        """The names of those."""
-        return [self.plan.parameters[index].name for index, view in self.views.items() if _is_shown(view)]
+        """The parameters whose memory other tensors show (see aliases.py), or a live graph does, by name."""
+        return [
+            self.plan.parameters[index].name
+            for index, view in self.views.items()
+            if use_count(view.untyped_storage()._cdata) > _OWN_USES
+        ]
 
     def strayed(self) -> list[int]:
         """Parameters that have been moved or changed since (``parameter.data = ...``, ``module.to()``)."""
@@ -275,10 +275,6 @@ class Layout:
                 stay.add(id(parameter))
                 moves.append((parameter, parameter.data.clone(memory_format=torch.preserve_format)))
         move(moves, self.views.values())
-
-
-def _is_shown(view: torch.Tensor) -> bool:
-    return use_count(view.untyped_storage()._cdata) > _OWN_USES
 
 
 def warn_of_other_processes(where: str, names: Sequence[str]) -> None:

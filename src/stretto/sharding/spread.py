@@ -81,7 +81,7 @@ class Spread:
         self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
         self._awaited = Awaited(compiler)
-        self._host, self._is_shown = layout.host, layout.is_shown
+        self._host, self._shown = layout.host, layout.shown
         self._compiler = compiler
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
@@ -124,7 +124,7 @@ class Spread:
             self._under_way.append(Arrival(shares.parameters, receive, self._awaited))
         if step is not None:
             step(None)
-        if not self.is_late or self._compiler.is_at_work or self._is_shown():
+        if not self.is_late or self._compiler.is_at_work or self._shown():
             self.finish()
 
     @property

@@ -165,14 +165,12 @@ class Groups:
         names = {id(one()): name for name, one in zip(self._queue.names, self._queue.references, strict=True)}
         return facts(self.optimizer, names)
 
-    def refuse_patchwork(self, stepped: Sequence[Sequence[int]], rank: int, where: str) -> None:
-        """Raise if ranks have stepped different optimizers, or with groups that are not alike.
+    def refuse_patchwork(self, stepped: Sequence[Sequence[int]]) -> None:
+        """Raise ``ModelMismatchError`` if ranks have stepped different optimizers, or with groups that are not alike.
 
-        Args:
-            stepped: by rank, the number of its groups and that of the optimizer.
-            rank: this one.
-            where: how the message begins.
+        ``stepped``: by rank, the number of its groups and that of the optimizer.
         """
+        where, rank = self._queue.where, self._queue.transport.rank
         if elsewhere := [other for other, (_, whose) in enumerate(stepped) if whose != stepped[rank][1]]:
             raise ModelMismatchError(
                 f"{where}: the last step was that of another sharded optimizer on {describe_ranks(elsewhere)}, so the "

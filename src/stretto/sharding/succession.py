@@ -67,7 +67,7 @@ class Succession:
             self._queue.transport,
             self._queue.wait_for,
             self._lost,
-            self._compare,
+            self._groups.refuse_patchwork,
             self._compiler,
             overlap=self._overlap,
         )
@@ -115,7 +115,3 @@ class Succession:
         if not isinstance(error, PeerError):
             self._queue.peers.tell_failed("step", error, error.__traceback__, leaves=True)
         self._spoil(error)
-
-    def _compare(self, stepped: Sequence[Sequence[int]]) -> None:
-        """Compare what each rank has stepped, and with which groups. Raises ``ModelMismatchError`` if that differs."""
-        self._groups.refuse_patchwork(stepped, self._queue.transport.rank, self._queue.peers.where)

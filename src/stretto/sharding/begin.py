@@ -82,7 +82,7 @@ def begin(
     lying = {name: one for name, one in _stepped(optimizer, module).items() if one.is_cpu and has_memory(one)}
     if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
         warn_of_other_processes(where, elsewhere)
-    shares = _shares(optimizer, kind, reducer, peers, asked)
+    shares = _shares(optimizer, kind, reducer, asked)
     sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
     vars(sharded)[IN_SHARES] = True
     return sharded
@@ -100,13 +100,13 @@ def _refuse_unlike(stated: list[Any], problem: Exception | None, peers: Peers, w
             raise ModelMismatchError(f"{where}: {_difference(rank, other, told[0][1])}\nBuild the same on all ranks.")
 
 
-def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, peers: Peers, asked: Asked) -> Shares:
+def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, asked: Asked) -> Shares:
     """If a rank cannot build its own, tell the others, which would wait for its step."""
     try:
-        return Shares(optimizer, kind, reducer, peers, keep_grads=asked.keep_grads, overlap=asked.overlap)
+        return Shares(optimizer, kind, reducer, keep_grads=asked.keep_grads, overlap=asked.overlap)
     except BaseException as error:
         if not isinstance(error, CommunicationError):
-            peers.leave("shard", error, error.__traceback__, sent=False)
+            reducer.queue.peers.leave("shard", error, error.__traceback__, sent=False)
         raise
 
 

@@ -22,7 +22,6 @@ import torch
 
 from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
-from ..peers import Peers
 from ..specs import dtype_name
 from ..wording import describe_ranks, name_list
 from .attributes import are_same, comparable, is_scalar
@@ -139,26 +138,25 @@ class Groups:
         self._seen = _LastLook(mark, [] if any(map(_is_changeable, options)) else values, number)
         return number
 
-    def refuse_others(self, peers: Peers, call: str = "step") -> None:
+    def refuse_others(self, call: str = "step") -> None:
         """Compare in full, since the numbers differ. Collective.
 
         Args:
-            peers: the other ranks.
             call: the method of the optimizer that this rank has called.
 
         Raises:
             ModelMismatchError: with the first difference. On all ranks.
         """
-        told = peers.gather((call, self.facts()))
+        told, where = self._queue.peers.gather((call, self.facts())), self._queue.where
         first_call, first = told[0]
         for rank, (theirs, facts) in enumerate(told):
             if theirs != first_call:
                 raise ModelMismatchError(
-                    f"{peers.where}: rank {rank} calls optimizer.{theirs}(), rank 0 optimizer.{first_call}().\n"
+                    f"{where}: rank {rank} calls optimizer.{theirs}(), rank 0 optimizer.{first_call}().\n"
                     "Nothing has changed. Make the same calls on all ranks; then all can go on."
                 )
             if facts != first:
-                raise unlike(peers.where, rank, facts, first)
+                raise unlike(where, rank, facts, first)
 
     def facts(self) -> list[Any]:
         """See the function of this name."""

@@ -29,8 +29,6 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from ..broadcast import broadcast_coalesced
 from ..errors import ModelMismatchError, SetupError
 from ..launch import LaunchQueue
-from ..peers import Peers
-from ..transport import Transport
 from .groups import Groups, unlike
 from .meetings import Coming, Meetings, Met
 from .rebuilt import options_of
@@ -213,15 +211,12 @@ class _StepHook(JoinHook):
 
 
 @contextlib.contextmanager
-def lent(
-    groups: Groups, transport: Transport, peers: Peers, failed: Callable[[BaseException], None], *, idle: bool
-) -> Iterator[None]:
+def lent(groups: Groups, queue: LaunchQueue, failed: Callable[[BaseException], None], *, idle: bool) -> Iterator[None]:
     """Inside, a rank without batches has the options and the ``.grad`` of a rank that has batches. Collective.
 
     Args:
         groups: of the optimizer.
-        transport: carries gradients.
-        peers: the other ranks.
+        queue: has the transport, and the other ranks.
         failed: told of any other error, here or inside: others may have stepped.
         idle: whether this rank has no batches.
 
@@ -229,7 +224,7 @@ def lent(
         ModelMismatchError: ranks have different groups; options are compared among ranks with batches. On all ranks.
     """
     try:
-        with _lent(groups, transport, peers, idle=idle):
+        with _lent(groups, queue, idle=idle):
             yield
     except ModelMismatchError:
         raise
@@ -239,14 +234,14 @@ def lent(
 
 
 @contextlib.contextmanager
-def _lent(groups: Groups, transport: Transport, peers: Peers, *, idle: bool) -> Iterator[None]:
-    offers = peers.gather((idle, groups.facts(), [] if idle else _offer(groups)))
+def _lent(groups: Groups, queue: LaunchQueue, *, idle: bool) -> Iterator[None]:
+    offers = queue.peers.gather((idle, groups.facts(), [] if idle else _offer(groups)))
     lender = next(rank for rank, (is_idle, *_) in enumerate(offers) if not is_idle)
     _, wanted, (options, kinds) = offers[lender]
     for rank, (is_idle, stated, _) in enumerate(offers):
         if stated[1:] != wanted[1:] or (stated != wanted and not is_idle):
-            raise unlike(peers.where, rank, stated, wanted, lender, idle=sum(one for one, *_ in offers))
-    gradients = _broadcast(groups.parameters, kinds, transport, peers, lender)
+            raise unlike(queue.where, rank, stated, wanted, lender, idle=sum(one for one, *_ in offers))
+    gradients = _broadcast(groups.parameters, kinds, queue, lender)
     if not idle:
         yield
         return
@@ -274,15 +269,15 @@ def _offer(groups: Groups) -> tuple[list[dict[str, Any]], list[Any]]:
 
 
 def _broadcast(
-    parameters: Sequence[torch.nn.Parameter], kinds: Sequence[Any], transport: Transport, peers: Peers, lender: int
+    parameters: Sequence[torch.nn.Parameter], kinds: Sequence[Any], queue: LaunchQueue, lender: int
 ) -> list[torch.Tensor | None]:
     """The lender's gradients."""
     found: list[torch.Tensor | None] = []
     for one, kind in zip(parameters, kinds, strict=True):
-        if kind is True and transport.rank == lender:
+        if kind is True and queue.transport.rank == lender:
             found.append(one.grad)
         else:
             found.append(torch.empty_like(one) if kind is True else None if kind is False else kind)
     dense = [one.detach() for one in found if one is not None and not one.is_sparse]
-    broadcast_coalesced(dense, transport, peers.wait_for, root=lender)
+    broadcast_coalesced(dense, queue.transport, queue.wait_for, root=lender)
     return found

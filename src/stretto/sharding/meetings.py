@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..errors import CommunicationError, PeerError
-from ..peers import Peers
-from ..transport import Transport, Work
+from ..launch import LaunchQueue
+from ..transport import Work
 from ..wording import describe_ranks
 from .awaited import Arrival
 from .turns import turns
@@ -63,15 +63,13 @@ class Meetings:
     """The meetings of one optimizer.
 
     Args:
-        transport: carries a number.
-        peers: the other ranks.
+        queue: has the transport, and the other ranks.
         optimizer: the one that steps.
     """
 
-    def __init__(self, transport: Transport, peers: Peers, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, queue: LaunchQueue, optimizer: torch.optim.Optimizer) -> None:
         self._name = b"optimizer.turn" if turns(optimizer) else b"optimizer.step"
-        self._transport = transport
-        self._peers = peers
+        self._transport, self._peers = queue.transport, queue.peers
         self._said = array.array("q", (0, 0))  # indexing a tensor costs some microseconds
         self._words = torch.frombuffer(self._said, dtype=torch.int64)
         """The sums over ranks of ``Coming`` and of the groups' numbers."""

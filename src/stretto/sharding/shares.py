@@ -15,7 +15,6 @@ import torch
 
 from ..errors import StrettoError
 from ..failing import refuse_to_send
-from ..peers import Peers
 from ..reducer import Reducer
 from ..report import Footprint
 from . import keeping
@@ -45,7 +44,6 @@ class Shares:
         optimizer: the user's. Its groups say what is stepped, and with which options; it keeps no state.
         kind: how it can be divided.
         reducer: has the plan, and the gradients.
-        peers: the other ranks.
         keep_grads: whether ``.grad`` is the mean on every rank; else each rank has only its share.
         overlap: between hosts, let what was stepped travel while forward goes on.
     """
@@ -55,20 +53,23 @@ class Shares:
         optimizer: torch.optim.Optimizer,
         kind: Kind,
         reducer: Reducer,
-        peers: Peers,
         *,
         keep_grads: bool,
         overlap: bool,
     ) -> None:
-        self._optimizer, self._reducer, self.peers, self.rank = optimizer, reducer, peers, reducer.transport.rank
-        self._groups, self._kinds = Groups(optimizer, reducer.queue), KindWatch(optimizer, kind)
-        self.meetings = Meetings(reducer.transport, peers, optimizer)
+        queue = reducer.queue
+        self._optimizer, self._reducer, self.peers, self.rank = optimizer, reducer, queue.peers, reducer.transport.rank
+        self._groups, self._kinds = Groups(optimizer, queue), KindWatch(optimizer, kind)
+        self.meetings = Meetings(queue, optimizer)
         self.writings = Writings(reducer, compares=not self.rank)
         divisible = kind is Kind.ELEMENTWISE
-        self.attendance = Attendance(self.meetings, reducer.queue, whole_grads=keep_grads or not divisible)
-        self.withholding = Withholding(self._groups, reducer.queue, asked=not keep_grads, divisible=divisible)
-        self._number, self._has_moved = len(peers.seat.steps), False  # groups that were followed since the last step
-        peers.seat.steps.append(0)
+        self.attendance = Attendance(self.meetings, queue, whole_grads=keep_grads or not divisible)
+        self.withholding = Withholding(self._groups, queue, asked=not keep_grads, divisible=divisible)
+        self._number, self._has_moved = (
+            len(self.peers.seat.steps),
+            False,
+        )  # groups that were followed since the last step
+        self.peers.seat.steps.append(0)
         self.withholding.follow()
         try:
             self._divisions = Succession(kind, self._groups, reducer, self.meetings, overlap=overlap)
@@ -110,7 +111,7 @@ class Shares:
         except StrettoError as error:
             problem = error
         if (lags or ask) and wanted_by_any(problem, lags, self.peers):
-            self._groups.refuse_others(self.peers)
+            self._groups.refuse_others()
             if self.layout.is_shared:
                 refuse_strays(self.layout, self.layout.strayed(), self.peers)
             self._spread.finish()
@@ -139,8 +140,8 @@ class Shares:
         begun = False
         try:
             met = self._agree(number, strayed, moves=moves, meets=meets, idle=idle, call=turn or "step")
-            known = self._groups, self._reducer.transport, self.peers, self._divisions.fail
-            with lent(*known, idle=idle) if met.idle else contextlib.nullcontext():
+            lending = lent(self._groups, self._reducer.queue, self._divisions.fail, idle=idle)
+            with lending if met.idle else contextlib.nullcontext():
                 begun = True
                 if moves:
                     self._divisions.follow()
@@ -183,7 +184,7 @@ class Shares:
         elif uncounted and not met.have_written:
             self.writings.tell_uncounted(uncounted, self.peers.where)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
-            self._groups.refuse_others(self.peers, call)
+            self._groups.refuse_others(call)
         if met.idle or not met.alike:  # a rank without batches brings no number, and assigns nothing
             refuse_strays(self.layout, strayed, self.peers, met.idle)
         return met

@@ -15,7 +15,6 @@ from itertools import chain
 import torch
 
 from ..launch import LaunchQueue
-from ..transport import Transport
 from .aliases import move
 from .groups import Groups
 from .inner import Inner
@@ -55,7 +54,7 @@ class Division:
         before: Division | None = None,
     ) -> None:
         self.kind, self.groups, self.queue = kind, groups, queue
-        self.layout = layout = Layout(queue.plan, self._mine(), queue.transport, queue.wait_for)
+        self.layout = layout = Layout(queue, self._mine())
         layout.fill()
         if layout.is_shared:
             meetings.meet("memory for parameters")
@@ -63,7 +62,7 @@ class Division:
         lain = (before.layout.views.values(), before.layout.parameters.values()) if before else ()
         try:
             layout.adopt([*chain(*lain), *chain.from_iterable(lying)])
-            owned = [self._owned(rank, queue.transport) for rank in range(queue.transport.world_size)]
+            owned = [self._owned(rank) for rank in range(queue.transport.world_size)]
             self.pieces = owned[queue.transport.rank]
             self.spread = spread(layout, owned)
             self.apart = self._apart()
@@ -83,9 +82,9 @@ class Division:
             if id(parameter) in known and parameter.numel()
         }
 
-    def _owned(self, rank: int, transport: Transport) -> list[Piece]:
+    def _owned(self, rank: int) -> list[Piece]:
+        plan, transport = self.layout.plan, self.queue.transport
         divide = pieces_of if self.kind is Kind.ELEMENTWISE else whole_pieces_of
-        plan = self.layout.plan
         pieces = divide(plan, rank, transport.world_size, self.layout.parameters.keys())
         if rank != transport.rank or self.kind is not Kind.ELEMENTWISE:
             return pieces

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from ..errors import SetupError
+from ..launch import LaunchQueue
 from ..plan import BucketPlan
 from ..slots import has_memory, use_count, which_lie_in
 from ..specs import slot_strides
-from ..transport import CommonMemory, Transport, Work, own_memory
+from ..transport import CommonMemory, own_memory
 from ..transport.memory import LINE_BYTES
 from ..wording import name_list
 from .aliases import immovable, move
@@ -42,22 +43,14 @@ class Layout:
     """The memory of some parameters of a plan. Collective to make.
 
     Args:
-        plan: of the gradients.
+        queue: has the plan of the gradients, and a transport that may have memory that ranks share.
         parameters: those that lie here, by index in the plan.
-        transport: may have memory that ranks share.
-        wait_for: waits for a collective, named by a noun.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: Mapping[int, torch.nn.Parameter],
-        transport: Transport,
-        wait_for: Callable[[Work, str], None],
-    ) -> None:
-        self.plan = plan
+    def __init__(self, queue: LaunchQueue, parameters: Mapping[int, torch.nn.Parameter]) -> None:
+        self.plan, transport = queue.plan, queue.transport
         self.parameters = dict(parameters)
-        self._whole = {piece.index: piece for piece in pieces_of(plan, 0, 1, self.parameters)}
+        self._whole = {piece.index: piece for piece in pieces_of(self.plan, 0, 1, self.parameters)}
         self._at: dict[int, int] = {}
         """By parameter: the number of elements before it here, less the number before it in the bucket."""
         self._begin: dict[int, tuple[torch.device, int]] = {}
@@ -70,7 +63,7 @@ class Layout:
                 end += piece.numel
             device = self.parameters[piece.index].device
             self._begin[number] = device, sizes.setdefault(device, 0)
-            sizes[device] += -(-end * plan.buckets[number].dtype.itemsize // LINE_BYTES) * LINE_BYTES
+            sizes[device] += -(-end * self.plan.buckets[number].dtype.itemsize // LINE_BYTES) * LINE_BYTES
         self.nbytes = sum(sizes.values())
         on_host = all(device.type == "cpu" for device in sizes)
         alone = [(rank,) for rank in range(transport.world_size)]
@@ -82,7 +75,7 @@ class Layout:
         self._memories: dict[torch.device, Any] = {}
         if self.is_shared:
             assert transport.common is not None, "it has hosts"
-            memory = transport.common(max(self.nbytes, 1), wait_for, "memory for parameters")
+            memory = transport.common(max(self.nbytes, 1), queue.wait_for, "memory for parameters")
             self._memories[torch.device("cpu")] = memory
         else:
             self._memories |= {device: _own(size, device) for device, size in sizes.items()}

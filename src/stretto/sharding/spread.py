@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from ..blame import STEPPED_BY_OTHERS, STEPPED_ELSEWHERE
-from ..transport import Transport, Work
+from ..launch import LaunchQueue
+from ..transport import Work
 from .awaited import Arrival, Awaited
 from .compiled import CompilerWatch
 from .layout import Layout
@@ -56,8 +57,7 @@ class Spread:
     Args:
         layout: where parameters lie.
         owned: the pieces of each rank, in rank order.
-        transport: carries them.
-        wait_for: waits for a collective; given it and a noun for messages.
+        queue: has the transport that carries them.
         failed: told why a share will never come; a method, held weakly.
         compare: given the two numbers that each rank has sent; raises if they do not fit. Held weakly too.
         compiler: tells whether torch compiles; from then on everything is waited for at once.
@@ -68,16 +68,14 @@ class Spread:
         self,
         layout: Layout,
         owned: Sequence[Sequence[Piece]],
-        transport: Transport,
-        wait_for: Callable[[Work, str], None],
+        queue: LaunchQueue,
         failed: Callable[[BaseException], None],
         compare: Callable[[Sequence[Sequence[int]]], None],
         compiler: CompilerWatch,
         *,
         overlap: bool,
     ) -> None:
-        self._transport = transport
-        self._wait_for = wait_for
+        self._transport, self._wait_for = queue.transport, queue.wait_for
         self._failed, self._compare = weakref.WeakMethod(failed), weakref.WeakMethod(compare)
         self._under_way: list[Arrival] = []
         self._awaited = Awaited(compiler)
@@ -86,8 +84,8 @@ class Spread:
         numbers = reversed(range(len(layout.plan.buckets))) if len(layout.hosts) > 1 else ()
         self._buckets = [shares for number in numbers if (shares := _shares(layout, owned, number)).parameters]
         self._spreading: Any = None
-        if layout.is_shared and self._buckets and transport.spreading is not None:
-            self._spreading = transport.spreading(len(self._buckets), wait_for)
+        if layout.is_shared and self._buckets and queue.transport.spreading is not None:
+            self._spreading = queue.transport.spreading(len(self._buckets), self._wait_for)
         self.is_late = overlap and (not layout.is_shared or self._spreading is not None)
         """Whether messages are under way when a step has ended."""
         on_host = bool(self._buckets) and all(one.parameters[0].is_cpu for one in self._buckets)

@@ -64,8 +64,7 @@ class Succession:
         return Spread(
             layout,
             owned,
-            self._queue.transport,
-            self._queue.wait_for,
+            self._queue,
             self._lost,
             self._groups.refuse_patchwork,
             self._compiler,

@@ -61,7 +61,7 @@ class Shares:
         self._optimizer, self._reducer, self.peers, self.rank = optimizer, reducer, queue.peers, reducer.transport.rank
         self._groups, self._kinds = Groups(optimizer, queue), KindWatch(optimizer, kind)
         self.meetings = Meetings(queue, optimizer)
-        self.writings = Writings(reducer, compares=not self.rank)
+        self.writings = Writings(reducer)
         divisible = kind is Kind.ELEMENTWISE
         self.attendance = Attendance(self.meetings, queue, whole_grads=keep_grads or not divisible)
         self.withholding = Withholding(self._groups, queue, asked=not keep_grads, divisible=divisible)
@@ -180,9 +180,9 @@ class Shares:
         number ^= mark_of(strayed)
         met = self.attendance.meet(self._everything(), number, idle=idle, has_written=bool(written)) if meets else ALIKE
         if met.have_written > len(self.layout.hosts):  # one rank for each memory is fine
-            self.writings.tell(met.have_written, written, self.layout, self.peers.where, speaks=not self.rank)
+            self.writings.tell(met.have_written, written, self.layout)
         elif uncounted and not met.have_written:
-            self.writings.tell_uncounted(uncounted, self.peers.where)
+            self.writings.tell_uncounted(uncounted)
         if not met.idle and (not met.alike or (moves and not self.layout.is_shared)):
             self._groups.refuse_others(call)
         if met.idle or not met.alike:  # a rank without batches brings no number, and assigns nothing

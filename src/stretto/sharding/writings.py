@@ -105,11 +105,12 @@ class Writings:
 
     Args:
         reducer: tells of the end of each backward.
-        compares: this rank looks for writes that torch does not count.
     """
 
-    def __init__(self, reducer: Reducer, *, compares: bool) -> None:
-        self._reducer, self._steps, self._has_told, self._compares = reducer, 0, False, compares
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer, self._steps, self._has_told = reducer, 0, False
+        self._compares = not reducer.transport.rank
+        """Whether this rank looks for writes that torch does not count."""
         self._before: _Behind | None = None
         self._observer: _Observer | None = None
 
@@ -155,19 +156,17 @@ class Writings:
             return []
         return before.changed()
 
-    def tell(self, count: int, names: Sequence[str], layout: Layout, where: str, *, speaks: bool) -> None:
+    def tell(self, count: int, names: Sequence[str], layout: Layout) -> None:
         """Warn that several ranks have written in one memory, and check no more.
 
         Args:
-            count: how many ranks have written.
+            count: how many ranks have written; if all have, the first one warns.
             names: what this rank has written.
             layout: in use.
-            where: how the message begins.
-            speaks: whether this rank warns if all have written.
         """
         self._has_told = True
         self.forget()  # if this step is refused, the next one looks again
-        if names and (speaks or count < sum(map(len, layout.hosts))):
+        if names and (not self._reducer.transport.rank or count < sum(map(len, layout.hosts))):
             log.warning(
                 "%s: since the last step %d ranks have written in place to parameters that the ranks of a host share "
                 "in one memory (nn.init, p.mul_(), an optimizer hook, a forward); this rank, of %s, has written to %s. "
@@ -177,14 +176,14 @@ class Writings:
                 "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
                 "docs/sharding.md. If each rank writes different parameters, or writing twice does no harm (clamp_, "
                 "values copied in between barriers), ignore this. Shown once.",
-                where,
+                self._reducer.queue.where,
                 count,
                 describe_ranks(layout.host),
                 name_list(names),
             )
 
-    def tell_uncounted(self, names: Sequence[str], where: str) -> None:
-        """Warn that ranks may have written in one memory, once. ``names``, ``where``: as above.
+    def tell_uncounted(self, names: Sequence[str]) -> None:
+        """Warn that ranks may have written in one memory, once.
 
         Writes go on being counted: ``tell`` is about them, and all ranks must count for that.
         """
@@ -198,6 +197,6 @@ class Writings:
             "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
             "docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
             "barriers), ignore this. Shown once.",
-            where,
+            self._reducer.queue.where,
             name_list(names),
         )

@@ -107,8 +107,7 @@ class Division:
         own: dict[Piece, State] = {}
         for piece in self.pieces:
             if one := by_id.get(id(self.layout.parameters[piece.index])):
-                first, numel = piece.first - one.held.first, one.held.numel
-                own[piece] = part_of_state(one.state, numel, first, first + piece.numel)
+                own[piece] = part_of_state(one.state, one.held.numel, piece.first - one.held.first, piece.numel)
         self.inner = self._cut(own, {one.parameter: one.state for one in kept}, self.inner)
 
     def _by_piece(self, states: Mapping[torch.Tensor, State]) -> dict[Piece, State]:

@@ -124,9 +124,7 @@ class Inner:
         self._by_bucket = {}
         numel = stretch.parameter.numel()
         for part in parts:
-            first = part.start - stretch.start
-            own = part_of_state(state, numel, first, first + part.parameter.numel())
-            if own:
+            if own := part_of_state(state, numel, part.start - stretch.start, part.parameter.numel()):
                 self.state[part.parameter] = own
         parameters = self._optimizer.param_groups[stretch.group]["params"]
         place = next(i for i, one in enumerate(parameters) if one is stretch.parameter)

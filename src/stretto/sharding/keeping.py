@@ -20,8 +20,7 @@ def held(division: Division) -> dict[int, list[Held]]:
     for stretch in inner.stretches.all:
         state, numel = inner.state.get(stretch.parameter, {}), stretch.parameter.numel()
         for piece in stretch.pieces if state else ():
-            first = piece.start - stretch.start
-            own = part_of_state(state, numel, first, first + piece.numel)
+            own = part_of_state(state, numel, piece.start - stretch.start, piece.numel)
             found.setdefault(piece.index, []).append(_held(piece.first, piece.numel, own))
     if division.kind is Kind.WHOLE:
         for piece in division.pieces:
@@ -34,7 +33,7 @@ def held(division: Division) -> dict[int, list[Held]]:
 def put_together(division: Division, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
     """The whole state by parameter; with ``departed``, also of those that left the groups. Collective: exhaust it."""
     layout, groups, queue = division.layout, division.groups, division.queue
-    specs, known = dict(enumerate(layout.plan.parameters)), {id(one) for one in groups.parameters}
+    specs, known = layout.plan.parameters, {id(one) for one in groups.parameters}
     for index, flats, rest in whole_states(held(division), specs, queue.transport, queue.peers):
         if id(parameter := layout.parameters[index]) in known or departed:
             yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest

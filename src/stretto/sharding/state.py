@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 def whole_states(
     held: Mapping[int, Sequence[Held]],
-    specs: Mapping[int, ParameterSpec],
+    specs: Sequence[ParameterSpec],
     transport: Transport,
     peers: Peers,
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], State]]:
@@ -54,7 +54,7 @@ def whole_states(
 
     Args:
         held: what this rank keeps, by parameter.
-        specs: of all parameters, by the same numbers on all ranks.
+        specs: of all parameters of the plan.
         transport: carries what is kept by element, one message a parameter.
         peers: the other ranks; gathers the rest.
     """

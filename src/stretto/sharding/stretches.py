@@ -52,15 +52,15 @@ class Stretch:
         return self.pieces[0].bucket
 
 
-def part_of_state(state: Mapping[str, Any], numel: int, first: int, stop: int) -> State:
-    """What belongs to some elements of a flat parameter. By-element tensors are views; the rest is copied.
+def part_of_state(state: Mapping[str, Any], numel: int, first: int, count: int) -> State:
+    """What belongs to ``count`` elements of a flat parameter. By-element tensors are views; the rest is copied.
 
     It is copied deeply: a dict shared by two stretches would be counted up by the step of each.
     """
 
     def part(value: Any) -> Any:
         if by_element(value, numel):
-            return value[first:stop]
+            return value[first : first + count]
         return value.clone() if torch.is_tensor(value) else copy.deepcopy(value)
 
     return {key: part(value) for key, value in state.items()}
@@ -75,7 +75,7 @@ def states_of_pieces(
     keys = keys_by_element(optimizer, [one for one in known.values() if not one.dim()])
     flat = {index: flat_state(states[one], specs[index], keys.get(one, ())) for index, one in known.items()}
     return {
-        piece: part_of_state(flat[piece.index], specs[piece.index].numel, piece.first, piece.end)
+        piece: part_of_state(flat[piece.index], specs[piece.index].numel, piece.first, piece.numel)
         for piece in pieces
         if piece.index in flat
     }

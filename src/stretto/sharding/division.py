@@ -64,6 +64,8 @@ class Division:
             layout.adopt([*chain(*lain), *chain.from_iterable(lying)])
             owned = [self._owned(rank) for rank in range(queue.transport.world_size)]
             self.pieces = owned[queue.transport.rank]
+            self.parts = self.pieces if kind is Kind.ELEMENTWISE else []
+            """Those of them that are stepped as flat parameters."""
             self.spread = spread(layout, owned)
             self.apart = self._apart()
             self.inner: Inner = self._cut(self._by_piece(states), states, before.inner if before else None)
@@ -105,14 +107,13 @@ class Division:
         """Step with these states from now on, instead of those that were kept."""
         by_id = {id(one.parameter): one for one in kept}
         own: dict[Piece, State] = {}
-        for piece in self.pieces:
+        for piece in self.parts:
             if one := by_id.get(id(self.layout.parameters[piece.index])):
                 own[piece] = part_of_state(one.state, one.held.numel, piece.first - one.held.first, piece.numel)
         self.inner = self._cut(own, {one.parameter: one.state for one in kept}, self.inner)
 
     def _by_piece(self, states: Mapping[torch.Tensor, State]) -> dict[Piece, State]:
-        pieces = self.pieces if self.kind is Kind.ELEMENTWISE else []
-        return states_of_pieces(pieces, self.groups.optimizer, self.layout, states)
+        return states_of_pieces(self.parts, self.groups.optimizer, self.layout, states)
 
     def _cut(self, own: Mapping[Piece, State], whole: Mapping[torch.Tensor, State], before: Inner | None) -> Inner:
         """Make the stretches of this rank's share, and the optimizer that steps them. If it fails, nothing changes.
@@ -126,8 +127,7 @@ class Division:
         stretches = Stretches(self.layout, self.queue.buckets)
         steps_whole = {id(one) for one in (*self.apart, *(mine[piece.index] for piece in self.pieces if is_whole))}
         try:
-            pieces = () if is_whole else self.pieces
-            stretches.cut(pieces, {index: group_of[id(one)] for index, one in mine.items()}, own)
+            stretches.cut(self.parts, {index: group_of[id(one)] for index, one in mine.items()}, own)
             made = Inner(self.groups, stretches, steps_whole, whole, before)
         except BaseException:
             stretches.forget()

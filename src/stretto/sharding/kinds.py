@@ -50,7 +50,7 @@ def kind_of(optimizer: torch.optim.Optimizer, name: str = "shard") -> Kind:
     Raises:
         UnsupportedError: it cannot be divided, or cannot be built again from its groups.
     """
-    with random_state_kept():
+    with random_state_kept:
         kinds = {_kind_of_group(optimizer, group, name) for group in optimizer.param_groups}
     return Kind.WHOLE if Kind.WHOLE in kinds else Kind.ELEMENTWISE
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,42 +55,33 @@ def _large_shape(shapes: Sequence[torch.Size]) -> Iterator[Sequence[int]]:
     yield sizes
 
 
-class _RandomState:
-    """torch's random state from before the first of the threads now inside drew a number."""
-
-    def __init__(self) -> None:
-        self._inside, self._lock = 0, threading.RLock()  # a finalizer may run during the thread's own call
-        self._before = torch.empty(0)
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = torch.random.get_rng_state()
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.random.set_rng_state(self._before)
-
-
-_random_state = _RandomState()
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
+class _RandomStateKept:
     """Random numbers drawn inside change nothing outside. Several threads may be inside, and wait for each other there.
 
     Only one thread at a time asks torch for its state. torch allocates it while holding the generator's lock: if
     garbage is collected at that moment, another thread may run, and if that asks for the state too, it waits for this
     lock while holding Python's.
     """
-    _random_state.enter()
-    try:
-        yield
-    finally:
-        _random_state.leave()
+
+    def __init__(self) -> None:
+        self._inside, self._lock = 0, threading.RLock()  # a finalizer may run during the thread's own call
+        self._before = torch.empty(0)
+        """The state from before the first of the threads now inside drew a number."""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.random.get_rng_state()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.random.set_rng_state(self._before)
+
+
+random_state_kept = _RandomStateKept()
 
 
 def gradients(values: Sequence[torch.Tensor], step: int, scale: float) -> list[torch.Tensor]:

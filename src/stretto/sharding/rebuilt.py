@@ -109,7 +109,7 @@ def states_after_steps(
     like.state.update({one: state for one, state in zip(parameters, states, strict=bool(states)) if state})
     if parameters:
         turn("train", like)
-        with random_state_kept():
+        with random_state_kept:
             for _ in range(steps):
                 bare_step(like)()
     return [like.state.get(one, {}) for one in parameters]

@@ -90,7 +90,9 @@ class Joins(Joinable):
         """Called by ``Join``. Raises ``SetupError`` if gradients are not kept: there would be none to lend."""
         if self._shares is None:
             return JoinHook()
-        self._usable().attendance.begins()
+        shares = self._usable()
+        shares.withholding.refuse_to_lend()
+        shares.attendance.begins()
         hook = _StepHook(self)
         self._hook = weakref.ref(hook)
         return hook
@@ -123,25 +125,17 @@ class Attendance:
     Args:
         meetings: where ranks meet.
         queue: counts passes.
-        whole_grads: whether ``.grad`` is the mean on every rank.
     """
 
-    def __init__(self, meetings: Meetings, queue: LaunchQueue, *, whole_grads: bool) -> None:
+    def __init__(self, meetings: Meetings, queue: LaunchQueue) -> None:
         self._meetings = meetings
         self._queue = queue
-        self._whole_grads = whole_grads
         self._answered = 0
         self._have_parted = False
         """Whether ranks without batches are gone: see [Note: parted]."""
 
     def begins(self) -> None:
-        """``Join`` begins. Raises ``SetupError`` if there would be no gradients to lend."""
-        if not self._whole_grads:
-            raise SetupError(
-                f"{self._queue.where}: with keep_grads=False each rank has only its share of the gradients, so nobody "
-                "could step for a rank without batches.\nLeave out keep_grads=False, or give all ranks the same number "
-                "of batches."
-            )
+        """``Join`` begins."""
         self._answered = self._queue.pass_number
         self._have_parted = False
 

@@ -62,9 +62,8 @@ class Shares:
         self._groups, self._kinds = Groups(optimizer, queue), KindWatch(optimizer, kind)
         self.meetings = Meetings(queue, optimizer)
         self.writings = Writings(reducer)
-        divisible = kind is Kind.ELEMENTWISE
-        self.attendance = Attendance(self.meetings, queue, whole_grads=keep_grads or not divisible)
-        self.withholding = Withholding(self._groups, queue, asked=not keep_grads, divisible=divisible)
+        self.attendance = Attendance(self.meetings, queue)
+        self.withholding = Withholding(self._groups, queue, asked=not keep_grads, divisible=kind is Kind.ELEMENTWISE)
         self._number, self._has_moved = (
             len(self.peers.seat.steps),
             False,

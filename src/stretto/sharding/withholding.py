@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..errors import SetupError
 from ..launch import LaunchQueue
 from ..withheld import Alive, Withheld
 from .groups import Groups
@@ -47,6 +48,15 @@ class Withholding:
 
     def _others(self) -> list[torch.Tensor]:
         return [one for one in self._queue.in_shares if not self._mine.holds(one)]
+
+    def refuse_to_lend(self) -> None:
+        """Raise ``SetupError`` if ranks without batches could not be given the gradients: see joining.py."""
+        if self._wanted:
+            raise SetupError(
+                f"{self._queue.where}: with keep_grads=False each rank has only its share of the gradients, so nobody "
+                "could step for a rank without batches.\nLeave out keep_grads=False, or give all ranks the same number "
+                "of batches."
+            )
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
         """The shares of these gradients have been used in a step: remove the placeholders."""

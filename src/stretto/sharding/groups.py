@@ -76,9 +76,12 @@ class Groups:
         self._members = [[*group["params"]] for group in self.all]
         self._dtypes: dict[int, torch.dtype] = {id(one): one.dtype for group in self._members for one in group}
         self._plan = self._queue.plan
+        self._mark = self._mark_now()
+
+    def _mark_now(self) -> int:
         places = {id(one()): place for place, one in enumerate(self._queue.references)}
-        members = [[places.get(id(one), -1 - one.numel()) for one in group] for group in self._members]
-        self._mark = hash((self._queue.peers.seat.key, *map(tuple, members)))
+        members = [[places.get(id(one), -1 - one.numel()) for one in group["params"]] for group in self.all]
+        return hash((self._queue.peers.seat.key, *map(tuple, members)))
 
     def have_moved(self) -> bool:
         """Whether groups have other parameters than remembered."""
@@ -101,7 +104,7 @@ class Groups:
         known = {id(one) for one in self.parameters}
         self.departed = {one: (states[one], one.dtype) for one in alive if one in states and id(one) not in known}
 
-    def refuse_other_dtypes(self, where: str) -> None:
+    def refuse_other_dtypes(self) -> None:
         """Raise ``SetupError`` if parameters have another dtype than in a new plan, and so than their gradients."""
         if self._queue.plan is self._plan:
             return
@@ -110,7 +113,7 @@ class Groups:
             one = reference()
             if one is not None and id(one) in known and one.dtype is not spec.dtype:
                 raise SetupError(
-                    f"{where}: {spec.name} was {dtype_name(spec.dtype)} in the last backward, and is "
+                    f"{self._queue.where}: {spec.name} was {dtype_name(spec.dtype)} in the last backward, and is "
                     f"{dtype_name(one.dtype)} now.\nRun a backward between a change of the dtype and this call."
                 )
 
@@ -126,9 +129,8 @@ class Groups:
         return self._number(has_moved=has_moved) ^ crc32(turn.encode())
 
     def _number(self, *, has_moved: bool) -> int:
-        mark = self._mark
-        if has_moved or self._queue.plan is not self._plan:  # what is remembered goes with the layout
-            mark = Groups(self.optimizer, self._queue)._mark
+        lags = has_moved or self._queue.plan is not self._plan  # what is remembered goes with the layout
+        mark = self._mark_now() if lags else self._mark
         values = [*chain.from_iterable(group.values() for group in self.all)]
         seen = self._seen
         if mark == seen.mark and are_same(values, seen.values):

@@ -165,7 +165,7 @@ class Shares:
         layout, where, plan = self.layout, self.peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
         layout.refuse_tied(strayed, where)
-        self._groups.refuse_other_dtypes(where)
+        self._groups.refuse_other_dtypes()
         self._kinds.refuse_change(where, has_moved=has_moved)
         if has_moved:
             refuse_duplicates(self._optimizer, self._reducer.members.everything().items(), where)

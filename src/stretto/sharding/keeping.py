@@ -32,9 +32,9 @@ def held(division: Division) -> dict[int, list[Held]]:
 @torch.inference_mode(False)  # tensors made here are used after an evaluation
 def put_together(division: Division, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
     """The whole state by parameter; with ``departed``, also of those that left the groups. Collective: exhaust it."""
-    layout, groups, queue = division.layout, division.groups, division.queue
+    layout, groups = division.layout, division.groups
     specs, known = layout.plan.parameters, {id(one) for one in groups.parameters}
-    for index, flats, rest in whole_states(held(division), specs, queue.transport, queue.peers):
+    for index, flats, rest in whole_states(held(division), specs, division.queue):
         if id(parameter := layout.parameters[index]) in known or departed:
             yield parameter, {key: shaped(flat, specs[index]).clone() for key, flat in flats.items()} | rest
     for parameter in division.apart:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SetupError
+from ..launch import LaunchQueue
 from ..peers import Peers
 from ..specs import ParameterSpec
-from ..transport import Transport
 from ..wording import counted
 
 State = dict[str, Any]
@@ -45,25 +45,21 @@ class Kept(NamedTuple):
 
 
 def whole_states(
-    held: Mapping[int, Sequence[Held]],
-    specs: Sequence[ParameterSpec],
-    transport: Transport,
-    peers: Peers,
+    held: Mapping[int, Sequence[Held]], specs: Sequence[ParameterSpec], queue: LaunchQueue
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], State]]:
     """For each parameter: its index, its whole by-element tensors, flat, and the rest. Collective; exhaust it.
 
     Args:
         held: what this rank keeps, by parameter.
         specs: of all parameters of the plan.
-        transport: carries what is kept by element, one message a parameter.
-        peers: the other ranks; gathers the rest.
+        queue: its transport carries what is kept by element, one message a parameter.
     """
     told: dict[int, tuple[dict[str, torch.dtype], State]] = {}
     mine = {
         index: ({key: value.dtype for key, value in parts[0].flat.items()}, parts[0].rest)
         for index, parts in held.items()
     }
-    for theirs in peers.gather(mine):
+    for theirs in queue.peers.gather(mine):
         told = theirs | told
     for index in sorted(told):
         numel, (dtypes, rest) = specs[index].numel, told[index]
@@ -74,9 +70,9 @@ def whole_states(
             for key, value in part.flat.items():
                 flats[key][part.first : part.first + part.numel] = value
         if len(message):
-            work = transport.all_reduce(message)
-            with peers.in_call():
-                peers.wait_for(work, "the optimizer's state")
+            work = queue.transport.all_reduce(message)
+            with queue.peers.in_call():
+                queue.wait_for(work, "the optimizer's state")
         yield index, flats, rest
 
 

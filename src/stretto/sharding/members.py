@@ -9,7 +9,6 @@ import torch
 
 from ..arrivals import owner_of
 from ..errors import SetupError, StrettoError
-from ..membership import Membership
 from ..peers import Peers
 from ..reducer import Reducer
 from ..slots import has_memory
@@ -163,19 +162,16 @@ def wanted_by_any(problem: StrettoError | None, wanted: bool, peers: Peers) -> b
     return any(one for one, _ in told)
 
 
-def refuse_unreduced(
-    optimizer: torch.optim.Optimizer, reduced: Iterable[torch.Tensor], members: Membership, where: str
-) -> None:
+def refuse_unreduced(optimizer: torch.optim.Optimizer, reducer: Reducer, where: str) -> None:
     """Raise if it is about to step a parameter whose gradient was not averaged over ranks.
 
     Args:
         optimizer: with its groups, to which parameters may have been added.
-        reduced: those that are reduced now.
-        members: what the module has.
+        reducer: says which are reduced now.
         where: how the message begins.
     """
-    known = {id(parameter) for parameter in reduced}
-    names = {id(parameter): name for name, parameter in members.everything().items()}
+    known = {id(parameter) for parameter in reducer.parameters}
+    names = {id(parameter): name for name, parameter in reducer.members.everything().items()}
     for one in stepped_by(optimizer):  # parameters no longer in the module are the user's business
         if one.requires_grad and one.grad is not None and id(one) in names and id(one) not in known:
             raise SetupError(

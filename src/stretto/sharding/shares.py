@@ -64,10 +64,8 @@ class Shares:
         self.writings = Writings(reducer)
         self.attendance = Attendance(self.meetings, queue)
         self.withholding = Withholding(self._groups, queue, asked=not keep_grads, divisible=kind is Kind.ELEMENTWISE)
-        self._number, self._has_moved = (
-            len(self.peers.seat.steps),
-            False,
-        )  # groups that were followed since the last step
+        self._number, self._has_moved = len(self.peers.seat.steps), False
+        """Place of its count of steps; whether groups were followed since the last step."""
         self.peers.seat.steps.append(0)
         self.withholding.follow()
         try:
@@ -170,7 +168,7 @@ class Shares:
         if has_moved:
             refuse_duplicates(self._optimizer, self._reducer.members.everything().items(), where)
         if has_moved or any(one.grad is not None for one in self._division.apart):
-            refuse_unreduced(self._optimizer, self._reducer.parameters, self._reducer.members, where)
+            refuse_unreduced(self._optimizer, self._reducer, where)
 
     def _agree(self, number: int, strayed: Sequence[int], *, moves: bool, meets: bool, idle: bool, call: str) -> Met:
         """Check that all ranks step with equal groups; without shared memory this is seen in what they send."""

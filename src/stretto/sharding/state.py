@@ -72,7 +72,7 @@ def whole_states(
         if len(message):
             work = queue.transport.all_reduce(message)
             with queue.peers.in_call():
-                queue.wait_for(work, "the optimizer's state")
+                queue.peers.wait_for(work, "the optimizer's state")
         yield index, flats, rest
 
 

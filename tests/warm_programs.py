@@ -141,6 +141,9 @@ def run(
     program = start(arguments, env, cwd, to_the_end=to_the_end)
     try:
         said, complained = program.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        sys.stderr.write(program.complaint())  # it may say what it waits for
+        raise
     finally:
         program.kill()
     assert program.returncode is not None

@@ -37,6 +37,14 @@ _BYTES = 256
 _STRIDE = 61
 """From the elements of one look to those of the next; prime, since most numbers of looks are powers of two."""
 
+_ONE_ALONE = (
+    "If several ranks of a host change a parameter, the change is applied once for each of them, while others may be "
+    "reading it.\n"
+    "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
+    "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
+    "docs/sharding.md."
+)
+
 log = logging.getLogger("stretto")
 
 
@@ -170,12 +178,9 @@ class Writings:
             log.warning(
                 "%s: since the last step %d ranks have written in place to parameters that the ranks of a host share "
                 "in one memory (nn.init, p.mul_(), an optimizer hook, a forward); this rank, of %s, has written to %s. "
-                "If several ranks of a host change a parameter, the change is applied once for each of them, while "
-                "others may be reading it.\n"
-                "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
-                "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
-                "docs/sharding.md. If each rank writes different parameters, or writing twice does no harm (clamp_, "
-                "values copied in between barriers), ignore this. Shown once.",
+                + _ONE_ALONE
+                + " If each rank writes different parameters, or writing twice does no harm (clamp_, values copied in "
+                "between barriers), ignore this. Shown once.",
                 self._reducer.queue.where,
                 count,
                 describe_ranks(layout.host),
@@ -191,12 +196,10 @@ class Writings:
         log.warning(
             "%s: since the last step the values of %s have changed in the memory that the ranks of a host share, by "
             "writes that torch does not count: through .data (p.data.mul_()), from NumPy, in a library's layer, or "
-            "right before parameter.data = ... (SAM). If several ranks of a host change a parameter, the change is "
-            "applied once for each of them, while others may be reading it.\n"
-            "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
-            "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
-            "docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
-            "barriers), ignore this. Shown once.",
+            "right before parameter.data = ... (SAM). "
+            + _ONE_ALONE
+            + " If one rank did it, or writing twice does no harm (clamp_, values copied in between barriers), ignore "
+            "this. Shown once.",
             self._reducer.queue.where,
             name_list(names),
         )

@@ -23,15 +23,6 @@ def never_free(held: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
-def has_failed(work: Any) -> bool:
-    """Whether a collective that is over has raised."""
-    try:
-        work.wait()
-    except RuntimeError:
-        return True
-    return False
-
-
 class InFlight:
     """What was sent over one process group and is still referenced. The rest has been waited for."""
 

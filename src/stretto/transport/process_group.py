@@ -22,7 +22,7 @@ from ..errors import CommunicationError, UnsupportedError
 from ..wording import MIB
 from .base import Leftover, Transport, Work, as_reals
 from .exchange import ShareSum, exchange_shares
-from .letting_go import InFlight, has_failed
+from .letting_go import InFlight
 from .native import GatheredShares, ScatteredSum, can_gather, can_sum
 from .prompt import let_gloo_go_first
 from .under_way import UnderWay
@@ -143,10 +143,9 @@ class ProcessGroupTransport(Transport):
             self.under_way.remove(work)
         if (group := self._group()) is None:
             return
-        if not work.is_completed():
+        if not (is_over := work.is_completed()):
             self.leftovers[0].is_of(self.rank, handle, told)
-            self._in_flight.never_free(group)
-        elif has_failed(work) and self._in_flight.is_under_way():  # it waits for a rank that has failed likewise
+        if not is_over or self._in_flight.is_under_way():  # a later one may wait for a rank that has failed likewise
             self._in_flight.never_free(group)
 
     def close(self) -> None:

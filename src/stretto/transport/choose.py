@@ -78,7 +78,7 @@ def carrier_of(
         raise SetupError(f"{' and '.join(given)} each say what carries the gradients: leave out all but one")
     if own is not None:
         return own
-    if isinstance(process_groups, dist.ProcessGroup) or not isinstance(process_groups, Iterable):
+    if process_groups and not isinstance(process_groups, Iterable):
         raise SetupError("process_groups= takes a list of groups of the same ranks: for one, write process_group=group")
     if process_groups:
         return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])

@@ -303,6 +303,29 @@ def test_what_a_stateful_hook_remembers_outlives_a_failure():
     assert spawn_ranks(powersgd_after_a_failure, 2) == [([True] * 8, [5])] * 2
 
 
+def hook_that_ends_in_a_text(rank):
+    """The error of its backward over a process group, and what that came after."""
+    model = torch.nn.Linear(2, 1)
+    sync = stretto.attach(model, transport="process_group")
+
+    def hook(state, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: "text")
+
+    sync.register_comm_hook(None, hook)
+    with pytest.raises(TypeError) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    return str(caught.value), repr(caught.value.__context__)
+
+
+@pytest.mark.ranks
+def test_the_error_of_a_hooks_future_is_raised_once():
+    """To see whether the group may be let go of it was waited for again, and the traceback showed it twice."""
+    text = "the comm hook's future holds a str in place of the reduced flat tensor.\n"
+    told = text + "Let its last callback return that tensor."
+    assert spawn_ranks(hook_that_ends_in_a_text, 2) == [(told, "None")] * 2
+
+
 def test_a_future_can_be_waited_for_again():
     future, payload = torch.futures.Future(), torch.zeros(2)
     work = HookWork(SimpleNamespace(payload=payload), future, CommHook(None, print))

@@ -479,6 +479,10 @@ ALONE = [
         "process_groups= takes a list of groups of the same ranks: for one, write process_group=group",
     ),
     (
+        lambda: DDP(model(), process_groups=3),
+        "process_groups= takes a list of groups of the same ranks: for one, write process_group=group",
+    ),
+    (
         launched_without_a_group,
         "WORLD_SIZE=4 ranks were launched, but no process group is initialised: each would train alone.\n"
         "Call torch.distributed.init_process_group() before stretto.attach(model).",

@@ -207,7 +207,7 @@ if rank == 1:
     def stop(work, what, patience=None):
         raise KeyboardInterrupt
 
-    sync._peers.wait_for = stop
+    sync._reducer.queue.wait_for = stop
     stopped(optimizers[0].state_dict)
 else:
     told(optimizers[0].state_dict)

@@ -32,7 +32,7 @@ from .engine import compiled_inside
 from .errors import SetupError
 from .options import Buffers, listed, patterns, positive
 from .scaling import Reduce
-from .transport import TransportName
+from .transport import TransportName, as_groups
 
 
 class DistributedDataParallel(TorchSurface):
@@ -110,7 +110,8 @@ class DistributedDataParallel(TorchSurface):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.device_mesh = device_mesh
-        self.process_group = _group_of(process_group, process_groups, device_mesh)  # None: a world of one
+        groups = as_groups(process_groups)
+        self.process_group = _group_of(process_group, groups, device_mesh)  # None: a world of one
         left_alone = patterns("ignore", ignore)
         self._hold(module, mixed_precision, left_alone)
         self._set_devices(device_ids, output_device)
@@ -133,7 +134,7 @@ class DistributedDataParallel(TorchSurface):
             "reduce_dtype": self._travels_as() if reduce_dtype is None else reduce_dtype,
             "delay": delay,
             "launch_after": listed(launch_after),
-            "process_groups": tuple(process_groups),
+            "process_groups": groups,
             "check_every": check_every,
             "sparse": listed(sparse),
             "transport": transport,

@@ -131,14 +131,13 @@ class Shares:
             if not turn:
                 refuse_to_step(self._optimizer, self.peers.where)
             self._refuse(strayed, has_moved=has_moved)
-            others = self._reducer.members.all_parameters
+            others, queue = self._reducer.members.all_parameters, self._reducer.queue
             copies = {} if moves else self.layout.copies(strayed, self._division.pieces, others)
             number = self._groups.number(has_moved=has_moved, turn=turn)
         begun = False
         try:
             met = self._agree(number, strayed, moves=moves, meets=meets, idle=idle, call=turn or "step")
-            lending = lent(self._groups, self._reducer.queue, self._divisions.fail, idle=idle)
-            with lending if met.idle else contextlib.nullcontext():
+            with lent(self._groups, queue, self._divisions.fail, idle=idle) if met.idle else contextlib.nullcontext():
                 begun = True
                 if moves:
                     self._divisions.follow()

@@ -51,7 +51,7 @@ def whole_states(
 
     Args:
         held: what this rank keeps, by parameter.
-        specs: of all parameters of the plan.
+        specs: of all parameters of the layout's plan, which may be older than the queue's.
         queue: its transport carries what is kept by element, one message a parameter.
     """
     told: dict[int, tuple[dict[str, torch.dtype], State]] = {}
@@ -72,7 +72,7 @@ def whole_states(
         if len(message):
             work = queue.transport.all_reduce(message)
             with queue.peers.in_call():
-                queue.peers.wait_for(work, "the optimizer's state")
+                queue.wait_for(work, "the optimizer's state")
         yield index, flats, rest
 
 

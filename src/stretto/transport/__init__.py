@@ -1,7 +1,7 @@
 """What moves and sums a bucket: ``base`` has the protocol, ``choose`` picks the implementation for these ranks."""
 
 from .base import Transport, Work
-from .choose import TransportName, choose
+from .choose import TransportName, as_groups, choose
 from .common import CommonMemory, own_memory
 from .hierarchical import HierarchicalTransport
 from .local import LocalGroup, LocalTransport
@@ -21,6 +21,7 @@ __all__ = [
     "Transport",
     "TransportName",
     "Work",
+    "as_groups",
     "choose",
     "own_memory",
     "slice_of",

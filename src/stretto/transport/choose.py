@@ -58,6 +58,13 @@ class Opened:
     """Random; rank 0's value names the place in the store where hosts meet."""
 
 
+def as_groups(process_groups: Iterable[dist.ProcessGroup] | None) -> tuple[dist.ProcessGroup, ...]:
+    """Those given as ``process_groups=``; none for None. Raises ``SetupError`` for what is no list."""
+    if process_groups and not isinstance(process_groups, Iterable):
+        raise SetupError("process_groups= takes a list of groups of the same ranks: for one, write process_group=group")
+    return tuple(process_groups or ())
+
+
 def carrier_of(
     asked: Transport | str | None,
     process_group: dist.ProcessGroup | None = None,
@@ -69,19 +76,18 @@ def carrier_of(
         SetupError: several were given; ranks were launched, but no group is initialised.
     """
     own = asked if asked is not None and not isinstance(asked, str) else None
+    groups = as_groups(process_groups)
     ways = {
         "transport=": own is not None,
         "process_group=": process_group is not None,
-        "process_groups=": process_groups,
+        "process_groups=": groups,
     }
     if len(given := [name for name, there in ways.items() if there]) > 1:
         raise SetupError(f"{' and '.join(given)} each say what carries the gradients: leave out all but one")
     if own is not None:
         return own
-    if process_groups and not isinstance(process_groups, Iterable):
-        raise SetupError("process_groups= takes a list of groups of the same ranks: for one, write process_group=group")
-    if process_groups:
-        return RoundRobinTransport([ProcessGroupTransport(group) for group in process_groups])
+    if groups:
+        return RoundRobinTransport([ProcessGroupTransport(group) for group in groups])
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return ProcessGroupTransport(process_group)
     if launched := _started():

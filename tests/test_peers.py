@@ -409,6 +409,66 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path, trans
     ]
 
 
+IN_TORCHS = """
+    pair = dist.new_group(sorted(set((1, world - 1))))
+    step()
+    stretto.inquiry.ASK_SECONDS, stretto.inquiry.REPEATS = 0.3, 4
+    if rank:
+        threading.Thread(target=lambda: (until_told(0), os._exit(0)), daemon=True).start()
+        {0}
+        time.sleep(100)
+    told({1})
+"""
+ALL_CALL = (
+    "All ranks make this call: look for a condition around it (if rank == 0), for a call of torch.distributed before "
+    "it in which another rank waits, or for a rank that was not started."
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("call", "waits", "when", "where"),
+    [
+        ("dist.barrier()", "", "pass 2", "at train.py:LINE in step"),
+        ("dist.all_gather_object([None] * 2, 0)", "", "pass 2", "at train.py:LINE in step"),
+        ("dist.all_reduce(x, group=dist.group.WORLD)", "", "pass 2", "at train.py:LINE in step"),
+        ("dist.barrier()", "sync.report", "pass 1", "in report() at train.py:LINE in told"),
+    ],
+)
+def test_a_rank_that_waits_in_a_collective_of_torchs_never_comes(
+    tmp_path: Path, call: str, waits: str, when: str, where: str
+) -> None:
+    """As after a loop that had fewer batches there. Else the time-out of the group, half an hour, is the end."""
+    (code, printed, complaint), _ = ranks(tmp_path, IN_TORCHS.format(call, waits), patience=30.0)
+    name = call[: call.index("(")].replace("dist.", "torch.distributed.")
+    now = f"rank 1 has begun 1 pass and is in {name}() at train.py:LINE in <module>.\n"
+    told = re.sub(r"waited \d s", "waited N s", plain(complaint))
+    assert (code, told) == (0, f"stretto: rank 0, {when}: rank 0 has waited N s {where}; {now}{ALL_CALL}\n")
+    assert re.sub(r"waited \d s", "waited N s", within(printed, "PeerError", 9)) == (
+        f"rank 0, {when}: ranks are out of step, so nobody can complete this: rank 1 waits for this rank in another "
+        f"call.\nrank 0 has waited N s {where}; {now}Give every rank the same number of batches, or use the "
+        "drop-in and its join(): with model.join(): ... If they had the same number, look for a call of "
+        "torch.distributed that only some of them make, as under `if rank == 0`."
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "call",
+    [
+        "rank == 1 and dist.barrier(pair)",  # the other of the pair is late
+        "dist.recv(x, src=0)",
+        "dist.broadcast(x, src=0)",  # the source waits for nobody, and may have left it
+        "threading.Thread(target=time.sleep, args=[9]).start(); dist.barrier()",  # which may train as well
+    ],
+)
+def test_a_rank_that_waits_otherwise_may_come(tmp_path: Path, call: str) -> None:
+    world = 2 + ("pair" in call)
+    (code, printed, complaint), *_ = ranks(tmp_path, IN_TORCHS.format(call, ""), world, patience=3.0)
+    assert code == 0, complaint
+    assert "Error after" in printed and "out of step" not in printed, "in the group's own time"
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 def test_the_traceback_of_who_waited_in_vain_is_short(tmp_path: Path, transport: str) -> None:

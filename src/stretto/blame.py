@@ -33,6 +33,11 @@ SAME_CALLS = (
     "clip_grad_norm_(), check(), report(), trace(), state_dict(), load_state_dict(), unshard(), stretto.reduce()."
 )
 """Where they have not."""
+SAME_BATCHES = (
+    "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they had "
+    "the same number, look for a call of torch.distributed that only some of them make, as under `if rank == 0`."
+)
+"""Where one waits in a call of torch's."""
 
 
 def who_is_to_blame(
@@ -198,17 +203,18 @@ def apart(where: str, progress: Sequence[int], others: Mapping[int, Sequence[int
     )
 
 
-def elsewhere(where: str, rank: int, places: str) -> PeerError:
-    """An error for a rank that has begun what this one has not, of another handle, and waits there.
+def elsewhere(where: str, rank: int, places: str, advice: str = SAME_CALLS) -> PeerError:
+    """An error for a rank that has begun what this one has not, of another handle or of torch's, and waits there.
 
     Args:
         where: how the message begins.
         rank: that one.
         places: where all are.
+        advice: what to look for.
     """
     return PeerError(
         f"{where}: ranks are out of step, so nobody can complete this: rank {rank} waits for this rank in another "
-        f"call.\n{places}.\n{SAME_CALLS}"
+        f"call.\n{places}.\n{advice}"
     )
 
 

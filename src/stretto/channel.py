@@ -32,7 +32,7 @@ from .notes import Note, frame_of_child, has_failed, last_words
 from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
 from .transport.base import Leftover
-from .whereabouts import myself, standing
+from .whereabouts import awaited_in_torchs, myself, standing
 from .wording import counted
 
 
@@ -322,11 +322,11 @@ class Channel(People):
         return {seat.handle: seat.ended for seat in [*self._seats] if seat.handle}
 
     def _where(self, handle: str) -> Answer:
-        place, now = standing(sys._current_frames().get(self.me.thread)), None
+        frame, now = sys._current_frames().get(self.me.thread), None
         while now != (now := (self._progress(handle), self.beside(), self.ended())):
             pass  # or it would mix states before and after a pass
         begun = f"has begun {counted(now[0][0], 'passes')} and " if now[0] else ""
-        return Answer(f"{begun}is {place}", *now)
+        return Answer(f"{begun}is {standing(frame)}", *now, awaited_in_torchs(frame))
 
     def _progress(self, handle: str) -> list[int]:
         return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])

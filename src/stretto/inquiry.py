@@ -9,7 +9,9 @@ import time
 from collections.abc import Collection, Iterable
 from itertools import chain
 
-from .blame import apart, crosses, elsewhere
+import torch.distributed as dist
+
+from .blame import SAME_BATCHES, apart, crosses, elsewhere
 from .channel import Channel
 from .notes import Note
 from .people import HAS_NOT_COME
@@ -47,6 +49,7 @@ class Inquiry:
         self._asked: dict[int, str] | None = None
         self._after = ASK_SECONDS
         self._quoted: set[str] = set()
+        self._before: dict[int, Answer] = {}
 
     def go_on(self, where: str, channel: Channel, notes: Iterable[Note], waited: float) -> None:
         """Log why the wait lasts, as far as that is known. Does not block.
@@ -70,6 +73,11 @@ class Inquiry:
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, channel, told)
             now = places(channel, told, waited)
+            # Twice, many seconds apart: who has come out of it a little earlier waits for the other in peace.
+            for other in [one for one, answer in told.items() if answer == self._before.get(one)]:
+                if waits_in_torchs(self._seat, channel, told[other]):
+                    raise elsewhere(where, other, now, SAME_BATCHES)
+            self._before = told
             may_never_come = HAS_NOT_COME in now or IN_TORCHS in now
             log.warning("%s: %s.%s", where, now, _ALL_CALL if may_never_come else "")
 
@@ -115,6 +123,13 @@ def who_has_gone_apart(where: str, seat: Seat, channel: Channel, told: dict[int,
         awaits = any(ended[one] < answer.ended[one] for one in known & ended.keys() & answer.ended.keys())
         if crosses(counts) or (has_not_come and awaits):
             raise elsewhere(where, other, places(channel, told))
+
+
+def waits_in_torchs(seat: Seat, channel: Channel, answer: Answer) -> bool:
+    """Whether a rank has not come to what this one is in, and waits for it in a collective of torch's."""
+    has_not_come = any(begun > theirs for begun, theirs in zip(seat.progress, answer.progress, strict=False))
+    one_thread = bool(channel.beside()) and bool(answer.beside)  # on both: another might make that call
+    return has_not_come and one_thread and dist.is_initialized() and dist.get_rank() in answer.awaited
 
 
 def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str], *, early: bool) -> list[Note]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,3 +121,5 @@ class Answer(NamedTuple):
     """See :meth:`Channel.beside`."""
     ended: dict[str, int]
     """See :meth:`Channel.ended`."""
+    awaited: Sequence[int] = ()
+    """See :func:`~stretto.whereabouts.awaited_in_torchs`."""

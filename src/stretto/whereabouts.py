@@ -21,6 +21,8 @@ from .wording import name_list
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 IN_TORCHS = "in torch.distributed."
 """Where a rank stands that waits in a collective of torch's; the name follows."""
+_FOR_ALL = ("barrier", "monitored_barrier", "all_", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base")
+"""How the names of those begin that nobody gets through before all ranks of the group have come."""
 _WRITTEN = {"__enter__": "trace", "__init__": "DistributedDataParallel"}
 """What the user has written, for the method that Python calls."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -93,19 +95,44 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 def standing(frame: FrameType | None) -> str:
     """``at train.py:34 in step``; ``in report() at ...`` where that line calls this library, or a collective."""
-    call, above, outermost = "", frame, frame
-    while above is not None and not is_users(above.f_code.co_filename):
-        outermost = above
-        if above.f_code.co_filename.startswith(_LIBRARIES[1]):
-            call = f"in {_WRITTEN.get(above.f_code.co_name, above.f_code.co_name)}() "
-        elif above.f_code.co_filename == distributed_c10d.__file__:
-            call = f"{IN_TORCHS}{above.f_code.co_name}() "
-        elif above.f_code.co_filename.startswith(_LIBRARIES[0]) and above.f_code.co_filename != c10d_logger.__file__:
-            call = ""  # backward, say, and its hooks; that logger wraps each collective
-        above = above.f_back
-    if above is None and outermost is not None and outermost.f_code.co_filename.startswith(_LIBRARIES[1]):
+    innermost = frame
+    while frame is not None and frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[1]):
         return "at the end of its program"  # where the interpreter calls what is left to do
-    return f"{call if above is not None else ''}at {place_of_frame(frame)}"
+    if (call := _called(innermost)) is None:
+        return f"at {place_of_frame(innermost)}"
+    name = call.f_code.co_name
+    begins = IN_TORCHS + name if _is_torchs(call) else f"in {_WRITTEN.get(name, name)}"
+    return f"{begins}() at {place_of_frame(innermost)}"
+
+
+def awaited_in_torchs(frame: FrameType | None) -> list[int]:
+    """Ranks, of all, that are to make the collective of torch's in which this rank waits, this one too; or none."""
+    call = _called(frame)
+    if call is None or not _is_torchs(call) or not call.f_code.co_name.startswith(_FOR_ALL):
+        return []
+    try:
+        return distributed_c10d.get_process_group_ranks(call.f_locals.get("group"))
+    except (KeyError, RuntimeError, ValueError):  # it is no group, or has just been destroyed
+        return []
+
+
+def _called(frame: FrameType | None) -> FrameType | None:
+    """What the innermost line of the user's calls: of this library, or a collective of torch's; else None."""
+    call = None
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if _is_torchs(frame) or file.startswith(_LIBRARIES[1]):
+            call = frame
+        elif file.startswith(_LIBRARIES[0]) and file != c10d_logger.__file__:
+            call = None  # backward, say, and its hooks; that logger wraps each collective
+        frame = frame.f_back
+    return None if frame is None else call
+
+
+def _is_torchs(call: FrameType) -> bool:
+    return call.f_code.co_filename == distributed_c10d.__file__
 
 
 def place_of_traceback(trace: TracebackType | None) -> str:

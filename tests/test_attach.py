@@ -422,6 +422,40 @@ def test_a_scripted_module_is_refused_on_all_ranks() -> None:
         stretto.attach(scripted)
 
 
+class _WithScript(torch.nn.Module):
+    """As e3nn builds its layers: the code is a scripted module, its weights are given to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 3))
+        self.code = torch.jit.script(torch.nn.BatchNorm1d(3, affine=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.code(x @ self.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_modules_without_parameters_are_part_of_a_model() -> None:
+    torch.manual_seed(0)
+    models = [_WithScript(), _WithScript()]
+
+    def worker(transport) -> tuple[torch.Tensor, torch.Tensor]:
+        model = models[transport.rank]
+        sync = stretto.attach(model, transport=transport)
+        optimizer = stretto.shard(torch.optim.SGD(model.parameters(), lr=0.1), sync)
+        for number in range(3):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * transport.rank + number)
+            model(torch.randn(4, 3, generator=generator)).pow(3).sum().backward()
+            optimizer.step()
+        sync.check()
+        return model.weight.detach().clone(), model.code.running_mean.clone()
+
+    (weight, mean), (same_weight, same_mean) = run_ranks(worker, 2)
+    assert torch.equal(weight, same_weight)
+    assert torch.equal(mean, same_mean) and mean.any()
+
+
 INSTEAD = (
     "Use one of the two: attach the original module, and call that; or wrap it in stretto.DistributedDataParallel."
 )

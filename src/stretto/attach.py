@@ -253,7 +253,8 @@ def _refuse_kinds(module: object, init_sync: object, unknown: Collection[str]) -
 
 def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
     """Raise what keeps this module from being attached on this rank, if anything. ``sends``: rank 0's values to all."""
-    scripted = [name or "the module" for name, one in module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
+    scripts = [(name, one) for name, one in module.named_modules() if isinstance(one, torch.jit.ScriptModule)]
+    scripted = [name or "the module" for name, one in scripts if next(one.parameters(), None) is not None]
     if scripted:  # its tables are views that torch makes at each access: changes could not be followed
         raise SetupError(
             f"attach: {name_list(scripted)} went through torch.jit.script or torch.jit.trace.\n"

@@ -13,7 +13,7 @@ would not see what BatchNorm's kernels write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -56,7 +56,7 @@ class BufferPlaces:
         self._places = self._places_in(module)
         self.any = bool(self._places)
         """Whether the module has some."""
-        self._agreed = [None if (buffer := table.get(key)) is None else _kind(buffer) for table, key in self._places]
+        self._agreed = [None if (buffer := _at(table, key)) is None else _kind(buffer) for table, key in self._places]
         self._to_send: list[torch.Tensor] = []
         self.wake()
         self.changed = False
@@ -84,7 +84,7 @@ class BufferPlaces:
         if self.policy == "none" or not self._places:
             self._to_send, self._seen, self.changed = [], None, False
             return
-        found = [table.get(key) for table, key in self._places]
+        found = [_at(table, key) for table, key in self._places]
         seen = [*map(id, found)]
         if seen == self._seen and not self.changed:
             self._to_send = [buffer for buffer in found if buffer is not None]
@@ -180,6 +180,11 @@ def _bits(buffer: torch.Tensor) -> torch.Tensor:
 def _same(known: torch.Tensor, buffer: torch.Tensor) -> bool:
     bits = _bits(buffer)
     return bits.dtype is known.dtype and torch.equal(bits, known)
+
+
+def _at(table: Mapping[str, torch.Tensor | None], key: str) -> torch.Tensor | None:
+    """``table.get(key)``, which tables of scripted modules do not have."""
+    return table[key] if key in table else None  # noqa: SIM401
 
 
 def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, torch.layout, bool]:

@@ -91,14 +91,10 @@ def refuse_memory(
 def _refuse_scaled(stepped: Set[int], module: torch.nn.Module, ranks: Sequence[int], where: str) -> None:
     """torch scales rows in place there, by the norm that it has read: two ranks at once would scale twice."""
     for name, layer in module.named_modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or id(weight) not in stepped or not (weight.requires_grad and weight.is_cpu):
+        if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) or layer.max_norm is None or layer.sparse:
             continue
-        if (
-            isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag)
-            and layer.max_norm is not None
-            and not layer.sparse
-        ):
+        weight = layer._parameters.get("weight")
+        if weight is not None and id(weight) in stepped and weight.requires_grad and weight.is_cpu:
             raise SetupError(
                 f"{where}: forward of {name or type(layer).__name__} scales its weight in place "
                 f"(max_norm={layer.max_norm}), which {describe_ranks(ranks)} would share in one memory: two ranks at "

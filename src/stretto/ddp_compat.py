@@ -53,6 +53,10 @@ class TorchSurface(TorchDDP):
     _weighs_for_join: bool = False
     """Whether the handle has been attached again, for the mean over ranks that have batches."""
 
+    def __init__(self) -> None:
+        """Only for subclasses that skip ours by ``super(DistributedDataParallel, self)``: torch's wants a module."""
+        torch.nn.Module.__init__(self)
+
     def _attach(self, *, init_sync: bool, **other: Any) -> None:
         """(Again) put hooks on the module's parameters. A comm hook moves along."""
         before = self.__dict__.get("_synchronizer")

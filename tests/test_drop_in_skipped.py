@@ -1,0 +1,15 @@
+"""A subclass that skips the drop-in's constructor, as MMSeparateDistributedDataParallel of mmengine does."""
+
+import torch
+
+from stretto import DistributedDataParallel
+
+
+class Separate(DistributedDataParallel):
+    def __init__(self, module):
+        super(DistributedDataParallel, self).__init__()
+        self.module = module
+
+
+def test_a_subclass_may_skip_the_constructor():
+    assert isinstance(Separate(torch.nn.Linear(2, 1)).module, torch.nn.Linear)

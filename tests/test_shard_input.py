@@ -696,6 +696,33 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
     ]
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_weights_that_are_loaded_with_a_state_are_not_told_of(
+    caplog: pytest.LogCaptureFixture, distributed: bool
+) -> None:
+    """Going back to a checkpoint on all ranks, between barriers as docs/sharding.md says, gave the warning."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        train(model, sharded, transport.rank, 2)
+        weights = copy.deepcopy(model.state_dict())
+        state = transport.all_gather_object(sharded.state_dict())[0]
+        train(model, sharded, transport.rank, 2)
+        transport.all_gather_object(None)
+        model.load_state_dict(weights)
+        transport.all_gather_object(None)
+        if distributed:
+            stateful = sharded.stateful()
+            stateful.load_state_dict(stateful.state_dict())
+        else:
+            sharded.load_state_dict(state)
+        train(model, sharded, transport.rank, 1)
+
+    shared(worker, 2)
+    assert [record.getMessage() for record in of_writes(caplog)] == []
+
+
 def write_uncounted(parameter: torch.nn.Parameter, how: str) -> None:
     if how == "data":
         parameter.data.mul_(0.5)

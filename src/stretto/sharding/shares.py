@@ -220,6 +220,7 @@ class Shares:
             self._spread.finish()
             self._division.take(kept)
             self._groups.departed.clear()  # what is kept is all there is
+            self.writings.forget()  # weights that belong to a state are copied in on all ranks
 
     @torch.inference_mode(False)
     def load(self, states: Mapping[torch.Tensor, State], problem: Exception | None = None) -> None:
@@ -241,6 +242,7 @@ class Shares:
                 raise problem
         if problem is not None:  # on all ranks, and what they step with is as it was
             raise problem
+        self.writings.forget()  # as in take()
 
     def describe(self) -> str:
         """What is done with them, in plain words."""

@@ -89,8 +89,9 @@ class Failing:
 
     def at_the_end(self, error: BaseException, give_up: Callable[[], object]) -> None:
         """Of backward, where it can be seen."""
-        left = not self._done(give_up)
-        self._queue.peers.tell_failed("backward", error, error.__traceback__, leaves=left)
+        lost = self._lost(give_up)
+        self._queue.peers.tell_failed("backward", error, error.__traceback__, leaves=lost is not None)
+        self._say(lost, error)
         self._is_told = True
         self.stay()
 
@@ -107,10 +108,11 @@ class Failing:
             self._early()
             return
         given_up: list[Failing] = []
-        left = not self._done(functools.partial(give_up, given_up))
+        lost = self._lost(functools.partial(give_up, given_up))
 
         def tell(error: BaseException | None, trace: TracebackType | None = None) -> None:
-            self._queue.peers.tell_failed("backward", error, trace, leaves=left)
+            self._queue.peers.tell_failed("backward", error, trace, leaves=lost is not None)
+            self._say(lost, error)
             for one in given_up:
                 one.stay()
 
@@ -137,16 +139,20 @@ class Failing:
         with self._queue.lock, torch.no_grad():
             self._queue.transport.flush(FLUSH_SECONDS)
 
-    def _done(self, give_up: Callable[[], object]) -> bool:
-        """Give up the pass; False if that fails too, and so this rank is out of step for good."""
+    def _lost(self, give_up: Callable[[], object]) -> BaseException | None:
+        """Give up the pass; if that fails too, and so this rank is out of step for good, why."""
         try:
             give_up()
         except BaseException as error:
             self._queue.peers.left = text_of(error)
-            if not isinstance(error, CommunicationError):  # else another rank is to blame, and has told so already
-                log.exception("%s: backward failed, and the pass could not be given up.", self._queue.where)
-            return False
-        return True
+            return error
+        return None
+
+    def _say(self, lost: BaseException | None, error: BaseException | None) -> None:
+        """Why the pass could not be given up, but for what the user reads anyway, or another rank has told."""
+        if lost is None or isinstance(lost, CommunicationError) or (error and text_of(error) == text_of(lost)):
+            return
+        log.error("%s: backward failed, and the pass could not be given up.", self._queue.where, exc_info=lost)
 
 
 def refuse_to_send(peers: Peers, phase: str) -> None:

@@ -689,8 +689,9 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
         f"this rank, of ranks {', '.join(map(str, range(world)))}, has written to first.weight. If several ranks "
         "of a host change a parameter, the change is applied once for each of them, while others may be reading it.\n"
         "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
-        "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
-        "docs/sharding.md. If each rank writes different parameters, or writing twice does no harm (clamp_, values "
+        "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step). What a "
+        "layer writes in its own forward is for an optimizer that is not sharded. See docs/sharding.md. If each rank "
+        "writes different parameters, or writing twice does no harm (clamp_, values "
         "copied in between barriers), ignore this. Shown once."
         for rank in tells
     ]
@@ -756,8 +757,9 @@ def test_a_write_that_torch_does_not_count_is_told_of(caplog: pytest.LogCaptureF
         "a library's layer, or right before parameter.data = ... (SAM). If several ranks of a host change a parameter, "
         "the change is applied once for each of them, while others may be reading it.\n"
         "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
-        "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
-        "docs/sharding.md. If one rank did it, or writing twice does no harm (clamp_, values copied in between "
+        "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step). What a "
+        "layer writes in its own forward is for an optimizer that is not sharded. See docs/sharding.md. If one rank "
+        "did it, or writing twice does no harm (clamp_, values copied in between "
         "barriers), ignore this. Shown once."
     ]
 
@@ -797,6 +799,45 @@ def test_values_that_are_moved_for_a_backward_and_put_back_are_told_of(
     shared(worker, 2)
     (told,) = (record.getMessage() for record in of_writes(caplog))
     assert "pass" in told and "since the last step the values of first.weight have changed in the memory" in told
+
+
+@pytest.mark.parametrize("swapped", ["data", "counted", "data, between barriers"])
+def test_an_average_that_is_swapped_in_to_evaluate_is_told_of_where_it_was_mixed_up(
+    caplog: pytest.LogCaptureFixture, swapped: str
+) -> None:
+    """As by torch_ema's ``average_parameters()``: a rank keeps what another has put there, and brings that back."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        values = [one if swapped == "counted" else one.data for one in model.parameters()]
+        averages, kept = [torch.randn_like(one) for one in values], list[torch.Tensor]()
+
+        def keep() -> None:
+            kept.extend(one.clone() for one in values)
+
+        def put(new: list[torch.Tensor]) -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(values, new)
+
+        def each(*do: Callable[[], None]) -> None:
+            for turn in range(2):
+                for one in do if turn == transport.rank else ():
+                    one()
+                transport.all_gather_object(None)
+
+        train(model, sharded, transport.rank, 20)
+        if "barriers" in swapped:
+            each(keep)
+            each(lambda: put(averages))
+        else:
+            each(keep, lambda: put(averages))
+        each(lambda: put(kept))
+        train(model, sharded, transport.rank, 1)
+
+    shared(worker, 2)
+    told = [record.getMessage() for record in of_writes(caplog)]
+    assert len(told) == (swapped == "data") and all("since the last step the values of" in one for one in told)
 
 
 def test_where_a_backward_looks_is_forgotten_with_the_memory() -> None:

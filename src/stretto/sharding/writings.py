@@ -26,9 +26,13 @@ from ..wording import describe_ranks, name_list
 from .layout import Layout
 
 _EVERY = 1 << 10
-"""At most so many steps from one check to the next. Checks follow steps 1, 2, 4, 8 and so on."""
+"""At most so many steps from one look at all parameters to the next. These follow steps 1, 2, 4, 8 and so on."""
 _FIRST = 12
 """And each of so many first steps: some programs write every five or ten steps (Lookahead), and in these first."""
+_OFTEN = 4
+"""Every so many steps a few are looked at. Programs that swap an average in to evaluate do so after a round number."""
+_FEW = 16
+"""So many, others each time: a look takes a microsecond, a step of a small model some hundred."""
 _BOUNDS = 2
 """Different values that a write may leave and be harmless however often it is made: ``clamp_``, a mask, zeros."""
 
@@ -41,8 +45,8 @@ _ONE_ALONE = (
     "If several ranks of a host change a parameter, the change is applied once for each of them, while others may be "
     "reading it.\n"
     "Let one rank of each host do it, between two calls of torch.distributed.barrier(); or let all assign "
-    "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step); see "
-    "docs/sharding.md."
+    "parameter.data = ... (SAM: old = p.data; p.data = old + e, and p.data = old before the step). What a layer "
+    "writes in its own forward is for an optimizer that is not sharded. See docs/sharding.md."
 )
 
 log = logging.getLogger("stretto")
@@ -68,10 +72,12 @@ class _Behind:
     """What the parameters were after a step."""
 
     layout: Layout
-    writes: list[int]
+    writes: Mapping[int, int]
     number: int
     some: Mapping[int, bytes]
     """Some elements of each, if all ranks share one memory: otherwise more arrives after the step."""
+    of_all: bool
+    """Parameters, or of a few."""
     moved: dict[int, bytes] = field(default_factory=dict)
     """The elements of those that were others when a backward ended."""
 
@@ -126,14 +132,20 @@ class Writings:
         """Remember the state after a step. Call this before shares are under way: reading would wait for them."""
         self._steps += 1
         self.forget()
-        if layout.is_shared and not self._has_told and self._looks():
-            writes = [one._version for one in layout.parameters.values()]
-            read = layout.views.items() if self._compares and len(layout.hosts) == 1 else ()
-            some = {index: _some_of(view, self._steps) for index, view in read}
-            self._before = _Behind(layout, writes, self._steps, some)
-            if some:
-                self._observer = _Observer(self._before)
-                self._reducer.start_watching(self._observer)
+        of_all = self._looks_at_all()
+        if not layout.is_shared or self._has_told or (self._steps % _OFTEN and not of_all):
+            return
+        indices = [*layout.parameters]
+        if not of_all:
+            begin = self._steps // _OFTEN * _FEW % max(len(indices), 1)
+            indices = indices[begin : begin + _FEW]
+        writes = {index: layout.parameters[index]._version for index in indices}
+        read = indices if self._compares and len(layout.hosts) == 1 else ()
+        some = {index: _some_of(layout.views[index], self._steps) for index in read}
+        self._before = _Behind(layout, writes, self._steps, some, of_all)
+        if some and of_all:
+            self._observer = _Observer(self._before)
+            self._reducer.start_watching(self._observer)
 
     def forget(self) -> None:
         """Compare nothing until the next step: parameters move, or were written without harm."""
@@ -142,15 +154,14 @@ class Writings:
             self._reducer.stop_watching(self._observer)
             self._observer = None
 
-    def _looks(self) -> bool:
+    def _looks_at_all(self) -> bool:
         return self._steps <= _FIRST or not (self._steps & self._steps - 1 and self._steps % _EVERY)
 
     def found(self, layout: Layout) -> list[str]:
         """The names of parameters that this rank has written in the shared memory. Strayed ones lie elsewhere."""
         if self._before is None or self._before.layout is not layout:
             return []
-        writes = zip(layout.parameters.items(), self._before.writes, strict=True)
-        written = [index for (index, one), before in writes if one._version != before]
+        written = [one for one, before in self._before.writes.items() if layout.parameters[one]._version != before]
         lying = [one for one in written if layout.parameters[one].data_ptr() == layout.views[one].data_ptr()]
         return [layout.plan.parameters[index].name for index in lying]
 
@@ -165,13 +176,15 @@ class Writings:
         return before.changed()
 
     def tell(self, count: int, names: Sequence[str], layout: Layout) -> None:
-        """Warn that several ranks have written in one memory, and check no more.
+        """Warn that several ranks have written in one memory, and check no more; where all were looked at.
 
         Args:
             count: how many ranks have written; if all have, the first one warns.
             names: what this rank has written.
             layout: in use.
         """
+        if self._before is None or not self._before.of_all:
+            return  # later on, all may have loaded the best weights so far, between barriers
         self._has_told = True
         self.forget()  # if this step is refused, the next one looks again
         if names and (not self._reducer.transport.rank or count < sum(map(len, layout.hosts))):

@@ -518,6 +518,12 @@ ALONE = [
         "Call optimizer = stretto.shard(optimizer, sync).",
     ),
     (
+        lambda: stretto.shard(torch.optim.SGD(model().parameters()), [attach(), attach()]),
+        "shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not (SGD, list).\n"
+        "Call optimizer = stretto.shard(optimizer, sync). For several models build an optimizer for each, or attach one "
+        "module that has all of them, torch.nn.ModuleList([a, b]): each is still called by itself.",
+    ),
+    (
         lambda: stretto.attach([]),
         "attach: the first argument must be a torch.nn.Module, not list.\nGive it the model: stretto.attach(model)",
     ),

@@ -67,8 +67,11 @@ def shard(
     handle: object = sync.synchronizer if isinstance(sync, DistributedDataParallel) else sync
     if not isinstance(handle, Synchronizer):
         given = f"{type(optimizer).__name__}, {type(sync).__name__}"
+        several = isinstance(handle, (list, tuple))
         raise SetupError(
             f"shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not ({given}).\n"
             "Call optimizer = stretto.shard(optimizer, sync)."
+            + " For several models build an optimizer for each, or attach one module that has all of them, "
+            "torch.nn.ModuleList([a, b]): each is still called by itself." * several
         )
     return handle.shard(optimizer, keep_grads=keep_grads, overlap=overlap)

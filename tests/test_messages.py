@@ -520,8 +520,8 @@ ALONE = [
     (
         lambda: stretto.shard(torch.optim.SGD(model().parameters()), [attach(), attach()]),
         "shard: takes an optimizer and the handle that attach() has returned, or the drop-in, not (SGD, list).\n"
-        "Call optimizer = stretto.shard(optimizer, sync). For several models build an optimizer for each, or attach one "
-        "module that has all of them, torch.nn.ModuleList([a, b]): each is still called by itself.",
+        "Call optimizer = stretto.shard(optimizer, sync). For several models build an optimizer for each, or attach "
+        "one module that has all of them, torch.nn.ModuleList([a, b]): each is still called by itself.",
     ),
     (
         lambda: stretto.attach([]),

@@ -24,7 +24,7 @@ from test_shared_memory import shared
 
 import stretto
 from stretto.awaited_keys import AwaitedKeys
-from stretto.blame import left_early
+from stretto.blame import SAME_CALLS, left_early
 from stretto.channel import LINGER_SECONDS, Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
@@ -425,6 +425,12 @@ ALL_CALL = (
 )
 
 
+SAME_BATCHES = (
+    "Give every rank the same number of batches, or use the drop-in and its join(): with model.join(): ... If they had "
+    "the same number, look for a call of torch.distributed that only some of them make, as under `if rank == 0`."
+)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("call", "waits", "when", "where"),
@@ -446,9 +452,7 @@ def test_a_rank_that_waits_in_a_collective_of_torchs_never_comes(
     assert (code, told) == (0, f"stretto: rank 0, {when}: rank 0 has waited N s {where}; {now}{ALL_CALL}\n")
     assert re.sub(r"waited \d s", "waited N s", within(printed, "PeerError", 9)) == (
         f"rank 0, {when}: ranks are out of step, so nobody can complete this: rank 1 waits for this rank in another "
-        f"call.\nrank 0 has waited N s {where}; {now}Give every rank the same number of batches, or use the "
-        "drop-in and its join(): with model.join(): ... If they had the same number, look for a call of "
-        "torch.distributed that only some of them make, as under `if rank == 0`."
+        f"call.\nrank 0 has waited N s {where}; {now}{SAME_CALLS if waits else SAME_BATCHES}"
     )
 
 

@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch.distributed as dist
 
-from .blame import SAME_BATCHES, apart, crosses, elsewhere
+from .blame import SAME_BATCHES, SAME_CALLS, apart, crosses, elsewhere
 from .channel import Channel
 from .notes import Note
 from .people import HAS_NOT_COME
@@ -76,7 +76,7 @@ class Inquiry:
             # Twice, many seconds apart: who has come out of it a little earlier waits for the other in peace.
             for other in [one for one, answer in told.items() if answer == self._before.get(one)]:
                 if waits_in_torchs(self._seat, channel, told[other]):
-                    raise elsewhere(where, other, now, SAME_BATCHES)
+                    raise elsewhere(where, other, now, SAME_BATCHES if self._seat.in_pass else SAME_CALLS)
             self._before = told
             may_never_come = HAS_NOT_COME in now or IN_TORCHS in now
             log.warning("%s: %s.%s", where, now, _ALL_CALL if may_never_come else "")

@@ -21,7 +21,7 @@ from .wording import name_list
 _LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 IN_TORCHS = "in torch.distributed."
 """Where a rank stands that waits in a collective of torch's; the name follows."""
-_FOR_ALL = ("barrier", "monitored_barrier", "all_", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base")
+_FOR_ALL = ("barrier", "all_", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base")
 """How the names of those begin that nobody gets through before all ranks of the group have come."""
 _WRITTEN = {"__enter__": "trace", "__init__": "DistributedDataParallel"}
 """What the user has written, for the method that Python calls."""

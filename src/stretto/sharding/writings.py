@@ -132,15 +132,16 @@ class Writings:
         """Remember the state after a step. Call this before shares are under way: reading would wait for them."""
         self._steps += 1
         self.forget()
-        of_all = self._looks_at_all()
-        if not layout.is_shared or self._has_told or (self._steps % _OFTEN and not of_all):
+        of_all, one_host = self._looks_at_all(), len(layout.hosts) == 1
+        of_some = one_host and not self._steps % _OFTEN
+        if not layout.is_shared or self._has_told or not (of_all or of_some):
             return
         indices = [*layout.parameters]
         if not of_all:
             begin = self._steps // _OFTEN * _FEW % max(len(indices), 1)
             indices = indices[begin : begin + _FEW]
         writes = {index: layout.parameters[index]._version for index in indices}
-        read = indices if self._compares and len(layout.hosts) == 1 else ()
+        read = indices if self._compares and one_host else ()
         some = {index: _some_of(layout.views[index], self._steps) for index in read}
         self._before = _Behind(layout, writes, self._steps, some, of_all)
         if some and of_all:

@@ -377,6 +377,20 @@ def test_a_rank_that_ran_another_method_in_between_does_not_contradict(caplog) -
     assert caplog.messages == []
 
 
+def test_ranks_that_never_run_equally_many_forwards_do_not_contradict(caplog) -> None:
+    """As with episodes of an environment, each of another length: one longer than all before shows nothing."""
+    lengths = ((2, 3, 7, 4), (3, 4, 3, 9))
+
+    def worker(transport):
+        model = torch.nn.Linear(2, 1)
+        stretto.attach(model, transport=transport)
+        for length in lengths[transport.rank]:
+            sum(model(x(1.0 + transport.rank)) for _ in range(length)).sum().backward()
+
+    run_ranks(worker, 2, timeout=10)
+    assert caplog.messages == []
+
+
 def test_an_output_of_which_torch_knows_no_node_any_more_may_be_there() -> None:
     """It is refused where it is used, and not before."""
 

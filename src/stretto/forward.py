@@ -90,9 +90,11 @@ class ForwardWatch:
         self.beneath: Any = None
         self._runs = 0
         self._before = self._most = 0
+        self._steady = True  # equally many before every pass
         self._last = 0
-        self.runs = (0, 0, False)
-        """Forwards before this pass, the most before any earlier pass, and whether a difference was reported."""
+        self.runs = (0, 0, False, False)
+        """Forwards before this pass, the most before any earlier pass, whether a difference was reported, and whether
+        there were equally many each time."""
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
@@ -193,7 +195,8 @@ class ForwardWatch:
         if module is not None and module.__dict__.get("_compiled_call_impl") is not self:
             self._stand_in(module)  # module.compile() puts what it makes in place of this
         more = self._before > 0 and self._runs > self._most  # else the program may mostly run other methods
-        self.runs, self.failures = (self._runs, self._most, more), self._failing.early
+        self._steady &= self._most in (0, self._runs)
+        self.runs, self.failures = (self._runs, self._most, more, self._steady), self._failing.early
         self._before, self._runs, self._failing.early = self._runs, 0, 0
         self._most = max(self._most, self._before)
         return [Control.FAILED_EARLY] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
@@ -206,8 +209,8 @@ class ForwardWatch:
         """
         if self._told_once:
             return
-        now, most, said = (0, self._most, False) if idle else self.runs
-        denies = 0 < most >= now and not idle  # without earlier ones it cannot say that it ran no more of them
+        now, most, said, steady = (0, self._most, False, False) if idle else self.runs
+        denies = 0 < most and steady  # episodes of an environment, say, need another number of forwards each time
         everyone: list[tuple[int, int, bool, bool]] = self._queue.peers.gather((now, most, said, denies))
         if not any(denies for *_, denies in everyone):
             return

@@ -162,8 +162,8 @@ REFUSED: dict[Callable[..., None], tuple[str, ...]] = {
         "Call optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync).",
     ),
     closest: (
-        "UnsupportedError: rank {0}, shard: LBFGS cannot be divided over ranks: a step() without a closure raised "
-        "TypeError: LBFGS.step() missing 1 required positional argument: 'closure'\n"
+        "UnsupportedError: rank {0}, shard: LBFGS cannot be divided over ranks: tried on small tensors, step() "
+        "without a closure raised TypeError: LBFGS.step() missing 1 required positional argument: 'closure'\n"
         "Use it as it is, without stretto.shard().",
     ),
     peculiar: (

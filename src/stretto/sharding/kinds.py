@@ -120,7 +120,7 @@ def _kind_of_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], n
     except UnsupportedError:
         raise
     except Exception as error:
-        why = f"a step() without a closure raised {type(error).__name__}: {error}"
+        why = f"tried on small tensors, step() without a closure raised {type(error).__name__}: {error}"
         raise _refusal(optimizer, name, why) from error
     if strange := [key for key in together.kept if not torch.is_tensor(key)]:
         raise _refusal(optimizer, name, f"what it keeps in state under {strange[0]!r} belongs to no parameter.")

@@ -47,6 +47,10 @@ from .watch import refuse_around
 from .words import Control
 
 log = logging.getLogger("stretto")
+FEW_COUNTS = 3
+"""So many different numbers of forwards before a pass are a habit (accumulation, a penalty at times), not chance."""
+REGULAR_AFTER = 8
+"""Passes that it takes to tell; until then only one number is."""
 _CALLS_THE_SLOT = torch.nn.Module._wrapped_call_impl.__code__
 _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
     list: list.__iter__,
@@ -90,11 +94,11 @@ class ForwardWatch:
         self.beneath: Any = None
         self._runs = 0
         self._before = self._most = 0
-        self._steady = True  # equally many before every pass
+        self._counts = set[int]()  # different numbers of forwards before a pass, as long as these are few
         self._last = 0
         self.runs = (0, 0, False, False)
         """Forwards before this pass, the most before any earlier pass, whether a difference was reported, and whether
-        there were equally many each time."""
+        there were as many as usual."""
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
@@ -195,8 +199,11 @@ class ForwardWatch:
         if module is not None and module.__dict__.get("_compiled_call_impl") is not self:
             self._stand_in(module)  # module.compile() puts what it makes in place of this
         more = self._before > 0 and self._runs > self._most  # else the program may mostly run other methods
-        self._steady &= self._most in (0, self._runs)
-        self.runs, self.failures = (self._runs, self._most, more, self._steady), self._failing.early
+        few = FEW_COUNTS if number > REGULAR_AFTER else 1  # the episodes of an environment, say, all differ
+        usual = self._runs in self._counts and len(self._counts) <= few
+        if self._runs and len(self._counts) <= FEW_COUNTS:
+            self._counts.add(self._runs)
+        self.runs, self.failures = (self._runs, self._most, more, usual), self._failing.early
         self._before, self._runs, self._failing.early = self._runs, 0, 0
         self._most = max(self._most, self._before)
         return [Control.FAILED_EARLY] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
@@ -209,8 +216,7 @@ class ForwardWatch:
         """
         if self._told_once:
             return
-        now, most, said, steady = (0, self._most, False, False) if idle else self.runs
-        denies = 0 < most and steady  # episodes of an environment, say, need another number of forwards each time
+        now, most, said, denies = (0, self._most, False, False) if idle else self.runs
         everyone: list[tuple[int, int, bool, bool]] = self._queue.peers.gather((now, most, said, denies))
         if not any(denies for *_, denies in everyone):
             return

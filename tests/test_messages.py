@@ -50,7 +50,7 @@ class Heads(torch.nn.Module):
 NEVER_USED = (
     "rank 0, pass 3: heads.c.weight, heads.c.bias, heads.d.weight, heads.d.bias had no gradient in any pass so far, "
     "{}. Each stays untrained, and is sent as zeros if others share its bucket.\n"
-    "If that is intended, as for a target network, freeze it: requires_grad_(False)."
+    "If that is intended, as for a target network, freeze it: requires_grad_(False); or ignore this. Shown once."
 )
 
 

@@ -12,4 +12,5 @@ class Separate(DistributedDataParallel):
 
 
 def test_a_subclass_may_skip_the_constructor():
-    assert isinstance(Separate(torch.nn.Linear(2, 1)).module, torch.nn.Linear)
+    made = Separate(torch.nn.Linear(2, 1))
+    assert [*made.train().state_dict()] == ["module.weight", "module.bias"]

@@ -474,6 +474,38 @@ def test_a_rank_that_waits_otherwise_may_come(tmp_path: Path, call: str) -> None
 
 
 @pytest.mark.ranks
+def test_a_thread_may_make_the_call_that_another_rank_waits_for(tmp_path: Path) -> None:
+    """As one that writes a checkpoint. Those of a pool are daemons."""
+    body = """
+        from multiprocessing.pool import ThreadPool
+
+        def save():
+            time.sleep(3)
+            dist.barrier(saved)
+
+        saved = dist.new_group()
+        step()
+        stretto.inquiry.ASK_SECONDS, stretto.inquiry.REPEATS = 0.3, 4
+        with ThreadPool(1) as pool:
+            job = pool.apply_async(save) if rank == 0 else save()
+            step()
+            print(sync.statistics.passes)
+            job and job.get()
+    """
+    for code, printed, complaint in ranks(tmp_path, body):
+        assert (code, printed) == (0, "2\n"), complaint
+
+
+@pytest.mark.ranks
+def test_a_rank_that_comes_late_to_a_collective_of_torchs_is_looked_at_again(tmp_path: Path) -> None:
+    """After an evaluation, say. The looks are ever rarer; that one is not."""
+    body = IN_TORCHS.format("time.sleep(1); dist.barrier()", "").replace("REPEATS = 0.3, 4", "REPEATS = 0.3, 8")
+    (code, printed, complaint), _ = ranks(tmp_path, body, patience=30.0)
+    assert code == 0, complaint
+    assert "rank 1 waits for this rank in another call" in within(printed, "PeerError", 12)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 def test_the_traceback_of_who_waited_in_vain_is_short(tmp_path: Path, transport: str) -> None:
     """What is to be read is the other's error: neither how it was waited for, nor what the transport says of it."""

@@ -50,7 +50,7 @@ log = logging.getLogger("stretto")
 FEW_COUNTS = 3
 """So many different numbers of forwards before a pass are a habit (accumulation, a penalty at times), not chance."""
 REGULAR_AFTER = 8
-"""Passes that it takes to tell; until then only one number is."""
+"""Until this pass, only a single number is a habit."""
 _CALLS_THE_SLOT = torch.nn.Module._wrapped_call_impl.__code__
 _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
     list: list.__iter__,

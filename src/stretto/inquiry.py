@@ -16,7 +16,7 @@ from .channel import Channel
 from .notes import Note
 from .people import HAS_NOT_COME
 from .seat import Answer, Seat
-from .whereabouts import IN_TORCHS, standing
+from .whereabouts import IN_TORCHS, others_work, standing
 
 log = logging.getLogger("stretto")
 
@@ -40,6 +40,8 @@ _ALL_CALL = (
 class Inquiry:
     """One, for one wait, repeated ever more rarely: after 5 s, 30 s, 3 minutes, 18 minutes.
 
+    A rank that seems to wait for this one is asked once more after 25 s.
+
     Args:
         seat: of the handle.
     """
@@ -50,6 +52,8 @@ class Inquiry:
         self._after = ASK_SECONDS
         self._quoted: set[str] = set()
         self._before: dict[int, Answer] = {}
+        """Of ranks that wait in a collective of torch's. They are asked twice, 25 s apart: a rank that came out of it a
+        little earlier than another waits for that one in peace."""
 
     def go_on(self, where: str, channel: Channel, notes: Iterable[Note], waited: float) -> None:
         """Log why the wait lasts, as far as that is known. Does not block.
@@ -73,11 +77,13 @@ class Inquiry:
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, channel, told)
             now = places(channel, told, waited)
-            # Twice, many seconds apart: who has come out of it a little earlier waits for the other in peace.
-            for other in [one for one, answer in told.items() if answer == self._before.get(one)]:
-                if waits_in_torchs(self._seat, channel, told[other]):
+            waiting = {one: answer for one, answer in told.items() if waits_in_torchs(self._seat, answer)}
+            for other, answer in waiting.items():
+                if answer == self._before.get(other):
                     raise elsewhere(where, other, now, SAME_BATCHES if self._seat.in_pass else SAME_CALLS)
-            self._before = told
+            self._before = waiting
+            if waiting:
+                self._after = min(self._after, waited + (REPEATS - 1) * ASK_SECONDS)
             may_never_come = HAS_NOT_COME in now or IN_TORCHS in now
             log.warning("%s: %s.%s", where, now, _ALL_CALL if may_never_come else "")
 
@@ -125,11 +131,11 @@ def who_has_gone_apart(where: str, seat: Seat, channel: Channel, told: dict[int,
             raise elsewhere(where, other, places(channel, told))
 
 
-def waits_in_torchs(seat: Seat, channel: Channel, answer: Answer) -> bool:
+def waits_in_torchs(seat: Seat, answer: Answer) -> bool:
     """Whether a rank has not come to what this one is in, and waits for it in a collective of torch's."""
     has_not_come = any(begun > theirs for begun, theirs in zip(seat.progress, answer.progress, strict=False))
-    one_thread = bool(channel.beside()) and bool(answer.beside)  # on both: another might make that call
-    return has_not_come and one_thread and dist.is_initialized() and dist.get_rank() in answer.awaited
+    awaits = answer.awaited and dist.is_initialized() and dist.get_rank() in answer.awaited
+    return bool(has_not_come and awaits and answer.beside) and not others_work()  # which may make that call, or this
 
 
 def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str], *, early: bool) -> list[Note]:

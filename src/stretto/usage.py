@@ -153,7 +153,8 @@ class NeverUsed:
         log.warning(
             "%s: %s had no gradient in any pass so far, %s. Each stays untrained, and is sent as zeros if others share "
             "its bucket.\n"
-            "If that is intended, as for a target network, freeze it: requires_grad_(False); or ignore this. Shown once.",
+            "If that is intended, as for a target network, freeze it: requires_grad_(False); or ignore this. Shown "
+            "once.",
             self._queue.where,
             name_list(names),
             "on any rank" if told else "on this rank",

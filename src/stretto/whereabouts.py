@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import sysconfig
 import threading
 import traceback
@@ -82,6 +83,17 @@ def is_users(file: str) -> bool:
 
 def _describe(file: str, line: int, function: str) -> str:
     return f"{os.path.basename(file)}:{line} in {function}"
+
+
+def others_work() -> bool:
+    """Whether another thread of this process is in the user's code, and so may call what this one does not.
+
+    Daemons too (``multiprocessing.pool.ThreadPool``), but not those of installed packages, which show progress.
+    """
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    files = (one.f_code.co_filename for frame in frames.values() for one, _ in traceback.walk_stack(frame))
+    return any(is_users(file) and "site-packages" not in file for file in files)
 
 
 def place_of_frame(frame: FrameType | None) -> str:

@@ -32,7 +32,7 @@ _FIRST = 12
 _OFTEN = 4
 """Every so many steps a few are looked at. Programs that swap an average in to evaluate do so after a round number."""
 _FEW = 16
-"""So many, others each time: a look takes a microsecond, a step of a small model some hundred."""
+"""So many, in turn: a look takes a microsecond, a step of a small model some hundred."""
 _BOUNDS = 2
 """Different values that a write may leave and be harmless however often it is made: ``clamp_``, a mask, zeros."""
 

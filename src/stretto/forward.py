@@ -33,7 +33,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -70,6 +70,19 @@ class Passes(Protocol):
     """The next backward is a pass; else its gradients are kept for one."""
 
 
+class Forwards(NamedTuple):
+    """How often a rank ran forward; what it tells the others where some ran it more often than ever."""
+
+    now: int = 0
+    """Before this pass."""
+    most: int = 0
+    """Before any earlier pass."""
+    more: bool = False
+    """It has said that these are more."""
+    usual: bool = False
+    """They are as many as before earlier passes, of which that can be said."""
+
+
 class ForwardWatch:
     """Stands in the slot of an attached module, see [Note: the slot]. Never communicates.
 
@@ -96,9 +109,7 @@ class ForwardWatch:
         self._before = self._most = 0
         self._counts = set[int]()  # different numbers of forwards before a pass, as long as these are few
         self._last = 0
-        self.runs = (0, 0, False, False)
-        """Forwards before this pass, the most before any earlier pass, whether a difference was reported, and whether
-        there were as many as usual."""
+        self._said = Forwards()
         self.failures = 0
         """How often it failed before this pass, or backward before it reached a parameter."""
         self._told_once = False
@@ -203,7 +214,7 @@ class ForwardWatch:
         usual = self._runs in self._counts and len(self._counts) <= few
         if self._runs and len(self._counts) <= FEW_COUNTS:
             self._counts.add(self._runs)
-        self.runs, self.failures = (self._runs, self._most, more, usual), self._failing.early
+        self._said, self.failures = Forwards(self._runs, self._most, more, usual), self._failing.early
         self._before, self._runs, self._failing.early = self._runs, 0, 0
         self._most = max(self._most, self._before)
         return [Control.FAILED_EARLY] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
@@ -216,15 +227,13 @@ class ForwardWatch:
         """
         if self._told_once:
             return
-        now, most, said, denies = (0, self._most, False, False) if idle else self.runs
-        everyone: list[tuple[int, int, bool, bool]] = self._queue.peers.gather((now, most, said, denies))
-        if not any(denies for *_, denies in everyone):
+        everyone: list[Forwards] = self._queue.peers.gather(Forwards(most=self._most) if idle else self._said)
+        if not any(one.usual for one in everyone):
             return
         self._told_once = True
-        more = [rank for rank, (_, _, said, _) in enumerate(everyone) if said]
-        if self._queue.transport.rank not in (0, *more):
+        if self._queue.transport.rank not in (0, *(rank for rank, one in enumerate(everyone) if one.more)):
             return
-        told = "; ".join(f"rank {other} {now}, at most {most} before" for other, (now, most, *_) in enumerate(everyone))
+        told = "; ".join(f"rank {rank} {one.now}, at most {one.most} before" for rank, one in enumerate(everyone))
         log.warning(
             "%s: some ranks ran forward more often for this pass than for any earlier one, others did not (%s).\n"
             "If a rank skipped a batch (an exception that was caught, a loss that needs no gradient, a break or "

@@ -77,7 +77,7 @@ class Inquiry:
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, channel, told)
             now = places(channel, told, waited)
-            waiting = {one: answer for one, answer in told.items() if waits_in_torchs(self._seat, answer)}
+            waiting = {one: answer for one, answer in told.items() if waits_in_torchs(self._seat, channel, answer)}
             for other, answer in waiting.items():
                 if answer == self._before.get(other):
                     raise elsewhere(where, other, now, SAME_BATCHES if self._seat.in_pass else SAME_CALLS)
@@ -131,11 +131,12 @@ def who_has_gone_apart(where: str, seat: Seat, channel: Channel, told: dict[int,
             raise elsewhere(where, other, places(channel, told))
 
 
-def waits_in_torchs(seat: Seat, answer: Answer) -> bool:
+def waits_in_torchs(seat: Seat, channel: Channel, answer: Answer) -> bool:
     """Whether a rank has not come to what this one is in, and waits for it in a collective of torch's."""
     has_not_come = any(begun > theirs for begun, theirs in zip(seat.progress, answer.progress, strict=False))
     awaits = answer.awaited and dist.is_initialized() and dist.get_rank() in answer.awaited
-    return bool(has_not_come and awaits and answer.beside) and not others_work()  # which may make that call, or this
+    # Another thread may make that call, or this one: of torch's and of pools, which beside() knows, or a daemon.
+    return bool(has_not_come and awaits and answer.beside and channel.beside()) and not others_work()
 
 
 def words_of(channel: Channel | None, seat: Seat, ranks: int, phases: Collection[str], *, early: bool) -> list[Note]:

@@ -98,11 +98,15 @@ def others_work() -> bool:
 
 def place_of_frame(frame: FrameType | None) -> str:
     """The innermost line that the user wrote, ``train.py:34 in step``; of a library, where there is none."""
-    innermost = frame
+    found = _users(frame) or frame
+    return _describe(found.f_code.co_filename, found.f_lineno, found.f_code.co_name) if found else "an unknown place"
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is the user's, if any is."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    found = frame or innermost
-    return _describe(found.f_code.co_filename, found.f_lineno, found.f_code.co_name) if found else "an unknown place"
+    return frame
 
 
 def standing(frame: FrameType | None) -> str:
@@ -160,9 +164,8 @@ def place_of_traceback(trace: TracebackType | None) -> str:
 def place_of_failure(trace: TracebackType | None, frame: FrameType | None) -> str:
     """The same for an exception that is still on its way up through ``frame``, whose callers may be the user's."""
     users = [one for one, _ in traceback.walk_tb(trace) if is_users(one.f_code.co_filename)]
-    while not users and frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return place_of_traceback(trace) if users or frame is None else place_of_frame(frame)
+    above = None if users else _users(frame)
+    return place_of_traceback(trace) if above is None else place_of_frame(above)
 
 
 def of_group(transport: Transport) -> str:

@@ -36,7 +36,7 @@ from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport import LocalTransport
 from stretto.transport.life import is_over, started_at
 from stretto.waiting import this_thread
-from stretto.whereabouts import standing
+from stretto.whereabouts import others_work, standing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -480,7 +480,7 @@ def test_a_thread_may_make_the_call_that_another_rank_waits_for(tmp_path: Path) 
         from multiprocessing.pool import ThreadPool
 
         def save():
-            time.sleep(3)
+            time.sleep(6 * (rank == 0))
             dist.barrier(saved)
 
         saved = dist.new_group()
@@ -1413,17 +1413,34 @@ def test_a_rank_that_waits_in_a_collective_of_torch_says_in_which() -> None:
     assert found == [f"in torch.distributed.all_gather_object() at test_peers.py:{line} in {name}"]
 
 
+def stack(*files: str) -> Any:
+    frame = None
+    for file in files:
+        code = SimpleNamespace(co_filename=file, co_name="here")
+        frame = SimpleNamespace(f_code=code, f_back=frame, f_lineno=1)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "works"),
+    [
+        ([__file__, stretto.line.__file__], [__file__, threading.__file__], True),
+        ([__file__, stretto.line.__file__], [__file__, torch.autograd.graph.__file__], True),  # trains as well
+        ([stretto.line.__file__], [__file__, torch.autograd.graph.__file__], False),  # has called backward on a device
+        ([stretto.line.__file__], [__file__, threading.__file__], True),
+        ([__file__], ["/usr/lib/python3/dist-packages/tqdm/_monitor.py", threading.__file__], False),
+    ],
+)
+def test_which_threads_may_call_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, own: list[str], other: list[str], works: bool
+) -> None:
+    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): stack(*own), 1: stack(*other)})
+    assert others_work() is works
+
+
 def test_a_rank_whose_program_is_over_is_at_its_end() -> None:
     """Where the interpreter calls what was left to be done at exit there is no line of the user's any more."""
     library, user = stretto.line.__file__, __file__
-
-    def stack(*files: str) -> Any:
-        frame = None
-        for file in files:
-            code = SimpleNamespace(co_filename=file, co_name="here")
-            frame = SimpleNamespace(f_code=code, f_back=frame, f_lineno=1)
-        return frame
-
     assert standing(stack(library, library)) == "at the end of its program"
     assert standing(stack(user, library, library)) == "in here() at test_peers.py:1 in here"
     assert standing(stack("<string>", library)) == "at line.py:1 in here"

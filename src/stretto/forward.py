@@ -80,7 +80,7 @@ class Forwards(NamedTuple):
     more: bool = False
     """It has said that these are more."""
     usual: bool = False
-    """They are as many as before earlier passes, of which that can be said."""
+    """As many as before some earlier pass, where the numbers are few enough to be a habit."""
 
 
 class ForwardWatch:

@@ -1,4 +1,4 @@
-"""A rank that waits asks once where the others are, and whether that rules out that they come."""
+"""A rank that waits asks where the others are, and whether that rules out that they come."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def waits_in_torchs(seat: Seat, channel: Channel, answer: Answer) -> bool:
     """Whether a rank has not come to what this one is in, and waits for it in a collective of torch's."""
     has_not_come = any(begun > theirs for begun, theirs in zip(seat.progress, answer.progress, strict=False))
     awaits = answer.awaited and dist.is_initialized() and dist.get_rank() in answer.awaited
-    # Another thread may make that call, or this one: of torch's and of pools, which beside() knows, or a daemon.
+    # Another thread may make either call: beside() knows those that are no daemons, on both ranks.
     return bool(has_not_come and awaits and answer.beside and channel.beside()) and not others_work()
 
 

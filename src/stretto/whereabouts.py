@@ -88,12 +88,15 @@ def _describe(file: str, line: int, function: str) -> str:
 def others_work() -> bool:
     """Whether another thread of this process is in the user's code, and so may call what this one does not.
 
-    Daemons too (``multiprocessing.pool.ThreadPool``), but not those of installed packages, which show progress.
+    Daemons too (``multiprocessing.pool.ThreadPool``), but not those of installed packages, which mostly show progress:
+    a pool that a framework has by itself is not seen.
     """
     frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
+    if _users(frames.pop(threading.get_ident(), None)) is None:  # the engine's own: who called backward waits for it
+        graph = torch.autograd.graph.__file__
+        frames = {one: frame for one, frame in frames.items() if frame.f_code.co_filename != graph}
     files = (one.f_code.co_filename for frame in frames.values() for one, _ in traceback.walk_stack(frame))
-    return any(is_users(file) and "site-packages" not in file for file in files)
+    return any(is_users(file) and "-packages" + os.sep not in file for file in files)
 
 
 def place_of_frame(frame: FrameType | None) -> str:

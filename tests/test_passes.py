@@ -618,6 +618,26 @@ def test_hooks_that_come_and_go_leave_the_overlap_as_it_is(table: str) -> None:
             assert len(events) == 7 and events.index("end") >= 5, "buckets leave while backward runs"
 
 
+def test_gradients_may_be_observed_from_amid_a_backward_on() -> None:
+    """By a hook, or another thread: the pass has followed its schedule so far, and is looked at from there on."""
+
+    def worker(transport):
+        model, seen = Branches(), []
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        for number in range(6):
+            model.zero_grad()
+            output = model(inputs_of(transport.rank), "abc")
+            if number == 4:
+                watch = types.SimpleNamespace(gradient_ready=lambda number, name: seen.append(number))
+                model.c.weight.register_hook(lambda _, watch=watch: sync.observe(watch) if not seen else None)
+            output.backward()
+            assert_same(gradients(model), expected(2, ["abc"] * 2))
+        return seen
+
+    for seen in run_ranks(worker, 2):
+        assert 0 < seen.count(5) < seen.count(6) == 6
+
+
 def test_a_sparse_gradient_that_no_module_announces_is_refused_by_name() -> None:
     def worker(transport):
         model = torch.nn.Embedding(5, 2)

@@ -151,9 +151,10 @@ class Reducer:
 
     def start_watching(self, observer: object) -> None:
         """Tell it of events from now on. An observer of single gradients sees each when it arrives."""
-        self._events.add(observer)
-        if self._events.gradient_ready:
-            self.tracker.watch_all()
+        with self.queue.lock:  # another thread may be amid a pass
+            self._events.add(observer)
+            if self._events.gradient_ready:
+                self.tracker.watch_all()
 
     def join(self, uneven: Uneven | None, *, afresh: bool) -> None:
         """As the handle's."""

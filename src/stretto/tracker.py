@@ -47,9 +47,7 @@ class ArrivalTracker:
         """Indices of the last arrivals that were not as scheduled, the schedule's own order otherwise."""
         self.graph_changed = False
         """Whether two passes in succession have reached different parameters."""
-        self._queue = queue
-        self._events = queue.events
-        self._progressed = progressed
+        self._queue, self._events, self._progressed = queue, queue.events, progressed
         self._running = False
         self._schedule: list[Chunk] | None = None
         self.hands_out = False
@@ -96,7 +94,9 @@ class ArrivalTracker:
     # Which arrivals are looked at
 
     def watch_all(self) -> None:
-        """Handle each arrival: the order is not known, or is being observed."""
+        """Handle each arrival: the order is not known, or is being observed, maybe from amid a pass on."""
+        if self._in_order:
+            self._leave_schedule()
         self._schedule = None
         self.arrivals.look_at(self.alive(range(len(self.index_of))))
 

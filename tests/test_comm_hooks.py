@@ -229,6 +229,29 @@ def test_an_optimizer_that_fails_in_backward_is_told_in_that_pass():
     assert spawn_ranks(an_optimizer_that_fails_in_backward, WORLD) == [["1 PeerError"], ["1 ValueError"]]
 
 
+def optimizers_in_backward_over_another_group(rank):
+    """Weights and gradients after each pass; the group of the first has gone by the second."""
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model, found, first = torch.nn.Linear(1, 1, bias=False), [], dist.new_group([0, 1])
+    torch.nn.init.zeros_(model.weight)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    wrapped = DistributedDataParallel(model, process_group=first)
+    for number in range(4):
+        wrapped(torch.full((1, 1), 2.0 * rank)).sum().backward()
+        found.append((model.weight.item(), model.weight.grad))
+        if number == 0:
+            wrapped._update_process_group(dist.group.WORLD)
+            dist.destroy_process_group(first)
+    return found
+
+
+@pytest.mark.ranks
+def test_optimizers_that_step_in_backward_go_on_over_another_group():
+    assert spawn_ranks(optimizers_in_backward_over_another_group, 2) == [[(-n, None) for n in (1.0, 2.0, 3.0, 4.0)]] * 2
+
+
 class TestWhatIsAHook:
     def test_it_must_be_callable(self):
         assert isinstance(found := check_hook({}), TypeError) and str(found) == "Communication hook must be callable."

@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import re
 import textwrap
+import types
 import weakref
 
 import numpy
@@ -345,6 +346,58 @@ def buffers_off(rank):
     return found
 
 
+def buffers_set_later(rank):
+    """For each way to wrap, and then to switch: what is said of the next backward, and what it does."""
+    found = []
+    for asked in ({}, {"buffers": "none"}, {"forward_sync_buffers": False, "buffers": "mean"}):
+        for name in (None, "forward_sync_buffers", "broadcast_buffers"):
+            model = torch.nn.Linear(1, 1)
+            model.register_buffer("seen", torch.tensor([1.0]))
+            model = DistributedDataParallel(model, **asked)
+            if name is not None:
+                setattr(model, name, not getattr(model, name))
+            model.module.seen += rank
+            said = model.will_sync_module_buffers()
+            model(torch.ones(1, 1)).sum().backward()
+            found.append((said, model.module.seen.item()))
+    model._register_buffer_comm_hook(None, lambda state, buffers: None)
+    model.broadcast_buffers = True
+    return found, model.synchronizer.buffers, model.will_sync_module_buffers()
+
+
+def asked_of_the_handle_before(rank):
+    """It is attached anew where torch's ``Join`` or another group asks for it: what a program has set stays set."""
+    model, seen = torch.nn.Linear(1, 1, bias=False), []
+    model.register_buffer("seen", torch.tensor([1.0 + rank]))
+    model = DistributedDataParallel(model, weighted=True)
+    sync = model.synchronizer
+    sync.weight, sync.buffers = rank + 1.0, "none"
+    sync.observe(types.SimpleNamespace(pass_settled=seen.append))
+    with model.no_sync():
+        model._update_process_group(dist.new_group([0, 1]))
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()
+        local = model.module.weight.grad.item()
+    model.zero_grad()
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return local, model.module.weight.grad.item(), model.synchronizer.buffers, seen
+
+
+def wrapped_again_in_vain(rank):
+    """An exception says that the earlier wrapper has ended."""
+    DistributedDataParallel(module := torch.nn.Linear(1, 1))
+    try:
+        DistributedDataParallel(module, reduce="median")
+    except UnsupportedError as error:
+        return str(error)
+
+
+def copied_from_several_groups(rank):
+    model = DistributedDataParallel(torch.nn.Linear(1, 1), process_groups=[dist.group.WORLD, dist.new_group([0, 1])])
+    copied = copy.deepcopy(model)
+    copied(torch.full((1, 1), float(rank))).sum().backward()
+    return copied.module.weight.grad.item(), model.module.weight.grad
+
+
 class Watching:
     def gradient_ready(self, pass_number, name):
         raise AssertionError("nothing happens there")
@@ -518,6 +571,10 @@ def all_scenes(rank):
         "another group": another_group(rank),
         "buffer hooks": buffer_hooks(rank),
         "buffers off": buffers_off(rank),
+        "buffers later": buffers_set_later(rank),
+        "asked before": asked_of_the_handle_before(rank),
+        "in vain": wrapped_again_in_vain(rank),
+        "several groups": copied_from_several_groups(rank),
         "wrapped twice": wrapped_twice(rank),
         **{("trunk", joint): trunk_with_two_heads(rank, joint) for joint in (True, False)},
         "two groups": two_groups(rank),
@@ -619,6 +676,27 @@ class TestTogether:
 
     def test_whatever_is_false_leaves_buffers_to_each_rank(self, scenes):
         assert [scene["buffers off"] for scene in scenes] == [[1.0] * 6, [2.0] * 6]
+
+    def test_flags_of_buffers_may_be_set_later_and_what_is_said_of_them_is_so(self, scenes):
+        for rank, scene in enumerate(scenes):
+            found, policy, says = scene["buffers later"]
+            follow, own, mean = (True, 1.0), (False, 1.0 + rank), (True, 1.5)
+            assert found == [follow, own, own, own, own, own, mean, follow, follow]
+            assert (policy, says) == ("none", True)
+
+    def test_what_was_asked_of_a_handle_stays_where_the_wrapper_attaches_anew(self, scenes):
+        found = [scene["asked before"] for scene in scenes]
+        assert found == [(1.0, pytest.approx(5 / 3), "none", [1]), (2.0, pytest.approx(5 / 3), "none", [1])]
+
+    def test_a_wrapper_that_cannot_be_made_says_that_the_earlier_one_has_ended(self, scenes):
+        for rank, scene in enumerate(scenes):
+            assert scene["in vain"] == (
+                f'rank {rank}: reduce=\'median\' is not known: use one of "mean", "sum"\n'
+                "What averaged the gradients here before has ended: wrap the module again."
+            )
+
+    def test_a_copy_of_a_wrapper_over_several_groups_uses_the_default_one(self, scenes):
+        assert [scene["several groups"] for scene in scenes] == [(0.5, None)] * 2
 
     def test_wrapping_again_hands_over(self, scenes):
         assert same(scenes[0]["wrapped twice"][0], scenes[1]["wrapped twice"][0])

@@ -116,7 +116,7 @@ class DistributedDataParallel(TorchSurface):
         self._hold(module, mixed_precision, left_alone)
         self._set_devices(device_ids, output_device)
         self.dim = dim
-        ignored = self._set_buffers(broadcast_buffers, forward_sync_buffers, buffers)
+        ignored, policy = self._set_buffers(broadcast_buffers, forward_sync_buffers, buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -127,6 +127,7 @@ class DistributedDataParallel(TorchSurface):
         self._attach_options: dict[str, Any] = {
             "bucket_cap_mb": self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
             "last_bucket_cap_mb": last_bucket_cap_mb,
+            "buffers": policy,
             "ignore": ignored.union(left_alone),
             "reduce": reduce,
             "weighted": weighted,
@@ -146,9 +147,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _hold(self, module: torch.nn.Module, mixed_precision: Any, ignore: Iterable[str]) -> None:
         """The module, and which of its parameters are reduced."""
-        self.logger = Logger(self)
-        self.reducer, self._armed = ReducerFace(self), Armed(self)
-        self._comm_hooks = []
+        self.logger, self.reducer, self._armed, self._comm_hooks = Logger(self), ReducerFace(self), Armed(self), []
         self.module = module
         names = [name for kind in (module.named_parameters, module.named_buffers) for name, _ in kind()]
         by_pattern = {name for name in names if any(fnmatchcase(name, pattern) for pattern in ignore)}
@@ -166,15 +165,15 @@ class DistributedDataParallel(TorchSurface):
         config = self.mixed_precision
         return None if config is None else config.reduce_dtype or config.param_dtype
 
-    def _set_buffers(self, former: bool | None, flag: bool | None, policy: Buffers | None) -> set[str]:
-        """By torch's flags, old and new; returns the names of what is neither sent nor compared."""
+    def _set_buffers(self, former: bool | None, flag: bool | None, policy: Any) -> tuple[set[str], Buffers]:
+        """By torch's flags, old and new; returns the names of what is neither sent nor compared, and the policy."""
         asked = former is None or bool(former)  # 0 and NumPy's False are off as well
         self.forward_sync_buffers = asked if flag is None else flag
-        self._buffers_policy = policy or ("rank0" if self.forward_sync_buffers else "none")
         buffers = {name for name, _ in self.module.named_buffers()}
         named = {name for name, _ in self.module.named_parameters()} | buffers
         not_at_the_start_either = flag is None and not asked
-        return (self.parameters_to_ignore & named) | (buffers if not_at_the_start_either else set())
+        ignored = (self.parameters_to_ignore & named) | (buffers if not_at_the_start_either else set())
+        return ignored, policy or ("rank0" if self.forward_sync_buffers else "none")
 
     def _set_bucket_caps(self, cap_mb: float | None, caps_mb: list[int] | None) -> float | None:
         """torch's attributes, by torch's rules; returns the cap for ``attach``, in MiB, if one was asked for."""
@@ -250,15 +249,15 @@ class DistributedDataParallel(TorchSurface):
         self._armed.value = value
 
     @property
-    def broadcast_buffers(self) -> bool:
-        """torch's former name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
+    def forward_sync_buffers(self) -> bool:
+        """What was given, or set since; torch's class calls it ``broadcast_buffers`` as well."""
+        return bool(self.__dict__["forward_sync_buffers"])
 
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-        self._buffers_policy = "rank0" if value else "none"
-        self._synchronizer.buffers = self._buffers_policy
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.__dict__["forward_sync_buffers"] = value
+        if "_synchronizer" in self.__dict__ and "buffer_hook" not in self.__dict__:
+            self._synchronizer.buffers = "rank0" if value else "none"
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -277,7 +276,9 @@ class DistributedDataParallel(TorchSurface):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether buffers will be made equal when the next backward ends."""
-        return self.forward_sync_buffers and self.require_backward_grad_sync and bool(self.modules_buffers)
+        hooked = "buffer_hook" in self.__dict__
+        asked = self.forward_sync_buffers if hooked else self._synchronizer.buffers != "none"
+        return asked and self.require_backward_grad_sync and bool(self.modules_buffers)
 
     # Pickling and copy.deepcopy: torch's rule is "the default group only", since a group itself cannot travel
 
@@ -285,15 +286,14 @@ class DistributedDataParallel(TorchSurface):
         self._check_default_group()
         here = {"process_group", "_synchronizer", "reducer", "logger", "_armed", "_substitutes"}
         out = here | {"_comm_hooks", "_join_config", "_join_told", "_join_words", "_join_uneven", "_weighs_for_join"}
-        return {key: value for key, value in self.__dict__.items() if key not in out}
+        options = {**self._attach_options, "buffers": self._synchronizer.buffers, "process_groups": ()}
+        return {key: value for key, value in self.__dict__.items() if key not in out} | {"_attach_options": options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
         Joinable.__init__(self)
         self.process_group = _group_of(None, (), None)
-        self.logger = Logger(self)
-        self.reducer, self._armed = ReducerFace(self), Armed(self)
-        self._comm_hooks = []
+        self.logger, self.reducer, self._armed, self._comm_hooks = Logger(self), ReducerFace(self), Armed(self), []
         self._substitute()
         # One rank alone may make a copy, to keep an average of the weights: nothing is asked of the others.
         self._attach(init_sync=False, transport="process_group")

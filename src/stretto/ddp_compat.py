@@ -27,10 +27,9 @@ from .crossing import group_of, is_destroyed
 from .ddp_join import ShadowHook, announce_in_forward, announces_in_forward
 from .ddp_substitutes import Called, Substitute, Substitutes, lower, whole
 from .engine import compiled_inside
-from .errors import AlreadyAttachedError, SetupError, UnsupportedError
+from .errors import AlreadyAttachedError, SetupError, StrettoError, UnsupportedError
 from .handle import Synchronizer
 from .in_backward import StepInBackward
-from .options import Buffers
 from .reducer import reducer_of
 from .sharding import refuse_anew
 from .wording import MIB, name_list
@@ -41,7 +40,6 @@ class TorchSurface(TorchDDP):
 
     _synchronizer: Synchronizer
     _attach_options: dict[str, Any]
-    _buffers_policy: Buffers
     _comm_hooks: list[tuple[Hook, Any]]
     logger: Any
     reducer: Any
@@ -58,19 +56,27 @@ class TorchSurface(TorchDDP):
         torch.nn.Module.__init__(self)
 
     def _attach(self, *, init_sync: bool, **other: Any) -> None:
-        """(Again) put hooks on the module's parameters. A comm hook moves along."""
-        before = self.__dict__.get("_synchronizer")
+        """(Again) put hooks on the module's parameters. What was asked of the handle before holds for the new one."""
+        before: Synchronizer | None = self.__dict__.get("_synchronizer")
         options = {**self._attach_options, **other}
         group = None if options["process_groups"] else self.process_group
         if before is not None:
-            before.detach()
-        hand_over(self)
-        self._synchronizer = attach(
-            self.module, process_group=group, buffers=self._buffers_policy, init_sync=init_sync, **options
-        )
+            options["buffers"], synchronize, weight = before.buffers, before.synchronize, before.weight
+            before.detach()  # which forgets them
+        has_ended = hand_over(self) or before is not None
+        try:
+            self._synchronizer = attach(self.module, process_group=group, init_sync=init_sync, **options)
+        except StrettoError as error:
+            told = "\nWhat averaged the gradients here before has ended: wrap the module again." * has_ended
+            error.args = (f"{error}{told}",)
+            raise
         if before is not None:
-            self._synchronizer.synchronize = before.synchronize
             self._armed.attached_anew()
+            self._synchronizer.synchronize = synchronize
+            if options["weighted"]:
+                self._synchronizer.weight = weight
+            for observer in before.observers:
+                self._synchronizer.observe(observer)
         for hook, state in self._comm_hooks:
             self._synchronizer.register_comm_hook(state, hook)
         self._synchronizer.join(self.__dict__.get("_join_uneven"))
@@ -158,7 +164,6 @@ class TorchSurface(TorchDDP):
         """As torch's. The hook runs around forward, and futures that it returns are waited for at once."""
         where = () if comm_hook_location is None else (comm_hook_location,)
         super()._register_buffer_comm_hook(state, hook, *where)
-        self._buffers_policy = "none"
         self._synchronizer.buffers = "none"
 
     # Hooks
@@ -228,10 +233,11 @@ class TorchSurface(TorchDDP):
             return
         self.process_group = new_process_group
         self._attach_options["process_groups"] = ()
+        self._comm_hooks = [(h, new_process_group if isinstance(h, StepInBackward) else s) for h, s in self._comm_hooks]
         self._attach(init_sync=False)
 
     def _check_default_group(self) -> None:
-        if self.process_group is not None or self._attach_options["process_groups"]:
+        if self.process_group is not None:
             super()._check_default_group()
 
     # Join: ranks that run out of batches early
@@ -256,7 +262,6 @@ class TorchSurface(TorchDDP):
         if effective and not self._comm_hooks and not self._attach_options["weighted"]:
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
-            self._synchronizer.weight = 1.0  # nobody has forgotten to set it
             self._weighs_for_join = True
         else:
             self._back_to_options()
@@ -278,13 +283,13 @@ class TorchSurface(TorchDDP):
         self._synchronizer.shadow_pass()
 
 
-def hand_over(ddp: TorchSurface) -> None:
+def hand_over(ddp: TorchSurface) -> bool:
     """A module is wrapped again, or one that holds a wrapped one: the earlier reducer ends, the new one takes over.
 
     As in torch, where both would reduce, one after the other, for the same result. Hooks sit on parameters, so the
     earlier wrapper goes on to work through the new reducer. One that has other parameters besides (a trunk with two
     heads, each head wrapped with it) goes on, and the new one takes the rest. Not where another group's mean would be
-    lost, unless that group is destroyed.
+    lost, unless that group is destroyed. Returns whether any has ended.
     """
     names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     mine = {id(one): names[id(one)] for one in ddp._module_parameters}
@@ -315,6 +320,7 @@ def hand_over(ddp: TorchSurface) -> None:
                 "DistributedDataParallel: this module is wrapped already, and another wrapper leaves the layers that "
                 "both share to that one.\nUse the existing wrapper."
             ) from error
+    return any(reducer not in stay for reducer in earlier)
 
 
 REFUSED: dict[str, str] = dict.fromkeys(

@@ -35,8 +35,8 @@ class Synchronizer(NoModel):
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
-        "module rank world_size sharded sampler _options _peers _idle_plan _last_statistics _transport _closes "
-        "_buffer_places _held __weakref__"
+        "module rank world_size sharded sampler observers _options _peers _idle_plan _last_statistics _transport "
+        "_closes _buffer_places _held __weakref__"
     ).split()
 
     def __init__(
@@ -63,6 +63,8 @@ class Synchronizer(NoModel):
         self._last_statistics = Statistics()
         self._buffer_places = BufferPlaces(module, options)
         self._held: Reducer | None = None
+        self.observers: list[object] = []
+        """Those of the program."""
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
         """Records passes now and then; None with one rank."""
@@ -247,11 +249,13 @@ class Synchronizer(NoModel):
         """
         if self._reducer is not None:
             self._reducer.start_watching(observer)
+            self.observers.append(observer)
 
     def stop_observing(self, observer: object) -> None:
         """Undo :meth:`observe`. Not collective; may be called twice."""
         if self._reducer is not None:
             self._reducer.stop_watching(observer)
+            self.observers = [one for one in self.observers if one is not observer]
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan: ``print(sync.describe())``. Not collective."""

@@ -34,69 +34,28 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING
 
 from .crossing import goes_behind, share_channel, waits_for_others
 from .engine import ReentrantCheckpoints, current_task, will_arrive
 from .errors import SetupError
 from .failing import Failing
-from .launch import LaunchQueue
-from .membership import Membership
-from .uneven import Uneven, announce_all
+from .uneven import announce_all
 from .wording import name_list
 
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
 log = logging.getLogger("stretto")
-_number: Callable[[Member], int] = operator.attrgetter("queue.peers.seat.number")
+_number: Callable[[Reducer], int] = operator.attrgetter("queue.peers.seat.number")
 """Of a member: its place in the order of attaching."""
 _begin, _begin_idle, _shadow, _give_up = map(operator.methodcaller, ("begin", "begin_idle", "shadow", "give_up"))
-
-
-class Member(Protocol):
-    """What a family asks of a reducer."""
-
-    synchronize: bool
-    running: bool
-    members: Membership
-    """Knows its module."""
-    failing: Failing
-    """Knows whether this rank has lost its place."""
-    delay: bool
-    """Whether nothing leaves before backward has ended; ``always_delays`` if that was asked for."""
-    always_delays: bool
-    waits: bool
-    """The same, in this pass: see [Note: strangers]."""
-    uneven: Uneven | None  # inside torch's ``Join``
-    family: Family
-    inside: list[weakref.ref[Member]]
-    """Those that have parameters of this member's module."""
-
-    @property
-    def queue(self) -> LaunchQueue:
-        """The buckets."""
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Those whose gradients it reduces."""
-
-    def begin(self) -> None:
-        """Begin a pass. From a gradient hook."""
-
-    def settle(self) -> None:
-        """End it. Collective."""
-
-    def give_up(self) -> None:
-        """End it, without a wait; then ``failing.stay`` is due."""
-
-    def shadow(self) -> None:
-        """Take part in a pass with nothing to give. Collective."""
 
 
 class Family:
     """Members in the order in which they were attached, which is the same on all ranks."""
 
-    def __init__(self, members: Iterable[Member]) -> None:
+    def __init__(self, members: Iterable[Reducer]) -> None:
         in_order = sorted(members, key=_number)
         self._members = [weakref.ref(member) for member in in_order]  # [Note: weak parameters] in bucket.py
         self._warned, self._backward = False, (-1, -1)
@@ -108,7 +67,7 @@ class Family:
             member.queue.peers.seat.whose = weakref.ref(member)
         self.part()
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[Reducer]:
         """Those that are alive."""
         return [alive for reference in self._members if (alive := reference()) is not None]
 
@@ -119,7 +78,7 @@ class Family:
             before = [one.queue for one in members[:place]]
             member.delay = member.always_delays or goes_behind(member.queue, before)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: Reducer) -> None:
         """It acts for itself from now on. All ranks must do so between the same passes.
 
         Raises:
@@ -156,7 +115,7 @@ class Family:
         for family in coming:
             if family._is_running():
                 family._look_back(coming)
-        due: list[Member] = []
+        due: list[Reducer] = []
         for family in coming:
             if not family._is_running() and (new := family._due()):
                 unforeseen = self._checkpoints.alive() or family._warned
@@ -173,7 +132,7 @@ class Family:
         for member in self.members():
             member.waits = waits_for_others(member.queue) or (bool(others) and goes_behind(member.queue, others))
 
-    def _due(self) -> list[Member]:
+    def _due(self) -> list[Reducer]:
         """Those that are to begin."""
         return [member for member in self._present() if member.synchronize and not member.running]
 
@@ -211,7 +170,7 @@ class Family:
             raise
         all_of(members, _shadow)
 
-    def lose_with(self, member: Member, error: BaseException) -> bool:
+    def lose_with(self, member: Reducer, error: BaseException) -> bool:
         """One has failed. If this rank has lost its place there, it sends nothing for others on that channel either:
         what they send would be summed with what the other ranks are amid."""
         if not member.failing.is_lost:
@@ -221,7 +180,7 @@ class Family:
                 other.failing.lose(error, error.__traceback__)
         return True
 
-    def _present(self) -> list[Member]:
+    def _present(self) -> list[Reducer]:
         """Those whose model was not dropped: the same on all ranks, whenever their collectors come by. A module that is
         there counts whatever parameters it has, since who holds old ones differs; else it may have been a container."""
         members = self.members()
@@ -244,20 +203,20 @@ class Family:
     def _is_running(self) -> bool:
         return any(member.running for member in self.members())
 
-    def _alone(self) -> Member | None:
+    def _alone(self) -> Reducer | None:
         """The member that is alone in this family, and on its process group."""
         members = self._members  # read once: another thread may detach them meanwhile
         member = members[0]() if len(members) == 1 else None
         return None if member is None or len(member.queue.peers.seat.row) > 1 else member
 
-    def _running(self) -> list[Member]:
+    def _running(self) -> list[Reducer]:
         """All on its process groups that this backward has reached."""
         if (alone := self._alone()) is not None:
             return [alone] if alone.running else []
         reached = [family for family in self._company() if family is self or family._is_of(self._backward)]
         return [member for family in reached for member in family.members() if member.running]
 
-    def _reached(self) -> list[Member]:
+    def _reached(self) -> list[Reducer]:
         """All that this backward has reached, on any process group: see [Note: other groups]. Their pass is over."""
         if amid() == {self} and len(members := self._members) == 1:  # read once, as above
             amid().discard(self)
@@ -322,7 +281,7 @@ def amid() -> set[Family]:
     return set()
 
 
-def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
+def all_of(members: Sequence[Reducer], call: Callable[[Reducer], None]) -> None:
     """Call it for each, even after one that fails, as other ranks do, but not if this rank has lost its place."""
     for place, member in enumerate(members):
         try:
@@ -336,7 +295,7 @@ def all_of(members: Sequence[Member], call: Callable[[Member], None]) -> None:
             raise
 
 
-def unite(inside: Sequence[Member], beside: Sequence[Member], newcomer: Member) -> None:
+def unite(inside: Sequence[Reducer], beside: Sequence[Reducer], newcomer: Reducer) -> None:
     """``newcomer`` was attached around or beside others: from now on they and their families are one.
 
     Args:

@@ -33,7 +33,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -42,9 +42,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .engine import OutermostEnd, RecomputedEnough, compiled_inside, current_task, left_uncompiled
 from .failing import Failing
 from .launch import LaunchQueue
-from .membership import STANDS_FOR, Membership
+from .membership import STANDS_FOR
 from .watch import refuse_around
 from .words import Control
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
 
 log = logging.getLogger("stretto")
 FEW_COUNTS = 3
@@ -57,17 +60,6 @@ _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
     tuple: tuple.__iter__,
     dict: dict.values,
 }
-
-
-class Passes(Protocol):
-    """What this file needs from the reducer."""
-
-    running: bool
-    """A pass is under way; what runs forward now is a checkpoint."""
-    members: Membership
-    """Knows whether hooks are left to begin a pass."""
-    synchronize: bool
-    """The next backward is a pass; else its gradients are kept for one."""
 
 
 class Forwards(NamedTuple):
@@ -95,7 +87,7 @@ class ForwardWatch:
     """
 
     def __init__(
-        self, module: torch.nn.Module | None, passes: Passes, queue: LaunchQueue, failing: Failing, end: OutermostEnd
+        self, module: torch.nn.Module | None, passes: Reducer, queue: LaunchQueue, failing: Failing, end: OutermostEnd
     ) -> None:
         self._module = None if module is None else weakref.ref(module)
         self._passes = weakref.ref(passes)
@@ -106,7 +98,7 @@ class ForwardWatch:
         self._queue = queue
         self.beneath: Any = None
         self._runs = 0
-        self._before = self._most = 0
+        self._most = 0
         self._counts = set[int]()  # different numbers of forwards before a pass, as long as these are few
         self._last = 0
         self._said = Forwards()
@@ -209,14 +201,13 @@ class ForwardWatch:
         module = None if self._module is None else self._module()
         if module is not None and module.__dict__.get("_compiled_call_impl") is not self:
             self._stand_in(module)  # module.compile() puts what it makes in place of this
-        more = self._before > 0 and self._runs > self._most  # else the program may mostly run other methods
+        more = self._said.now > 0 and self._runs > self._most  # else the program may mostly run other methods
         few = FEW_COUNTS if number > REGULAR_AFTER else 1  # the episodes of an environment, say, all differ
         usual = self._runs in self._counts and len(self._counts) <= few
         if self._runs and len(self._counts) <= FEW_COUNTS:
             self._counts.add(self._runs)
         self._said, self.failures = Forwards(self._runs, self._most, more, usual), self._failing.early
-        self._before, self._runs, self._failing.early = self._runs, 0, 0
-        self._most = max(self._most, self._before)
+        self._most, self._runs, self._failing.early = max(self._most, self._runs), 0, 0
         return [Control.FAILED_EARLY] * (self.failures > 0) + [Control.MORE_FORWARDS] * more
 
     def warn(self, *, idle: bool) -> None:
@@ -290,7 +281,7 @@ def _held_by(one: Any) -> Iterable[Any]:
 
 
 @left_uncompiled
-def _reached(passes: weakref.ref[Passes], end: weakref.ref[OutermostEnd], *_: object) -> None:
+def _reached(passes: weakref.ref[Reducer], end: weakref.ref[OutermostEnd], *_: object) -> None:
     """The engine has come to an output. After ``detach`` there is nothing left to call."""
     reducer, watch = passes(), end()
     if reducer is not None and watch is not None and reducer.synchronize and not reducer.running:

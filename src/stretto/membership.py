@@ -105,7 +105,6 @@ class Membership:
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._returned: set[str] = set()
         self._waiting: set[str] = set()
-        self._outsiders: set[str] = set()
 
     def watch(self, came: Callable[[], object], none_left: Callable[[], None], preset: Preset | None = None) -> None:
         """From now on call ``came`` when an outsider gets a gradient. See watch.py for other callers.
@@ -217,14 +216,13 @@ class Membership:
         self.is_bare = False
         self._arrived.clear()
         self.remember()
-        self._frozen = {name: weakref.ref(one) for name, one in self.everything().items() if name in self._outsiders}
+        self._frozen = {n: weakref.ref(one) for n, one in self.everything().items() if n not in self._planned}
 
     def remember(self) -> None:
         """What the module has now is known: put hooks on outsiders, and take them off others."""
         self.suspect = False
         module, everything = self._module(), self.everything()
-        self._outsiders = everything.keys() - self._planned.keys()
-        outside = [one for name, one in everything.items() if name in self._outsiders]
+        outside = [one for name, one in everything.items() if name not in self._planned]
         self._hooks.keep(outside)
         for parameter in outside:
             self._hook(parameter)

@@ -33,7 +33,7 @@ from .consensus import Consensus
 from .engine import OutermostEnd, left_uncompiled, refuse_compiled, without_graph
 from .events import Events
 from .failing import Failing, refuse_to_send
-from .family import Family, Member
+from .family import Family
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
@@ -80,9 +80,9 @@ class Reducer:
         self.stop_watching = self._events.remove
         self.members = members
         self.transport = transport
-        self.delay = self.always_delays = options.delay
+        self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
         self.synchronize = True
-        self.running = self.waits = self.detached = self._is_idle = False
+        self.running = self.waits = self.detached = self._is_idle = False  # waits: the same, in this pass
         self.kept = self._passes = 0
         self._beside = Beside(self.queue, places, self.sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -96,7 +96,7 @@ class Reducer:
         self._consensus = Consensus(self.queue, self.tracker, self._rejoin, self._forward, self._beside, members)
         self._never_used, self._stepped_alone = NeverUsed(self.queue), SteppedAlone(self.queue, members, self.tracker)
         self.family: Family = Family([self])  # of models inside this one and around it
-        self.inside: list[weakref.ref[Member]] = []
+        self.inside: list[weakref.ref[Reducer]] = []  # who have parameters of its module
         self.uneven: Uneven | None = None  # inside torch's Join
         self._beside.hook(self, self._outsider_arrived)
         members.follow({**parameters, **sparse})

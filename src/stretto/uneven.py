@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from .buffers import BufferPlaces
-from .failing import Failing
 from .launch import LaunchQueue
 from .words import COUNTS, Control
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
 
 
 @dataclass
@@ -73,15 +75,7 @@ class Uneven:
             self.end()
 
 
-class Announcing(Protocol):
-    """What this file needs from a reducer."""
-
-    uneven: Uneven | None
-    failing: Failing
-    """Knows whether this rank has lost its place."""
-
-
-def announce_all(members: Iterable[Announcing]) -> None:
+def announce_all(members: Iterable[Reducer]) -> None:
     """For the handles of one backward, before any of them sends: the others wait for that word first. Collective."""
     for member in members:
         if member.uneven is not None and not member.failing.is_lost:

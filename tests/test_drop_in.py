@@ -5,9 +5,11 @@ import contextlib
 import copy
 import inspect
 import io
+import logging.handlers
 import pathlib
 import pickle
 import re
+import tempfile
 import textwrap
 import types
 import weakref
@@ -25,6 +27,7 @@ from stretto import AlreadyAttachedError, DistributedDataParallel, PeerError, Se
 from stretto.ddp_compat import REFUSED
 from stretto.ddp_faces import REFUSED_OF_REDUCER
 from stretto.testing import spawn_ranks
+from stretto.trace import read_trace
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "drop-in.md"
 
@@ -391,6 +394,23 @@ def wrapped_again_in_vain(rank):
         return str(error)
 
 
+def traced_around_join(rank):
+    """Which attaches anew: what is said, and how many passes are in the trace inside of it, and in the one around."""
+    model, told = DistributedDataParallel(build("mlp")), logging.handlers.BufferingHandler(100)
+    logging.getLogger("stretto").addHandler(told)
+    with tempfile.TemporaryDirectory() as folder:
+        inside, around = f"{folder}/inside", f"{folder}/around"
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(model.synchronizer.trace(around))
+            entered.enter_context(model.join(divide_by_initial_world_size=False))
+            entered.enter_context(model.synchronizer.trace(inside))  # of the new handle
+            for step in range(2):
+                loss(model, batch("mlp", rank, step)).backward()
+        logging.getLogger("stretto").removeHandler(told)
+        passes = [len(read_trace(one, tell=str)[0].passes) for one in (inside, around)]
+        return passes, [record.getMessage().replace(folder, "") for record in told.buffer if record.levelno > 20]
+
+
 def copied_from_several_groups(rank):
     model = DistributedDataParallel(torch.nn.Linear(1, 1), process_groups=[dist.group.WORLD, dist.new_group([0, 1])])
     copied = copy.deepcopy(model)
@@ -574,6 +594,7 @@ def all_scenes(rank):
         "buffers later": buffers_set_later(rank),
         "asked before": asked_of_the_handle_before(rank),
         "in vain": wrapped_again_in_vain(rank),
+        "traced": traced_around_join(rank),
         "several groups": copied_from_several_groups(rank),
         "wrapped twice": wrapped_twice(rank),
         **{("trunk", joint): trunk_with_two_heads(rank, joint) for joint in (True, False)},
@@ -693,6 +714,17 @@ class TestTogether:
             assert scene["in vain"] == (
                 f'rank {rank}: reduce=\'median\' is not known: use one of "mean", "sum"\n'
                 "What averaged the gradients here before has ended: wrap the module again."
+            )
+
+    def test_a_trace_around_what_attaches_anew_says_what_it_lacks(self, scenes):
+        for rank, scene in enumerate(scenes):
+            assert scene["traced"] == (
+                [2, 0],
+                [
+                    f"rank {rank}: sync.trace('/around') has recorded nothing since the model was attached anew, by "
+                    "join() or a new wrapper.\n"
+                    "Begin it behind that: with model.synchronizer.trace(folder), inside of with model.join()."
+                ],
             )
 
     def test_a_copy_of_a_wrapper_over_several_groups_uses_the_default_one(self, scenes):

@@ -24,7 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -32,6 +32,9 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction, _StopRecomputationError
 
 from .errors import PeerError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .launch import LaunchQueue
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -141,24 +144,16 @@ class OutermostEnd:
         self._paused()
 
 
-class Place(Protocol):
-    """Knows how messages begin."""
-
-    @property
-    def where(self) -> str:
-        """Rank and pass."""
-
-
-def refuse_compiled(place: Place) -> None:
+def refuse_compiled(queue: LaunchQueue) -> None:
     """Raise if torch's compiled autograd runs this backward: it traces hooks, and never calls what is to end a task.
 
     Raises:
-        UnsupportedError: with the place in front.
+        UnsupportedError: with the queue's rank and pass in front.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise UnsupportedError(
-            f"{place.where}: this backward is run by torch's compiled autograd, in which gradients cannot be reduced.\n"
+            f"{queue.where}: this backward is run by torch's compiled autograd, in which gradients cannot be reduced.\n"
             "Leave torch._dynamo.config.compiled_autograd False; torch.compile(model) alone is fine."
         )
 

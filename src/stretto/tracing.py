@@ -14,7 +14,7 @@ from .clocks import ClockTalk
 from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
-from .reducer import Reducer
+from .reducer import Reducer, reducer_of
 from .trace import TraceError
 from .wording import describe_ranks, ranks_by
 from .writing import TraceWriter, header_of, next_aside, set_aside
@@ -53,6 +53,14 @@ def tracing(reducer: Reducer, folder: str | os.PathLike[str], tied: Mapping[str,
         yield
         recorder.stop()
         later = talk.again()
+        if reducer.detached and any(map(reducer_of, reducer.parameters)):
+            log.warning(
+                "rank %s: sync.trace(%r) has recorded nothing since the model was attached anew, by join() or a new "
+                "wrapper.\n"
+                "Begin it behind that: with model.synchronizer.trace(folder), inside of with model.join().",
+                reducer.transport.rank,
+                os.fspath(folder),
+            )
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
         raise

@@ -748,6 +748,18 @@ def test_a_batch_script_that_runs_once_is_told_nothing(monkeypatch, caplog) -> N
     assert not caplog.records
 
 
+def test_with_one_rank_a_loop_reads_what_it_set_and_is_refused_what_several_would_be() -> None:
+    sync = stretto.attach(linear(), weighted=True)
+    assert sync.synchronize and sync.weight == 1.0
+    with sync.no_sync():
+        assert not sync.synchronize  # a loop that steps "if sync.synchronize" accumulates here too
+    assert sync.synchronize
+    sync.weight = 3
+    assert sync.weight == 3.0
+    with pytest.raises(stretto.SetupError, match="no method named after an event"):
+        sync.observe(object())
+
+
 def test_ignored_parameters_are_left_alone() -> None:
     def worker(transport):
         module = linear()

@@ -553,6 +553,11 @@ def test_any_other_text_is_refused_as_such(text):
         BucketPlan.from_json(text)
 
 
+def test_brackets_too_deep_for_python_are_refused_as_such():
+    with pytest.raises(PlanError, match="not a bucket plan in JSON: RecursionError"):
+        BucketPlan.from_json("[" * 100_000)
+
+
 def test_errors_are_strettos_and_value_errors():
     assert issubclass(PlanError, stretto.StrettoError) and issubclass(PlanError, ValueError)
     assert stretto.BucketPlan is BucketPlan

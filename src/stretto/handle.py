@@ -16,9 +16,10 @@ from .comm_hooks import CommHook, Hook, refuse_hook, refuse_second_hook
 from .describe import NoModel, describe, describe_shortly
 from .engine import left_uncompiled
 from .errors import SetupError, UnsupportedError
+from .events import Events
 from .family import unite
 from .membership import Membership, named, parameters_of, trained
-from .options import Buffers, Options, refuse_unlisted, weight_of
+from .options import Buffers, Options, Told, refuse_unlisted, weight_of
 from .peers import Peers
 from .plan import BucketPlan
 from .recorder import Sampler
@@ -36,7 +37,7 @@ class Synchronizer(NoModel):
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
         "module rank world_size sharded sampler observers _options _peers _idle_plan _last_statistics _transport "
-        "_closes _buffer_places _held __weakref__"
+        "_closes _buffer_places _held _told __weakref__"
     ).split()
 
     def __init__(
@@ -63,6 +64,7 @@ class Synchronizer(NoModel):
         self._last_statistics = Statistics()
         self._buffer_places = BufferPlaces(module, options)
         self._held: Reducer | None = None
+        self._told = Told()
         self.observers: list[object] = []
         """Those of the program."""
         self.sharded: list[ShardedOptimizer] = []
@@ -126,13 +128,12 @@ class Synchronizer(NoModel):
             sync.weight = len(x)
             model(x).mean().backward()
         """
-        return self._reducer.queue.weight if self._reducer else 1.0
+        return (self._reducer.queue if self._reducer else self._told).weight
 
     @weight.setter
     def weight(self, value: float) -> None:
-        weight = weight_of(value, self._options, self.rank)
-        if self._reducer is not None:
-            self._reducer.queue.weight, self._reducer.queue.has_weight = weight, True
+        told = self._reducer.queue if self._reducer else self._told
+        told.weight, told.has_weight = weight_of(value, self._options, self.rank), True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,12 +159,11 @@ class Synchronizer(NoModel):
     @property
     def synchronize(self) -> bool:
         """Whether the next backward reduces. ``no_sync`` sets it to False while it lasts."""
-        return self._reducer.synchronize if self._reducer else True
+        return (self._reducer or self._told).synchronize
 
     @synchronize.setter
     def synchronize(self, value: bool) -> None:
-        if self._reducer is not None:
-            self._reducer.synchronize = value
+        (self._reducer or self._told).synchronize = value
 
     @property
     def backwards(self) -> tuple[int, int]:
@@ -247,7 +247,9 @@ class Synchronizer(NoModel):
 
         Raises ``SetupError`` if no method has the name of an event.
         """
-        if self._reducer is not None:
+        if self._reducer is None:
+            Events(self.rank).add(observer)  # refused as with several ranks
+        else:
             self._reducer.start_watching(observer)
             self.observers.append(observer)
 

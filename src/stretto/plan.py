@@ -169,7 +169,7 @@ class BucketPlan:
             )
             buckets = tuple(_bucket(parameters, indices) for indices in data["buckets"])
             return cls(parameters, buckets, data["cap_bytes"], data["last_cap_bytes"], tuple(data["cut_after"]))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"not a bucket plan in JSON: {type(error).__name__}: {error}") from error

@@ -385,6 +385,24 @@ def asked_of_the_handle_before(rank):
     return local, model.module.weight.grad.item(), model.synchronizer.buffers, seen
 
 
+def set_on_the_handle_before(rank):
+    """A comm hook and the rate of recording, given to the handle itself and not to the wrapper."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model, calls = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False)), []
+
+    def hook(group, bucket):
+        calls.append(bucket.index())
+        return allreduce_hook(group, bucket)
+
+    model.synchronizer.register_comm_hook(dist.group.WORLD, hook)
+    model._set_ddp_runtime_logging_sample_rate(7)
+    model._update_process_group(dist.new_group([0, 1]))
+    with model.join(divide_by_initial_world_size=False):
+        model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return calls, model.module.weight.grad.item(), model.synchronizer.sampler.every
+
+
 def wrapped_again_in_vain(rank):
     """An exception says that the earlier wrapper has ended."""
     DistributedDataParallel(module := torch.nn.Linear(1, 1))
@@ -593,6 +611,7 @@ def all_scenes(rank):
         "buffers off": buffers_off(rank),
         "buffers later": buffers_set_later(rank),
         "asked before": asked_of_the_handle_before(rank),
+        "set before": set_on_the_handle_before(rank),
         "in vain": wrapped_again_in_vain(rank),
         "traced": traced_around_join(rank),
         "several groups": copied_from_several_groups(rank),
@@ -708,6 +727,9 @@ class TestTogether:
     def test_what_was_asked_of_a_handle_stays_where_the_wrapper_attaches_anew(self, scenes):
         found = [scene["asked before"] for scene in scenes]
         assert found == [(1.0, pytest.approx(5 / 3), "none", [1]), (2.0, pytest.approx(5 / 3), "none", [1])]
+
+    def test_hooks_and_the_rate_of_recording_stay_too_where_the_handle_was_given_them(self, scenes):
+        assert [scene["set before"] for scene in scenes] == [([0], 1.5, 7)] * 2
 
     def test_a_wrapper_that_cannot_be_made_says_that_the_earlier_one_has_ended(self, scenes):
         for rank, scene in enumerate(scenes):

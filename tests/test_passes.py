@@ -695,8 +695,10 @@ def test_detach_leaves_the_module_as_it_was_and_is_harmless_twice() -> None:
         with pytest.raises(stretto.SetupError) as caught:  # it would say that all is well
             sync.check()
         assert str(caught.value) == (
-            f"rank {transport.rank}: check() after detach() compares nothing.\nCall it before detach()."
+            f"rank {transport.rank}: check() after detach() knows of no other rank.\nUse it before detach()."
         )
+        with pytest.raises(stretto.SetupError, match=r"used_by after detach\(\) knows of no other rank"):
+            sync.used_by  # noqa: B018
         model.zero_grad()
         assert all(reducer_of(parameter) is None for parameter in model.parameters())
         model(inputs_of(transport.rank), "abc").backward()

@@ -147,7 +147,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _hold(self, module: torch.nn.Module, mixed_precision: Any, ignore: Iterable[str]) -> None:
         """The module, and which of its parameters are reduced."""
-        self.logger, self.reducer, self._armed, self._comm_hooks = Logger(self), ReducerFace(self), Armed(self), []
+        self.logger, self.reducer, self._armed = Logger(self), ReducerFace(self), Armed(self)
         self.module = module
         names = [name for kind in (module.named_parameters, module.named_buffers) for name, _ in kind()]
         by_pattern = {name for name in names if any(fnmatchcase(name, pattern) for pattern in ignore)}
@@ -272,7 +272,6 @@ class DistributedDataParallel(TorchSurface):
             self._log_and_throw(type(problem), str(problem))
         self._back_to_options()  # an exception may have left Join
         self._synchronizer.register_comm_hook(state, hook)
-        self._comm_hooks.append((hook, state))
 
     def will_sync_module_buffers(self) -> bool:
         """Whether buffers will be made equal when the next backward ends."""
@@ -285,7 +284,7 @@ class DistributedDataParallel(TorchSurface):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         here = {"process_group", "_synchronizer", "reducer", "logger", "_armed", "_substitutes"}
-        out = here | {"_comm_hooks", "_join_config", "_join_told", "_join_words", "_join_uneven", "_weighs_for_join"}
+        out = here | {"_join_config", "_join_told", "_join_words", "_join_uneven", "_weighs_for_join"}
         options = {**self._attach_options, "buffers": self._synchronizer.buffers, "process_groups": ()}
         return {key: value for key, value in self.__dict__.items() if key not in out} | {"_attach_options": options}
 
@@ -293,7 +292,7 @@ class DistributedDataParallel(TorchSurface):
         torch.nn.Module.__setstate__(self, state)
         Joinable.__init__(self)
         self.process_group = _group_of(None, (), None)
-        self.logger, self.reducer, self._armed, self._comm_hooks = Logger(self), ReducerFace(self), Armed(self), []
+        self.logger, self.reducer, self._armed = Logger(self), ReducerFace(self), Armed(self)
         self._substitute()
         # One rank alone may make a copy, to keep an average of the weights: nothing is asked of the others.
         self._attach(init_sync=False, transport="process_group")

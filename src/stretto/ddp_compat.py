@@ -40,7 +40,6 @@ class TorchSurface(TorchDDP):
 
     _synchronizer: Synchronizer
     _attach_options: dict[str, Any]
-    _comm_hooks: list[tuple[Hook, Any]]
     logger: Any
     reducer: Any
     _armed: Any
@@ -61,8 +60,8 @@ class TorchSurface(TorchDDP):
         options = {**self._attach_options, **other}
         group = None if options["process_groups"] else self.process_group
         if before is not None:
-            options["buffers"], synchronize, weight = before.buffers, before.synchronize, before.weight
-            before.detach()  # which forgets them
+            options["buffers"] = before.buffers
+            before.detach()
         has_ended = hand_over(self) or before is not None
         try:
             self._synchronizer = attach(self.module, process_group=group, init_sync=init_sync, **options)
@@ -72,13 +71,7 @@ class TorchSurface(TorchDDP):
             raise
         if before is not None:
             self._armed.attached_anew()
-            self._synchronizer.synchronize = synchronize
-            if options["weighted"]:
-                self._synchronizer.weight = weight
-            for observer in before.observers:
-                self._synchronizer.observe(observer)
-        for hook, state in self._comm_hooks:
-            self._synchronizer.register_comm_hook(state, hook)
+            self._synchronizer.take_over(before)
         self._synchronizer.join(self.__dict__.get("_join_uneven"))
 
     @property
@@ -168,6 +161,10 @@ class TorchSurface(TorchDDP):
 
     # Hooks
 
+    @property
+    def _comm_hooks(self) -> list[tuple[Hook, Any]]:  # type: ignore[override]
+        return self._synchronizer.comm_hooks
+
     def _check_comm_hook(self, hook: Hook) -> None:
         """Done by ``register_comm_hook``."""
 
@@ -233,7 +230,8 @@ class TorchSurface(TorchDDP):
             return
         self.process_group = new_process_group
         self._attach_options["process_groups"] = ()
-        self._comm_hooks = [(h, new_process_group if isinstance(h, StepInBackward) else s) for h, s in self._comm_hooks]
+        hooks = self._comm_hooks
+        hooks[:] = [(hook, new_process_group if isinstance(hook, StepInBackward) else s) for hook, s in hooks]
         self._attach(init_sync=False)
 
     def _check_default_group(self) -> None:
@@ -262,6 +260,7 @@ class TorchSurface(TorchDDP):
         if effective and not self._comm_hooks and not self._attach_options["weighted"]:
             refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
+            self._synchronizer.weight = 1.0  # nobody has forgotten to set it
             self._weighs_for_join = True
         else:
             self._back_to_options()

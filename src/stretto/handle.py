@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,25 +19,24 @@ from .errors import SetupError, UnsupportedError
 from .events import Events
 from .family import unite
 from .membership import Membership, named, parameters_of, trained
-from .options import Buffers, Options, Told, refuse_unlisted, weight_of
+from .options import Options
 from .peers import Peers
 from .plan import BucketPlan
 from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
+from .settings import Settings
 from .sharding import Asked, ShardedOptimizer, begin, clip, refuse_idle, with_memory
 from .tracing import ToEnter, nothing_traced, tracing
 from .transport.base import Transport
 from .uneven import Uneven
-from .usage import Statistics
 
 
-class Synchronizer(NoModel):
+class Synchronizer(Settings, NoModel):
     """What :func:`stretto.attach` returns: the handle on one attached module."""
 
     __slots__ = (  # noqa: SIM905  # so that sync.wieght = 3 raises
-        "module rank world_size sharded sampler observers _options _peers _idle_plan _last_statistics _transport "
-        "_closes _buffer_places _held _told __weakref__"
+        "module world_size sharded sampler comm_hooks observers _peers _transport _closes __weakref__"
     ).split()
 
     def __init__(
@@ -54,19 +53,14 @@ class Synchronizer(NoModel):
         inside: Sequence[Reducer] = (),
         beside: Sequence[Synchronizer] = (),
     ) -> None:
+        super().__init__(transport.rank if transport else 0, plan, options, BufferPlaces(module, options))
         self.module = module
-        self.rank, self.world_size = (transport.rank, transport.world_size) if transport else (0, 1)
-        self._options = options
+        self.world_size = transport.world_size if transport else 1
         self._peers = peers
         self._transport = transport
         self._closes = closes  # a transport that the user made may carry other handles too
-        self._idle_plan = plan
-        self._last_statistics = Statistics()
-        self._buffer_places = BufferPlaces(module, options)
-        self._held: Reducer | None = None
-        self._told = Told()
+        self.comm_hooks: list[tuple[Hook, Any]] = []  # as registered, with their states
         self.observers: list[object] = []
-        """Those of the program."""
         self.sharded: list[ShardedOptimizer] = []
         self.sampler: Sampler | None = None
         """Records passes now and then; None with one rank."""
@@ -76,11 +70,6 @@ class Synchronizer(NoModel):
             self.sampler = Sampler(reducer)
             reducer.start_watching(self.sampler)
             unite(inside, [one._reducer for one in beside if one._reducer is not None], reducer)
-
-    @property
-    def _reducer(self) -> Reducer | None:
-        """None with one rank, and after ``detach()``, which may come from a wrapper around the same module."""
-        return None if self._held is None or self._held.detached else self._held
 
     def __repr__(self) -> str:
         return describe_shortly(self.module, self._reducer, was_attached=self._peers is not None)
@@ -95,77 +84,6 @@ class Synchronizer(NoModel):
         )
 
     @property
-    def buffers(self) -> Buffers:
-        """``"rank0"``, ``"mean"`` or ``"none"``. Set the same on all ranks; it counts from the next pass on."""
-        return self._buffer_places.policy
-
-    @buffers.setter
-    def buffers(self, policy: Buffers) -> None:
-        refuse_unlisted("buffers", policy, Buffers)
-        if self._reducer is not None:  # while each kept its own, they were not compared
-            self._reducer.members.suspect |= self.buffers == "none" != policy
-        self._buffer_places.use(policy)
-
-    @property
-    def plan(self) -> BucketPlan:
-        """The plan in use. ``print(sync.plan)`` shows a table."""
-        return self._held.plan if self._held else self._idle_plan
-
-    @property
-    def statistics(self) -> Statistics:
-        """Counts since attaching, on this rank."""
-        return self._held.statistics if self._held else self._last_statistics
-
-    @property
-    def weight(self) -> float:
-        """The weight of this rank's gradients in the next pass: its number of samples or tokens, below 2**31.
-
-        Set it before ``backward``, with ``weighted=True``. It keeps its value; with ``no_sync`` the last one counts.
-
-        Example::
-
-            sync = stretto.attach(model, weighted=True)
-            sync.weight = len(x)
-            model(x).mean().backward()
-        """
-        return (self._reducer.queue if self._reducer else self._told).weight
-
-    @weight.setter
-    def weight(self, value: float) -> None:
-        told = self._reducer.queue if self._reducer else self._told
-        told.weight, told.has_weight = weight_of(value, self._options, self.rank), True
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate in ``.grad`` without communication.
-
-        What counts is where ``backward()`` runs; forward may be inside or outside. The next backward outside reduces
-        the sum, including parameters that only earlier passes reached. Not collective, but use it alike on all ranks.
-
-        Example::
-
-            for i, batch in enumerate(micro_batches):
-                with sync.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
-                    loss(batch).backward()
-            optimizer.step()
-        """
-        before = self.synchronize
-        self.synchronize = False
-        try:
-            yield
-        finally:
-            self.synchronize = before
-
-    @property
-    def synchronize(self) -> bool:
-        """Whether the next backward reduces. ``no_sync`` sets it to False while it lasts."""
-        return (self._reducer or self._told).synchronize
-
-    @synchronize.setter
-    def synchronize(self, value: bool) -> None:
-        (self._reducer or self._told).synchronize = value
-
-    @property
     def backwards(self) -> tuple[int, int]:
         """How many passes have begun, and how many gradients were kept here because no pass reduced them."""
         return (0, 0) if self._reducer is None else (self._reducer.queue.pass_number, self._reducer.kept)
@@ -174,12 +92,14 @@ class Synchronizer(NoModel):
     def used_by(self) -> dict[str, int]:
         """How many ranks had a gradient for each parameter in the last pass. Not collective: the pass brought it.
 
-        Zeros before the first pass. Waits for an accelerator. Raises ``UnsupportedError`` with torch's ``noop_hook``.
+        Zeros before the first pass. Waits for an accelerator. Raises ``UnsupportedError`` with torch's ``noop_hook``,
+        and ``SetupError`` after ``detach()``.
 
         Example::
 
             forgotten = [name for name, ranks in sync.used_by.items() if ranks == 0]
         """
+        self._refuse_ended("used_by")
         if self._reducer is None:
             return {name: int(one.grad is not None) for name, one in trained(self.module, self._options).items()}
         return self._reducer.used_by
@@ -193,6 +113,12 @@ class Synchronizer(NoModel):
     def graph_changed(self) -> bool:
         """Whether passes of this rank have reached different sets of parameters."""
         return self._reducer is not None and self._reducer.tracker.graph_changed
+
+    def _refuse_ended(self, what: str) -> None:
+        if self._reducer is None and self._peers is not None:
+            raise SetupError(
+                f"rank {self.rank}: {what} after detach() knows of no other rank.\nUse it before detach()."
+            )
 
     def shadow_pass(self) -> None:
         """Take part in one pass of the other ranks without contributing; ``.grad`` stays as it is. Collective.
@@ -231,14 +157,26 @@ class Synchronizer(NoModel):
         if self._reducer is not None:
             refuse_second_hook(self._reducer.queue.comm_hook, self.rank)
             self._reducer.use(CommHook(state, hook))
+        self.comm_hooks.append((hook, state))
+
+    def take_over(self, before: Synchronizer) -> None:
+        """For the drop-in: where it attaches anew, what was set on the handle that has ended holds for this one."""
+        self.synchronize = before.synchronize
+        if self._options.weighted:
+            self.weight = before.weight
+        for observer in before.observers:
+            self.observe(observer)
+        for hook, state in before.comm_hooks:
+            self.register_comm_hook(state, hook)
+        if self.sampler is not None and before.sampler is not None:
+            self.sampler.every = before.sampler.every
 
     def check(self) -> None:
         """Compare all parameters over ranks, and buffers unless each rank keeps its own. Collective.
 
         Raises ``ReplicaError`` on every rank, with names of tensors and ranks; ``SetupError`` after ``detach()``.
         """
-        if self._reducer is None and self._peers is not None:
-            raise SetupError(f"rank {self.rank}: check() after detach() compares nothing.\nCall it before detach().")
+        self._refuse_ended("check()")
         if self._reducer is not None:
             self._reducer.inspection.run(self._reducer.queue.pass_number)
 
@@ -343,9 +281,6 @@ class Synchronizer(NoModel):
             sharded.end()
         if self.sampler is not None:
             self.sampler.stop()
-        if self._held is not None:
-            self._idle_plan, self._last_statistics = self._held.plan, self._held.statistics
-            self._held.detach()
-            self._held = None
+        self._end()
         if self._transport is not None and self._closes:
             self._transport.close()

@@ -153,15 +153,6 @@ def truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
-@dataclass
-class Told:
-    """What is set on a handle that reduces nothing: with one rank too, a loop may ask it whether to step."""
-
-    synchronize: bool = True
-    weight: float = 1.0
-    has_weight: bool = False
-
-
 def weight_of(value: Any, options: Options, rank: int) -> float:
     """What was given for a pass. Raises ``SetupError`` if it cannot be one, or there are none."""
     if not options.weighted:

@@ -697,6 +697,28 @@ def test_what_several_ranks_write_in_one_memory_is_told_of(
     ]
 
 
+@pytest.mark.parametrize(("bound", "tells"), [(100.0, 0), (0.5, 1)])
+def test_a_clamp_that_changes_nothing_is_not_told_of(
+    caplog: pytest.LogCaptureFixture, bound: float, tells: int
+) -> None:
+    """CLIP clamps its temperature on all ranks after every step, mostly within the bounds, and got the warning."""
+
+    def worker(transport: Any) -> None:
+        model = copy.deepcopy(START)
+        model.first.bias.data.fill_(1.0)
+        sharded = stretto.shard(adam(model), stretto.attach(model, transport=transport))
+        for step in range(9):
+            train(model, sharded, transport.rank, 1)
+            with torch.no_grad():
+                model.first.bias.clamp_(-100.0, bound if step > 2 else 100.0)
+            transport.all_gather_object(None)
+
+    shared(worker, 2)
+    told = [record.getMessage() for record in of_writes(caplog)]
+    assert len(told) == tells
+    assert all("since the last step 2 ranks have written in place" in one for one in told)
+
+
 @pytest.mark.parametrize("distributed", [False, True])
 def test_weights_that_are_loaded_with_a_state_are_not_told_of(
     caplog: pytest.LogCaptureFixture, distributed: bool

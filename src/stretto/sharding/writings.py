@@ -78,6 +78,8 @@ class _Behind:
     """Some elements of each, if all ranks share one memory: otherwise more arrives after the step."""
     of_all: bool
     """Parameters, or of a few."""
+    whole: Mapping[int, bytes]
+    """All of those that are small, on every rank, where all share one memory."""
     moved: dict[int, bytes] = field(default_factory=dict)
     """The elements of those that were others when a backward ended."""
 
@@ -98,6 +100,10 @@ class _Behind:
             if any(past != now and _harms(past, now, unit) for past in (was, self.moved.get(index, now))):
                 found.append(self.layout.plan.parameters[index].name)
         return found
+
+    def stays(self, index: int) -> bool:
+        """Whether a write has left every element as it was: the ``clamp_`` of a temperature within its bounds."""
+        return index in self.whole and self._now(index) == self.whole[index]
 
     def _now(self, index: int) -> bytes:
         return _some_of(self.layout.views[index], self.number)
@@ -143,7 +149,9 @@ class Writings:
         writes = {index: layout.parameters[index]._version for index in indices}
         read = indices if self._compares and one_host else ()
         some = {index: _some_of(layout.views[index], self._steps) for index in read}
-        self._before = _Behind(layout, writes, self._steps, some, of_all)
+        small = [one for one in indices if one_host and layout.views[one].nbytes <= _BYTES]
+        whole = {index: _some_of(layout.views[index], self._steps) for index in small}
+        self._before = _Behind(layout, writes, self._steps, some, of_all, whole)
         if some and of_all:
             self._observer = _Observer(self._before)
             self._reducer.start_watching(self._observer)
@@ -160,11 +168,12 @@ class Writings:
 
     def found(self, layout: Layout) -> list[str]:
         """The names of parameters that this rank has written in the shared memory. Strayed ones lie elsewhere."""
-        if self._before is None or self._before.layout is not layout:
+        behind = self._before
+        if behind is None or behind.layout is not layout:
             return []
-        written = [one for one, before in self._before.writes.items() if layout.parameters[one]._version != before]
+        written = [one for one, before in behind.writes.items() if layout.parameters[one]._version != before]
         lying = [one for one in written if layout.parameters[one].data_ptr() == layout.views[one].data_ptr()]
-        return [layout.plan.parameters[index].name for index in lying]
+        return [layout.plan.parameters[index].name for index in lying if not behind.stays(index)]
 
     def uncounted(self, layout: Layout) -> list[str]:
         """The names of those that some rank has written in the shared memory, of use only if no rank counted a write.

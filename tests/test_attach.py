@@ -618,6 +618,12 @@ def test_unknown_arguments_and_values() -> None:
             'attach: there is no argument broadcast_buffers=. Write buffers="rank0", the default, or buffers="none".',
         ),
         (
+            {"message_size": 10, "num_allreduce_streams": 2},
+            "attach: there is no argument message_size=. Write bucket_cap_mb=, in MiB, not in elements.\n"
+            "attach: there is no argument num_allreduce_streams=. Write process_groups=, several groups of the same "
+            "ranks; buckets take turns among them.",
+        ),
+        (
             {"gradient_average": False, "allreduce_trigger_params": [], "retain_allreduce_buffers": True},
             'attach: there is no argument gradient_average=. Write reduce="mean", the default, or reduce="sum".\n'
             "attach: there is no argument allreduce_trigger_params=. Write launch_after=.\n"

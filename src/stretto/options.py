@@ -21,6 +21,7 @@ Buffers = Literal["rank0", "mean", "none"]
 _NEVER_NEEDED = "Leave it out: any graph works without it."
 _STAYS = "Leave it out: the module is not moved, so call model.to(device) before."
 _MEANS_TOO = "Leave it out: their gradients are means too when backward returns."
+_GROUPS = "Write process_groups=, several groups of the same ranks; buckets take turns among them."
 _HOOK = "Call sync.register_comm_hook(state, hook) after attach."
 INSTEAD = {
     "find_unused_parameters": _NEVER_NEEDED,
@@ -47,7 +48,9 @@ INSTEAD = {
     "allreduce_trigger_params": "Write launch_after=.",
     "allreduce_always_fp32": "Write reduce_dtype=torch.float32.",
     "retain_allreduce_buffers": "Leave it out: .grad lies in its bucket anyway.",
-    "message_size": "Write bucket_cap_mb=, in MiB.",
+    "message_size": "Write bucket_cap_mb=, in MiB, not in elements.",
+    "num_allreduce_streams": _GROUPS,
+    "allreduce_communicators": _GROUPS,
 }
 """What to write for arguments of torch's DistributedDataParallel and of Apex's that ``attach`` does not have."""
 

@@ -409,6 +409,25 @@ def test_what_is_stepped_beside_an_attached_part_and_not_averaged_is_named_once(
     assert told_of_steps(caplog, **{how: True}) == [STEPPED_ALONE.format(which)]
 
 
+def test_what_one_optimizer_steps_beside_two_handles_is_named_once(caplog) -> None:
+    """As of DLRM: two attached networks, and tables of which each rank has its own."""
+
+    def worker(transport):
+        bottom, table, top = parts = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+        for part in (bottom, top):
+            stretto.attach(part, transport=transport)
+        optimizer = torch.optim.SGD([dict(params=[*one.parameters()]) for one in (bottom, table, top)], lr=0.1)
+        for _ in range(5):
+            parts.zero_grad()
+            top(table(bottom(torch.full((1, 2), 1.0 + transport.rank)))).sum().backward()
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "stretto"):
+        run_ranks(worker, 2)
+    told = STEPPED_ALONE.format("param_groups[1]['params'][0] (2, 2), param_groups[1]['params'][1] (2,)")
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
 @pytest.mark.parametrize("how", ["frozen", "ignored", "ignored_there", "attached_too", "apart"])
 def test_what_is_averaged_or_left_alone_by_request_may_be_stepped(caplog, how: str) -> None:
     assert told_of_steps(caplog, **{how: True}) == []

@@ -618,10 +618,12 @@ def test_unknown_arguments_and_values() -> None:
             'attach: there is no argument broadcast_buffers=. Write buffers="rank0", the default, or buffers="none".',
         ),
         (
-            {"message_size": 10, "num_allreduce_streams": 2},
+            {"message_size": 10, "num_allreduce_streams": 2, "shared_param": None, "prof": False},
             "attach: there is no argument message_size=. Write bucket_cap_mb=, in MiB, not in elements.\n"
             "attach: there is no argument num_allreduce_streams=. Write process_groups=, several groups of the same "
-            "ranks; buckets take turns among them.",
+            "ranks; buckets take turns among them.\n"
+            "attach: there is no argument shared_param=. Leave it out: parameters that layers share are right anyway.\n"
+            "attach: there is no argument prof=. Leave it out: stretto trace shows what happens in a pass.",
         ),
         (
             {"gradient_average": False, "allreduce_trigger_params": [], "retain_allreduce_buffers": True},
@@ -637,7 +639,7 @@ def test_unknown_arguments_and_values() -> None:
             "gradients travel.\n"
             "attach: there is no argument no_sync=. Write with sync.no_sync(): around backwards whose gradients are to "
             "be kept.\n"
-            "attach: there is no argument comm_hook=. Call sync.register_comm_hook(state, hook) after attach.",
+            "attach: there is no argument comm_hook=. Call register_comm_hook(state, hook) afterwards.",
         ),
         (
             {"bucket_cap": 3},

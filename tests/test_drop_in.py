@@ -105,8 +105,17 @@ class TestSurface:
         ours = list(inspect.signature(DistributedDataParallel.__init__).parameters.values())
         assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
         assert [p.default for p in ours[: len(theirs)]] == [p.default for p in theirs]
-        assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+        assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) : -1]) and ours[-1].name == "unknown"
         assert {p.name for p in theirs[1:]} <= table().keys()
+
+    def test_arguments_of_apex_are_answered_with_what_to_write(self):
+        with pytest.raises(TypeError) as caught:
+            DistributedDataParallel(torch.nn.Linear(1, 1), message_size=10_000_000, delay_allreduce=True)
+        assert str(caught.value) == (
+            "DistributedDataParallel: there is no argument message_size=. Write bucket_cap_mb=, in MiB, not in "
+            "elements.\n"
+            "DistributedDataParallel: there is no argument delay_allreduce=. Write delay=."
+        )
 
     def test_options_of_attach_are_keywords_of_the_drop_in(self):
         ours = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from .ddp_compat import TorchSurface
 from .ddp_faces import Armed, Logger, ReducerFace
 from .engine import compiled_inside
 from .errors import SetupError
-from .options import Buffers, listed, patterns, positive
+from .options import Buffers, listed, patterns, positive, refuse_arguments
 from .scaling import Reduce
 from .transport import TransportName, as_groups
 
@@ -104,7 +104,9 @@ class DistributedDataParallel(TorchSurface):
         check_every: int | None = None,
         sparse: Iterable[str] = (),
         transport: TransportName = "auto",
+        **unknown: NoReturn,
     ) -> None:
+        refuse_arguments(DistributedDataParallel, unknown)
         _refuse_half(delay_all_reduce_named_params, param_to_hook_all_reduce)
         _warn_of_deprecated(broadcast_buffers, check_reduction)
         torch.nn.Module.__init__(self)
@@ -343,7 +345,6 @@ def _refuse_half(delayed: object, delayed_with: object) -> None:
 def _warn_of_deprecated(broadcast_buffers: bool | None, check_reduction: bool) -> None:
     """The caller's caller is told."""
     if broadcast_buffers is not None:
-        text = "`broadcast_buffers` is deprecated in torch: use `forward_sync_buffers`."
-        warnings.warn(text, FutureWarning, stacklevel=3)
+        warnings.warn("`broadcast_buffers` is deprecated in torch: use `forward_sync_buffers`.", FutureWarning, 3)
     if check_reduction:
         warnings.warn("`check_reduction` is deprecated and changes nothing.", FutureWarning, stacklevel=3)

@@ -22,7 +22,7 @@ _NEVER_NEEDED = "Leave it out: any graph works without it."
 _STAYS = "Leave it out: the module is not moved, so call model.to(device) before."
 _MEANS_TOO = "Leave it out: their gradients are means too when backward returns."
 _GROUPS = "Write process_groups=, several groups of the same ranks; buckets take turns among them."
-_HOOK = "Call sync.register_comm_hook(state, hook) after attach."
+_HOOK = "Call register_comm_hook(state, hook) afterwards."
 INSTEAD = {
     "find_unused_parameters": _NEVER_NEEDED,
     "static_graph": _NEVER_NEEDED,
@@ -51,6 +51,8 @@ INSTEAD = {
     "message_size": "Write bucket_cap_mb=, in MiB, not in elements.",
     "num_allreduce_streams": _GROUPS,
     "allreduce_communicators": _GROUPS,
+    "shared_param": "Leave it out: parameters that layers share are right anyway.",
+    "prof": "Leave it out: stretto trace shows what happens in a pass.",
 }
 """What to write for arguments of torch's DistributedDataParallel and of Apex's that ``attach`` does not have."""
 

@@ -8,6 +8,7 @@ else keeps it. It costs one call a step, and stays until a handle is detached an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,11 @@ Listener = Callable[[torch.optim.Optimizer, bool], None]
 
 class StepWatch(Listeners):
     """What the entries in torch's two tables share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = weakref.WeakSet[torch.optim.Optimizer]()
+        """Those of which some handle has told what they step beside it: others would tell the same."""
 
     @left_uncompiled
     def begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -73,6 +79,15 @@ def listen(listener: Listener) -> None:
     hook = before.setdefault(ENTRY, StepWatch().begins)
     behind.setdefault(ENTRY, hook.__self__.ended)
     hook.__self__.change(more=listener)
+
+
+def tells_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether no other handle has told what it steps beside it. Asked within its step."""
+    watch = _watch()
+    assert watch is not None, "it has called the listener"
+    is_first = optimizer not in watch.told
+    watch.told.add(optimizer)
+    return is_first
 
 
 def stop_listening(listener: Listener) -> None:

@@ -7,7 +7,6 @@ are parameters that an optimizer steps although no handle averages them, or with
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from .errors import UnsupportedError
 from .launch import LaunchQueue
 from .membership import STAND_IN, Membership, ids_of, wrapping
 from .sparse import SparseGradients
-from .steps import leave, listen, name_in, stepped_by, stop_listening
+from .steps import leave, listen, name_in, stepped_by, stop_listening, tells_first
 from .tracker import ArrivalTracker
 from .wording import counted, name_list
 
@@ -32,9 +31,6 @@ STEPS = 32
 """So many optimizer steps are watched, or ``PASSES`` steps of those that step averaged parameters."""
 
 log = logging.getLogger("stretto")
-
-_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers of which a handle has told what they step beside it: others that they step would tell the same again."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +206,7 @@ class SteppedAlone:
             self._steps += 1
             if alone := self._alone_in(optimizer):
                 self._all_steps = STEPS
-                if optimizer not in _told:
-                    _told.add(optimizer)
+                if tells_first(optimizer):
                     self._warn(type(optimizer).__name__, alone)
         if self._steps == PASSES or self._all_steps >= STEPS:
             stop_listening(self._stepping)

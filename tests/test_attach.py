@@ -815,7 +815,8 @@ class TestDropIn:
             stretto.DistributedDataParallel(linear().requires_grad_(False))
 
     def test_deprecated_arguments_warn_as_in_torch(self) -> None:
-        with pytest.warns(FutureWarning, match="broadcast_buffers"):
+        told = "`broadcast_buffers` is deprecated in torch: use `forward_sync_buffers`."
+        with pytest.warns(FutureWarning, match=told):
             wrapped = stretto.DistributedDataParallel(linear(), broadcast_buffers=False)
         assert not wrapped.forward_sync_buffers
         with pytest.warns(FutureWarning, match="`check_reduction` is deprecated and changes nothing."):

@@ -759,7 +759,8 @@ def test_nothing_is_taken_for_the_mean_that_is_not() -> None:
             "share of it.\n"
             "To clip: sync.clip_grad_norm_(). For several backwards before step() or zero_grad(): run all but the last "
             "inside sync.no_sync(). If a backward only passes through this module, like an actor's loss through its "
-            "critic: requires_grad_(False) on it meanwhile. To read gradients: stretto.shard(..., keep_grads=True)."
+            "critic: requires_grad_(False) on it meanwhile. For GradScaler, or to read gradients: stretto.shard(..., "
+            "keep_grads=True)."
         )
         gradient = model.first.weight.grad
         for look in (

@@ -40,7 +40,8 @@ class Withheld(torch.Tensor):
             "it.\n"
             "To clip: sync.clip_grad_norm_(). For several backwards before step() or zero_grad(): run all but the last "
             "inside sync.no_sync(). If a backward only passes through this module, like an actor's loss through its "
-            "critic: requires_grad_(False) on it meanwhile. To read gradients: stretto.shard(..., keep_grads=True)."
+            "critic: requires_grad_(False) on it meanwhile. For GradScaler, or to read gradients: stretto.shard(..., "
+            "keep_grads=True)."
         )
         return made
 

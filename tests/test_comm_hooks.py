@@ -252,6 +252,24 @@ def test_optimizers_that_step_in_backward_go_on_over_another_group():
     assert spawn_ranks(optimizers_in_backward_over_another_group, 2) == [[(-n, None) for n in (1.0, 2.0, 3.0, 4.0)]] * 2
 
 
+def optimizers_in_backward_of_half_precision(rank):
+    """Gradients travel as float32, and are the parameter's own dtype again where its optimizer steps."""
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.zeros_(model.weight)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    wrapped = DistributedDataParallel(model, reduce_dtype=torch.float32)
+    wrapped(torch.full((1, 1), 2.0 * rank, dtype=torch.bfloat16)).sum().backward()
+    return model.weight.item(), model.weight.dtype
+
+
+@pytest.mark.ranks
+def test_optimizers_in_backward_step_with_gradients_of_the_parameters_dtype():
+    assert spawn_ranks(optimizers_in_backward_of_half_precision, 2) == [(-1.0, torch.bfloat16)] * 2
+
+
 class TestWhatIsAHook:
     def test_it_must_be_callable(self):
         assert isinstance(found := check_hook({}), TypeError) and str(found) == "Communication hook must be callable."

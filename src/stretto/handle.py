@@ -258,7 +258,7 @@ class Synchronizer(Settings, NoModel):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` for all parameters, wherever their gradients are. Returns a 0-dim norm.
+        """``torch.nn.utils.clip_grad_norm_`` for all but ``ignore=``, wherever the gradients are. Returns a 0-dim norm.
 
         Needed, and collective, with ``stretto.shard(..., keep_grads=False)``: call ``sync.clip_grad_norm_(1.0)`` before
         the step. There ``norm_type=0`` raises ``UnsupportedError``. ``error_if_nonfinite`` works as in torch.

@@ -64,14 +64,15 @@ class TorchSurface(TorchDDP):
             before.detach()
         has_ended = hand_over(self) or before is not None
         try:
-            self._synchronizer = attach(self.module, process_group=group, init_sync=init_sync, **options)
+            made = attach(self.module, process_group=group, init_sync=init_sync, **options)
         except StrettoError as error:
             told = "\nWhat averaged the gradients here before has ended: wrap the module again." * has_ended
             error.args = (f"{error}{told}",)
             raise
         if before is not None:
             self._armed.attached_anew()
-            self._synchronizer.take_over(before)
+            before.renew(made)  # a program may have kept it
+        self._synchronizer = made if before is None else before
         self._synchronizer.join(self.__dict__.get("_join_uneven"))
 
     @property

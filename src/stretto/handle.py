@@ -159,17 +159,21 @@ class Synchronizer(Settings, NoModel):
             self._reducer.use(CommHook(state, hook))
         self.comm_hooks.append((hook, state))
 
-    def take_over(self, before: Synchronizer) -> None:
-        """For the drop-in: where it attaches anew, what was set on the handle that has ended holds for this one."""
-        self.synchronize = before.synchronize
+    def renew(self, made: Synchronizer) -> None:
+        """For the drop-in, which attaches anew: be the handle just made from here on, with all that was set on this."""
+        synchronize, weight, observers, hooks = self.synchronize, self.weight, self.observers, self.comm_hooks
+        every = None if self.sampler is None else self.sampler.every
+        for slot in {*Settings.__slots__, *self.__slots__} - {"__weakref__"}:
+            setattr(self, slot, getattr(made, slot))
+        self.synchronize = synchronize
         if self._options.weighted:
-            self.weight = before.weight
-        for observer in before.observers:
+            self.weight = weight
+        for observer in observers:
             self.observe(observer)
-        for hook, state in before.comm_hooks:
+        for hook, state in hooks:
             self.register_comm_hook(state, hook)
-        if self.sampler is not None and before.sampler is not None:
-            self.sampler.every = before.sampler.every
+        if self.sampler is not None and every is not None:
+            self.sampler.every = every
 
     def check(self) -> None:
         """Compare all parameters over ranks, and buffers unless each rank keeps its own. Collective.

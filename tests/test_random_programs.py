@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from models import Fails, checkpoint
 
@@ -290,6 +290,22 @@ class Rank:
 
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
+@example(  # found by it: what p1 held was summed over the ranks, since it was frozen when the plan followed
+    Program(
+        world=2,
+        shapes=[(2,), (3,)],
+        dtypes=[torch.float64] * 2,
+        options={"bucket_cap_mb": None, "delay": False, "reduce": "sum", "check_every": None},
+        sharded=False,
+        steps=[
+            ("synchronised", [[Use(1, "once", 7)], []], "plain"),
+            ("replace with its gradient", 1, ""),
+            ("not synchronised", [[Use(1, "once", 1)], []], "plain"),
+            ("freeze", 1, ""),
+            ("synchronised", [[], []], "plain"),
+        ],
+    )
+)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_any_program(program: Program) -> None:

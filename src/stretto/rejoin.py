@@ -128,12 +128,13 @@ class Rejoin:
             self._members.drop_withheld(withheld)
 
     def _held_before(self, preset: Preset) -> dict[str, torch.Tensor]:
-        """All of ``.grad`` where nothing has come in this pass."""
-        loose = {self._queue.names[i]: one for i, one in self._tracker.alive(self._queue.loose)} | self._rows.misfits()
-        came = {name: name in self._arrived for name in loose}
-        outside = self._changes.outside()
-        came |= self._came(outside)
-        before = {name: preset.before(one) if came[name] else one.grad for name, one in {**loose, **outside}.items()}
+        """All of ``.grad`` where nothing has come in this pass. Of frozen ones too: another rank may ask for them."""
+        queue = self._queue
+        planned = {queue.names[i]: one for i, one in self._tracker.alive(range(len(queue.names)))}
+        planned |= self._rows.named_parameters()
+        outside = {name: one for name, one in self._members.everything().items() if planned.get(name) is not one}
+        came = {name: name in self._arrived for name in planned} | self._came(outside)
+        before = {name: preset.before(one) if came[name] else one.grad for name, one in {**planned, **outside}.items()}
         return {name: value for name, value in before.items() if value is not None}
 
     def _frozen_with_gradient(self) -> set[str]:

@@ -420,6 +420,33 @@ def test_nothing_stands_for_a_gradient_behind_the_end_of_who_has_left_it(carrier
     carrier(worker, 2)
 
 
+def test_gradients_that_wait_for_a_step_are_whole_behind_unshard(carrier: Any) -> None:
+    """They were None, and the plain optimizer's step skipped them without a word."""
+
+    def worker(transport: Any) -> None:
+        model, sync = attached(transport)
+        plain, _ = attached(transport)
+        nets = []
+        for net in (model, plain):
+            first, *rest = [*net.parameters()][::-1]
+            nets.append([torch.optim.AdamW([first, *rest[::2]], lr=0.01), torch.optim.SGD(rest[1::2], lr=0.01)])
+        ending, staying = [stretto.shard(one, sync, keep_grads=False) for one in nets[0]]
+        for step in range(3):
+            for net, optimizers in ((model, [ending, staying]), (plain, nets[1])):
+                net.zero_grad()
+                backward(net, transport.rank, step)
+                for one in optimizers if step < 2 else ():
+                    one.step()
+        ended = ending.unshard()
+        assert all(p.grad is not None for group in ended.param_groups for p in group["params"])
+        for one in (ended, staying, *nets[1]):
+            one.step()
+        assert_same(model, plain)
+        sync.detach()
+
+    carrier(worker, 2)
+
+
 def test_a_whole_state_can_be_saved_while_some_of_it_is_away(carrier: Any) -> None:
     """torch's own optimizer cannot, and raises ``KeyError``."""
 

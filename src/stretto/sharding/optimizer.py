@@ -314,7 +314,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def unshard(self) -> torch.optim.Optimizer:
         """Return the original optimizer, with its whole state on every rank. Collective.
 
-        Each rank's parameters get memory of their own again. May be called twice.
+        Each rank's parameters get memory of their own again, and gradients that wait for a step are whole. May be called
+        twice.
 
         Raises:
             SetupError: the handle was detached, and the state was lost with it.
@@ -324,6 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             with shares.peers.in_call():
                 for parameter, state in shares.states():
                     self.original.state[parameter] = state
+                shares.withholding.give_back()
             shares.inner.hand_back(self.original)
         self._handed_back, self._elsewhere = True, None
         self.end()

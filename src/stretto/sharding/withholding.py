@@ -8,7 +8,7 @@ import torch
 
 from ..errors import SetupError
 from ..launch import LaunchQueue
-from ..withheld import Alive, Withheld
+from ..withheld import Alive, Withheld, complete, give_back_whole
 from .groups import Groups
 
 
@@ -39,6 +39,12 @@ class Withholding:
             self._mine = Alive(self._groups.parameters)
             self.left = Alive([one for one in known if not self._mine.holds(one)])
             self._queue.withhold([*others, *self._mine])
+
+    def give_back(self) -> None:
+        """Let gradients that wait for a step be whole: a plain optimizer would skip those that are None. Collective."""
+        if self._wanted:
+            complete(self._queue.buckets, self._queue.transport, self._queue.wait_for)
+            give_back_whole(self._queue.buckets, but=self._others())
 
     def end(self) -> None:
         """Ask for nothing any more."""

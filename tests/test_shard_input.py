@@ -643,13 +643,47 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         assert before == (
             f"rank {rank}, shard: this SGD steps parameters of a sharded AdamW, which the ranks of this host share in "
             "one memory, so each rank would step them once more.\n"
-            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is."
+            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is. What has "
+            "left the groups of the sharded one is in that memory until its next step: let it step first."
         )
         assert behind == (
             f"rank {rank}, shard: this Own has stepped parameters of a sharded AdamW, which the ranks of this host "
             "share in one memory, so each rank has stepped them once more.\nLoad the values from before that step. "
-            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is."
+            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is. What has "
+            "left the groups of the sharded one is in that memory until its next step: let it step first."
         )
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_another_optimizer_waits_for_a_step_before_it_takes_a_parameter_over(is_known: bool) -> None:
+    """Until then the parameter lies in shared memory, and each rank stepped it once more, mostly in silence."""
+
+    def worker(transport: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = []
+        for model in (copy.deepcopy(START), copy.deepcopy(START)):
+            sync, apart = stretto.attach(model, transport=transport), torch.nn.Linear(30, 1)
+            first, plain = adam(model), torch.optim.SGD(apart.parameters(), lr=0.1)
+            if not found:
+                first = stretto.shard(first, sync)
+            train(model, first, transport.rank)
+            if is_known:  # as one that steps nothing of the sharded one's
+                train(apart, plain, transport.rank, 1)
+            moved = first.param_groups[0]["params"].pop()
+            plain.param_groups[0]["params"][-1] = moved
+            if not is_known:
+                plain = torch.optim.SGD([moved], lr=0.1)
+            model(torch.ones(4, 30)).sum().backward()
+            if not found:
+                with pytest.raises(stretto.SetupError, match="is in that memory until its next step: let it step"):
+                    plain.step()
+            first.step()
+            plain.step()
+            found.append(moved.detach().clone())
+            sync.detach()
+        return found[0], found[1]
+
+    for sharded, wanted in shared(worker, 2):
+        torch.testing.assert_close(sharded, wanted)
 
 
 def of_writes(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

@@ -66,7 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         for hooks in _HOOKS:  # hooks on either of the two must run
             setattr(self, hooks, getattr(optimizer, hooks))
         self._guard = None if shares is None else Guard(optimizer)
-        self._other_steps = OtherSteps(optimizer, where) if shares is not None and shares.layout.is_shared else None
+        is_shared = shares is not None and shares.layout.is_shared
+        self._other_steps = OtherSteps(optimizer, shares, where) if shares is not None and is_shared else None
         self._module = module
         self._shares = shares
         self._where = where

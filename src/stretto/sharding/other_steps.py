@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import SetupError
 from ..steps import listen, stepped_by, stop_listening
 from .elsewhere import Elsewhere
+
+if TYPE_CHECKING:
+    from .shares import Shares
 
 _SAMPLES = 64
 """At most so many values of each parameter are compared."""
@@ -25,15 +29,16 @@ class OtherSteps:
 
     Args:
         optimizer: the one that was sharded, held weakly.
+        shares: has its parameters in memory, also those that have left its groups since its last step. Held weakly.
         where: how messages begin.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, where: str) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, shares: Shares, where: str) -> None:
+        self._optimizer, self._shares = weakref.ref(optimizer), weakref.ref(shares)
         self._where = where
         self._steps = 0
-        self._harmless = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        """Optimizers found harmless, with the number of parameters that they had."""
+        self._harmless = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
+        """Optimizers found harmless, with the numbers of parameters that their groups and the sharded one's had."""
         self._begun = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Begun]()
         listen(self._stepping)
 
@@ -58,16 +63,16 @@ class OtherSteps:
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
         """The sharded one's parameters that this one is about to step."""
-        mine = self._optimizer()
-        if mine is None or mine is optimizer:  # which elsewhere.py refuses
+        mine, shares = self._optimizer(), self._shares()
+        if mine is None or shares is None or mine is optimizer:  # which elsewhere.py refuses
             return []
-        number = sum(len(group["params"]) for one in (optimizer, mine) for group in one.param_groups)
-        if self._harmless.get(optimizer) == number:
+        numbers = [len(group["params"]) for one in (optimizer, mine) for group in one.param_groups]
+        if self._harmless.get(optimizer) == numbers:
             return []
-        known = {id(one) for one in stepped_by(mine)}
+        known = {*map(id, stepped_by(mine)), *map(id, shares.layout.parameters.values())}
         ours = [one for one in stepped_by(optimizer) if id(one) in known]
         if not ours:
-            self._harmless[optimizer] = number
+            self._harmless[optimizer] = numbers
         return ours if any(one.grad is not None for one in ours) else []
 
     def _refusal(self, optimizer: torch.optim.Optimizer, steps: str, would: str) -> SetupError:
@@ -75,7 +80,8 @@ class OtherSteps:
             f"{self._where}: this {type(optimizer).__name__} {steps} parameters of a sharded "
             f"{type(self._optimizer()).__name__}, which the ranks of this host share in one memory, so each rank "
             f"{would}"
-            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is."
+            "Call unshard() of the sharded one first, on all ranks; then shard this one, or step it as it is. What has "
+            "left the groups of the sharded one is in that memory until its next step: let it step first."
         )
 
 

@@ -315,8 +315,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def unshard(self) -> torch.optim.Optimizer:
         """Return the original optimizer, with its whole state on every rank. Collective.
 
-        Each rank's parameters get memory of their own again, and gradients that wait for a step are whole. May be called
-        twice.
+        Each rank's parameters get memory of their own again, and gradients that wait for a step are whole. May be
+        called twice.
 
         Raises:
             SetupError: the handle was detached, and the state was lost with it.

@@ -1346,13 +1346,22 @@ def test_a_step_that_is_refused_before_the_first_one_harms_nobody() -> None:
     shared(worker, 2)
 
 
-def test_what_is_withheld_goes_with_the_optimizer(carrier: Any) -> None:
+@pytest.mark.parametrize("how", ["unshard", "detach"])
+def test_what_is_withheld_goes_with_the_optimizer(carrier: Any, how: str) -> None:
     def worker(transport: Any) -> None:
-        model, sharded, *_ = pair(transport, keep_grads=False)
+        model, sharded, sync, plain, _ = pair(transport, keep_grads=False)
         train(model, sharded, transport.rank, range(2))
-        backward(model, transport.rank, 2)
-        sharded.unshard()
-        assert all(one.grad is None for one in model.parameters() if one.numel())
+        plain.load_state_dict(model.state_dict())
+        for net in (model, plain):
+            net.zero_grad()
+            backward(net, transport.rank, 2)
+        sharded.unshard() if how == "unshard" else sync.detach()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            if how == "unshard":
+                torch.testing.assert_close(one.grad, other.grad)  # all ranks are in that call
+            else:
+                assert one.grad is None or not one.numel() or transport.hosts == ((0, 1), (2,))
+        model.zero_grad()
         backward(model, transport.rank, 3)
         assert model.first.bias.grad.norm() > 0
 

@@ -590,6 +590,20 @@ ALONE = [
         lambda: stretto.reduce(torch.nn.Linear(1, 1)),
         "reduce: item 0 is a Linear; give dense floating tensors, such as [p.grad for p in model.parameters()]",
     ),
+    *(
+        (
+            functools.partial(stretto.reduce, [torch.ones(2)], transport=given),
+            f"reduce: transport={given!r} must be an instance of a subclass of stretto.transport.Transport.\n"
+            "Leave it out: then the process group carries the tensors.",
+        )
+        for given in ("shared_memory", 3, "", False)
+    ),
+    (
+        lambda: stretto.reduce([torch.ones(2)], transport=object.__new__(LocalTransport)),
+        "reduce: transport=LocalTransport(...) lacks name, rank, world_size, bucket_cap_bytes, "
+        "last_bucket_cap_bytes.\n"
+        "Set what is missing in LocalTransport.__init__: stretto.transport.Transport says what each is.",
+    ),
     (lambda: stretto.reduce(None), "reduce: None was given; give dense floating tensors"),
     (lambda: attach(check_every=float("inf")), "check_every=inf must be a number of passes, 0 for never, or None"),
     (lambda: attach(check_every=float("nan")), "check_every=nan must be a number of passes, 0 for never, or None"),

@@ -18,7 +18,7 @@ from .peers import Peers
 from .scaling import Reduce
 from .specs import dtype_name
 from .transport import Transport
-from .transport.choose import carrier_of
+from .transport.choose import carrier_of, refuse_other_kinds
 from .wording import MIB
 
 ADVICE = "Give the same tensors in the same order on every rank."
@@ -49,7 +49,7 @@ def reduce(
     Raises:
         UnsupportedError: a tensor is sparse or of integers, or ``op`` is unknown.
         SetupError: ``bucket_cap_mb`` is not a positive number. The rank with the mistake raises one of these two, and
-            the others raise ModelMismatchError.
+            the others raise ModelMismatchError. Also, on this rank alone: ``transport`` is not one.
         ModelMismatchError: the ranks give different tensors or options; all name the same difference.
         CommunicationError: a rank does not call ``reduce``; it says where all ranks are. ``PeerError`` if that rank has
             failed, ended or died.
@@ -63,6 +63,7 @@ def reduce(
     everything: list[Any] = [tensors] if alone else [*tensors]
     nothing = UnsupportedError("reduce: None was given; give dense floating tensors") if tensors is None else None
     problem, given = nothing or _problem(everything, op, bucket_cap_mb), [one for one in everything if one is not None]
+    _refuse_transport(transport)
     carrier = carrier_of(transport, process_group)
     if carrier is None or carrier.world_size == 1:
         if problem is not None:
@@ -76,6 +77,17 @@ def reduce(
         messages.finish(peers.wait_for, "the tensors")
     finally:
         peers.close()
+
+
+def _refuse_transport(transport: object) -> None:
+    """Raise for what ``attach`` would take as a name, and for what it refuses."""
+    if transport is not None and not isinstance(transport, Transport):
+        raise SetupError(
+            f"reduce: transport={transport!r} must be an instance of a subclass of stretto.transport.Transport.\n"
+            "Leave it out: then the process group carries the tensors."
+        )
+    if transport is not None:
+        refuse_other_kinds(transport, "reduce")
 
 
 def _problem(given: Sequence[object], op: object, bucket_cap_mb: object) -> SetupError | None:

@@ -237,6 +237,16 @@ def test_run_takes_modules(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[rank 0] __main__ ['--ranks']\n")
 
 
+def test_a_package_is_imported_by_the_ranks_alone(tmp_path: Path) -> None:
+    """It may read what only ranks have, and print."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import os\nprint('rank', os.environ['RANK'])")
+    (tmp_path / "package" / "train.py").write_text("print('trained')")
+    done = command("run", "--ranks", 1, "--json", "-m", "package.train", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "[rank 0] rank 0\n[rank 0] trained\n")
+    assert json.loads(done.stdout)["exit_code"] == 0
+
+
 def test_all_that_ranks_print_has_been_read_when_a_run_ends(tmp_path: Path) -> None:
     """To the end of their pipes: nobody else may hold them, or each run would wait in vain for more."""
     program = """

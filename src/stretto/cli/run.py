@@ -109,7 +109,7 @@ def _check(program: str, module: bool) -> None:
         raise CommandError(f"{program} is a script, but -m takes a module: leave out -m")
     sys.path.insert(0, "")
     try:
-        found = importlib.util.find_spec(program)
+        found = importlib.util.find_spec(program.partition(".")[0])  # of a submodule it would run the package here
     except (ImportError, ValueError):
         found = None
     finally:

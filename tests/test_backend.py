@@ -530,6 +530,42 @@ def test_ranks_that_call_different_things_are_told_what_each_called():
     assert second.startswith("rank 1: all_reduce in the group of ranks [0, 1] failed: rank 0 called sum float32 of 3 ")
 
 
+def calls_of_equal_pieces(rank, call):
+    """One large tensor, or two of half its size: whose pieces are equally long."""
+    group = backend()
+    sizes = [2 * PIECE] if rank == 0 else [PIECE, PIECE]
+    with pytest.raises(stretto.CommunicationError) as caught:
+        for size in sizes:
+            tensor = torch.ones(size // 4)
+            if call == "all_reduce":
+                dist.all_reduce(tensor, group=group)
+            elif call == "broadcast":
+                dist.broadcast(tensor, 0, group=group)
+                dist.barrier(group)  # the root of a broadcast waits for nobody
+            elif call == "all_gather":
+                dist.all_gather([torch.empty_like(tensor) for _ in range(2)], tensor, group=group)
+            else:
+                dist.reduce_scatter(torch.empty_like(tensor), [tensor, tensor], group=group)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("call", "what", "of_each"),
+    [
+        ("all_reduce", "sum float32", 1),
+        ("broadcast", "broadcast by 0", 4),  # as bytes
+        ("all_gather", "all_gather", 8),
+        ("reduce_scatter", "rs sum float32", 2),
+    ],
+)
+def test_a_large_tensor_is_not_taken_for_two_smaller_ones(call, what, of_each):
+    half, whole = (f"{what} of {of_each * nbytes // 4} elements" for nbytes in (PIECE, 2 * PIECE))
+    first, second = spawn_ranks(calls_of_equal_pieces, 2, call)
+    assert f"failed: rank 1 called {half}, rank 0 {whole}." in first
+    assert f"failed: rank 0 called {whole}, rank 1 {half}." in second or "rank 0 cannot go on: " in second
+
+
 PREAMBLE = """
 import os, signal, sys, time
 import torch, torch.distributed as dist

@@ -106,11 +106,14 @@ class Collectives:
         """Replace the tensor by its reduction over the ranks."""
         pieces = _pieces(tensor, STAGED_BYTES)
         if len(self._host.peers) >= STRIPS_FROM_RANKS and tensor.nbytes > STRIPS_FROM_BYTES:
-            self._reduce_strips(pieces, operation, timeout)
+            self._reduce_strips(pieces, tensor.numel(), operation, timeout)
         else:
-            self._run((Reduction(self._staging, [p], 0, p, operation) for p in pieces), timeout)
+            reductions = (Reduction(self._staging, [p], 0, p, operation) for p in pieces)
+            self._run(reductions, tensor.numel(), timeout)
 
-    def _reduce_strips(self, pieces: Sequence[torch.Tensor], operation: str, timeout: timedelta | None) -> None:
+    def _reduce_strips(
+        self, pieces: Sequence[torch.Tensor], numel: int, operation: str, timeout: timedelta | None
+    ) -> None:
         """Gathers the strips of one piece while the next is reduced."""
         ranks, place = len(self._host.peers), self._host.local_rank
         reduced: collections.deque[tuple[list[torch.Tensor], Posted]] = collections.deque()
@@ -118,19 +121,21 @@ class Collectives:
             size = -(-piece.numel() // ranks)
             strips = [piece[n * size : (n + 1) * size] for n in range(ranks)]  # the last ones may be shorter, or empty
             message = Reduction(self._staging, [piece], place * size, strips[place], operation)
-            reduced.append((strips, self._post(message, timeout)))
+            reduced.append((strips, self._post(message, numel, timeout)))
             if len(reduced) > 1:
-                self._gather_strips(*reduced.popleft(), timeout)
-        self._host.wait(self._gather_strips(*reduced.popleft(), timeout), timeout)
+                self._gather_strips(*reduced.popleft(), numel, timeout)
+        self._host.wait(self._gather_strips(*reduced.popleft(), numel, timeout), timeout)
 
-    def _gather_strips(self, strips: Sequence[torch.Tensor], reduced: Posted, timeout: timedelta | None) -> Posted:
+    def _gather_strips(
+        self, strips: Sequence[torch.Tensor], reduced: Posted, numel: int, timeout: timedelta | None
+    ) -> Posted:
         self._host.wait(reduced, timeout)
-        return self._post(Gathering(self._staging, strips[self._host.local_rank], strips), timeout)
+        return self._post(Gathering(self._staging, strips[self._host.local_rank], strips), numel, timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout: timedelta | None = None) -> None:
         """Replace the tensor by that of rank ``root``, which waits for the others only if the window is full."""
         pieces = _pieces(tensor.view(torch.uint8), STAGED_BYTES)
-        self._run((Copy(self._staging, piece, root) for piece in pieces), timeout)
+        self._run((Copy(self._staging, piece, root) for piece in pieces), tensor.nbytes, timeout)
 
     def all_gather(
         self, results: Sequence[torch.Tensor], tensor: torch.Tensor, timeout: timedelta | None = None
@@ -138,7 +143,8 @@ class Collectives:
         """Write the tensor of each rank into one of ``results``, which all have its size."""
         parts = [_pieces(result.view(torch.uint8), STAGED_BYTES) for result in results]
         pieces = zip(_pieces(tensor.view(torch.uint8), STAGED_BYTES), *parts, strict=True)
-        self._run((Gathering(self._staging, piece, into) for piece, *into in pieces), timeout)
+        gatherings = (Gathering(self._staging, piece, into) for piece, *into in pieces)
+        self._run(gatherings, len(results) * tensor.nbytes, timeout)
 
     def reduce_scatter(
         self,
@@ -154,22 +160,29 @@ class Collectives:
         pieces = (
             Reduction(self._staging, strips, place * into.numel(), into, operation, "rs ") for into, *strips in parts
         )
-        self._run(pieces, timeout)
+        self._run(pieces, len(tensors) * result.numel(), timeout)
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Return when all ranks have called."""
-        self._run([Barrier()], timeout)
+        self._run([Barrier()], 0, timeout)
 
-    def _run(self, messages: Iterable[Message], timeout: timedelta | None) -> None:
+    def _run(self, messages: Iterable[Message], numel: int, timeout: timedelta | None) -> None:
         """Post messages as they are made, and wait for the last: they end in order."""
         posted = None
         for message in messages:
-            posted = self._post(message, timeout)
+            posted = self._post(message, numel, timeout)
         if posted is not None:
             self._host.wait(posted, timeout)
 
-    def _post(self, message: Message, timeout: timedelta | None) -> Posted:
-        """Post; if too much is staged, wait until the others have read the oldest."""
+    def _post(self, message: Message, numel: int, timeout: timedelta | None) -> Posted:
+        """Post; if too much is staged, wait until the others have read the oldest.
+
+        Args:
+            message: a piece of a call.
+            numel: elements of the whole call, which tell it from others: their pieces may be as long.
+            timeout: of that wait.
+        """
+        message.numel = numel
         posted = self._host.post(message)
         self._posted.append(posted)
         while self._staging.in_use > WINDOW_BYTES and len(self._posted) > 1:
@@ -182,9 +195,8 @@ class Staged(Message):
 
     tensor: torch.Tensor
 
-    def __init__(self, staging: Staging, parts: Sequence[torch.Tensor], action: bytes, numel: int) -> None:
+    def __init__(self, staging: Staging, parts: Sequence[torch.Tensor], action: bytes) -> None:
         self.action = action
-        self.numel = numel
         self._host, self._staging = staging.host, staging
         dtype = parts[0].dtype
         self.tensor = staging.take(sum(part.nbytes for part in parts))
@@ -216,7 +228,7 @@ class Reduction(Staged):
         kind: str = "",
     ) -> None:
         action = f"{kind}{operation} {dtype_name(result.dtype)}".encode()
-        super().__init__(staging, parts, action, sum(part.numel() for part in parts))
+        super().__init__(staging, parts, action)
         self._low, self._result, self._operation = low, result, operation
 
     def begin(self, entries: Sequence[bytes]) -> None:
@@ -233,7 +245,7 @@ class Gathering(Staged):
     """Copy what each rank has staged into the matching one of ``results``."""
 
     def __init__(self, staging: Staging, part: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-        super().__init__(staging, [part], b"all_gather", sum(result.numel() for result in results))
+        super().__init__(staging, [part], b"all_gather")
         self._results = results
 
     def begin(self, entries: Sequence[bytes]) -> None:
@@ -250,7 +262,6 @@ class Barrier(Message):
     """Only tells that all have come."""
 
     action = b"barrier"
-    numel = 0
 
 
 def reduce_into(result: torch.Tensor, parts: Sequence[torch.Tensor], operation: str) -> None:

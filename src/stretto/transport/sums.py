@@ -166,13 +166,13 @@ class Copy(Message):
         self._host, self._result, self._staging = staging.host, tensor, staging
         if root == self._host.local_rank:
             self.tensor = staging.take(tensor.nbytes)
-            self.tensor[: self.numel].copy_(tensor)
+            self.tensor[: tensor.numel()].copy_(tensor)
 
     def begin(self, entries: Sequence[bytes]) -> None:
         """Receive."""
         if self.root != self._host.local_rank:
             memory = self._host.peers[self.root].memory
-            self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self.numel))
+            self._result.copy_(memory.bytes_at(Entry.unpack(entries[self.root]).location, self._result.nbytes))
 
     def end(self) -> None:
         """The caller may drop the tensor."""

@@ -1351,9 +1351,11 @@ def test_layers_that_the_handle_was_told_to_ignore_are_refused() -> None:
     ]
 
 
-def test_one_optimizer_over_the_models_of_two_handles_is_refused() -> None:
+@pytest.mark.parametrize("frozen", [False, True])  # a frozen parameter that comes first belongs to no handle
+def test_one_optimizer_over_the_models_of_two_handles_is_refused(frozen: bool) -> None:
     def worker(transport: Any) -> str:
         first, second = copy.deepcopy(START), torch.nn.Linear(2, 2)
+        second.weight.requires_grad_(not frozen)
         both = torch.optim.Adam([*first.parameters(), *second.parameters()])
         sync, _other = stretto.attach(first, transport=transport), stretto.attach(second, transport=transport)
         with pytest.raises(stretto.SetupError) as caught:
@@ -1361,8 +1363,8 @@ def test_one_optimizer_over_the_models_of_two_handles_is_refused() -> None:
         return str(caught.value)
 
     assert run_ranks(worker, 2) == [
-        f"rank {rank}, shard: parameter 4 of group 0, (2, 2), is stepped by the optimizer, and reduced by "
-        "another handle.\n"
+        f"rank {rank}, shard: parameter {'5 of group 0, (2,),' if frozen else '4 of group 0, (2, 2),'} is stepped by "
+        "the optimizer, and reduced by another handle.\n"
         "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place of "
         "the two."
         for rank in range(2)

@@ -38,17 +38,26 @@ def refuse_others(
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     reduced = {id(parameter): parameter for parameter in parameters}
     own = {id(owner_of(parameter)) for parameter in reduced.values()}
-    for number, group in enumerate(optimizer.param_groups[first_group:], first_group):
-        for place, one in enumerate(group["params"]):
-            if id(one) not in names or (one.requires_grad and id(one) not in reduced):
-                who = names.get(id(one), f"parameter {place} of group {number}, {tuple(one.shape)},")
-                raise SetupError(f"{where}: {who} is stepped by the optimizer, and {_advice(one, own)}")
+    outsiders = [
+        (names.get(id(one), f"parameter {place} of group {number}, {tuple(one.shape)},"), one)
+        for number, group in enumerate(optimizer.param_groups[first_group:], first_group)
+        for place, one in enumerate(group["params"])
+        if id(one) not in names or (one.requires_grad and id(one) not in reduced)
+    ]
+    if outsiders:  # a frozen one tells of no handle, so one that does goes first
+        who, one = min(outsiders, key=lambda outsider: not _elsewhere(outsider[1], own))
+        raise SetupError(f"{where}: {who} is stepped by the optimizer, and {_advice(one, own)}")
+
+
+def _elsewhere(outsider: torch.Tensor, own: set[int]) -> bool:
+    """Does another handle reduce it? ``own``: the ``id()`` of the handles that reduce the accepted parameters."""
+    owner = owner_of(outsider)
+    return outsider.requires_grad and owner is not None and id(owner) not in own  # else no longer in the module
 
 
 def _advice(outsider: torch.Tensor, own: set[int]) -> str:
-    """The problem, and what to do; ``own``: the ``id()`` of the handles that reduce the accepted parameters."""
-    owner = owner_of(outsider)
-    if outsider.requires_grad and owner is not None and id(owner) not in own:  # else no longer in the module
+    """The problem, and what to do."""
+    if _elsewhere(outsider, own):
         return (
             "reduced by another handle.\n"
             "Build one optimizer for each handle, and shard it with that; or attach one module that has both, in place "

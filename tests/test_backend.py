@@ -530,6 +530,20 @@ def test_ranks_that_call_different_things_are_told_what_each_called():
     assert second.startswith("rank 1: all_reduce in the group of ranks [0, 1] failed: rank 0 called sum float32 of 3 ")
 
 
+def after_a_quantised_tensor(rank):
+    """Gloo refuses it, on all ranks, and the group goes on."""
+    group = backend()
+    with pytest.raises(RuntimeError):
+        dist.broadcast(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), 0, group=group)
+    dist.all_reduce(one := torch.ones(1), group=group)
+    return one.item()
+
+
+@pytest.mark.ranks
+def test_a_quantised_tensor_is_left_to_gloo():
+    assert spawn_ranks(after_a_quantised_tensor, 2) == [2.0, 2.0]
+
+
 def calls_of_equal_pieces(rank, call):
     """One large tensor, or two of half its size: whose pieces are equally long."""
     group = backend()

@@ -265,6 +265,8 @@ def refused(rank):
     torch.distributed.barrier()
     found["anew"] = outcome(lambda: Join([model, optimizer], divide_by_initial_world_size=False))
 
+    found["another group"] = outcome(lambda: model._update_process_group(torch.distributed.group.WORLD))
+
     def first():
         with Join([optimizer, model]):
             optimizer.step()
@@ -295,6 +297,11 @@ def test_what_is_refused_by_name():
                 f"rank {rank}: join(divide_by_initial_world_size=False) makes a new handle, which would end "
                 "the sharded optimizer.\nWrap with weighted=True before the optimizer is sharded: then the handle "
                 "stays.",
+            ),
+            "another group": (
+                "SetupError",
+                f"rank {rank}: _update_process_group makes a new handle, which would end the sharded optimizer.\n"
+                "Call its unshard() before, and shard what it returns once more afterwards.",
             ),
             "first": (
                 "SetupError",

@@ -263,7 +263,7 @@ class StrettoProcessGroup(dist.ProcessGroup):
 
     def _shared(self, tensors: Sequence[torch.Tensor]) -> Collectives | WorldOfOne | None:
         """What does it in shared memory; None if these tensors, or all of this group, must go through Gloo."""
-        if not all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors):
+        if not all(one.is_cpu and one.layout is torch.strided and not one.is_quantized for one in tensors):
             return None
         with self._turn:
             if not self._asked:

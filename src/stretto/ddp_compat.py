@@ -31,7 +31,6 @@ from .errors import AlreadyAttachedError, SetupError, StrettoError, UnsupportedE
 from .handle import Synchronizer
 from .in_backward import StepInBackward
 from .reducer import reducer_of
-from .sharding import refuse_anew
 from .wording import MIB, name_list
 
 
@@ -69,10 +68,8 @@ class TorchSurface(TorchDDP):
             told = "\nWhat averaged the gradients here before has ended: wrap the module again." * has_ended
             error.args = (f"{error}{told}",)
             raise
-        if before is not None:
-            self._armed.attached_anew()
-            before.renew(made)  # a program may have kept it
-        self._synchronizer = made if before is None else before
+        self._synchronizer = made if before is None else before.renew(made)  # a program may have kept it
+        self._armed.attached_anew()
         self._synchronizer.join(self.__dict__.get("_join_uneven"))
 
     @property
@@ -226,6 +223,8 @@ class TorchSurface(TorchDDP):
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with other ranks. The plan starts again; nothing is sent. A rank outside the group trains alone."""
+        advice = "Call its unshard() before, and shard what it returns once more afterwards."
+        self._synchronizer.refuse_anew("_update_process_group", advice)
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             self._synchronizer.detach()
             return
@@ -259,7 +258,8 @@ class TorchSurface(TorchDDP):
             one.leave()  # an exception may have left an earlier Join
         effective = not kwargs.get("divide_by_initial_world_size", True)
         if effective and not self._comm_hooks and not self._attach_options["weighted"]:
-            refuse_anew(self._synchronizer.sharded, f"rank {self._synchronizer.rank}")
+            advice = "Wrap with weighted=True before the optimizer is sharded: then the handle stays."
+            self._synchronizer.refuse_anew("join(divide_by_initial_world_size=False)", advice)
             self._attach(init_sync=False, weighted=True, **self._sizes())  # a rank without batches weighs nothing
             self._synchronizer.weight = 1.0  # nobody has forgotten to set it
             self._weighs_for_join = True

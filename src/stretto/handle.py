@@ -159,7 +159,14 @@ class Synchronizer(Settings, NoModel):
             self._reducer.use(CommHook(state, hook))
         self.comm_hooks.append((hook, state))
 
-    def renew(self, made: Synchronizer) -> None:
+    def refuse_anew(self, call: str, advice: str) -> None:
+        """For the drop-in, too: raise if attaching anew would end a sharded optimizer, with its state."""
+        if any(not one.ended for one in self.sharded):
+            raise SetupError(
+                f"rank {self.rank}: {call} makes a new handle, which would end the sharded optimizer.\n{advice}"
+            )
+
+    def renew(self, made: Synchronizer) -> Synchronizer:
         """For the drop-in, which attaches anew: be the handle just made from here on, with all that was set on this."""
         synchronize, weight, observers, hooks = self.synchronize, self.weight, self.observers, self.comm_hooks
         every = None if self.sampler is None else self.sampler.every
@@ -174,6 +181,7 @@ class Synchronizer(Settings, NoModel):
             self.register_comm_hook(state, hook)
         if self.sampler is not None and every is not None:
             self.sampler.every = every
+        return self
 
     def check(self) -> None:
         """Compare all parameters over ranks, and buffers unless each rank keeps its own. Collective.

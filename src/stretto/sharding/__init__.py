@@ -3,7 +3,7 @@
 kinds ──> ownership ──> layout ──> stretches ──> inner ──> division ──> succession ──> shares ──> optimizer
 """
 
-from .begin import Asked, begin, refuse_anew, refuse_half_joined, refuse_idle
+from .begin import Asked, begin, refuse_half_joined, refuse_idle
 from .clip import clip
 from .memory import with_memory
 from .optimizer import ShardedOptimizer
@@ -13,7 +13,6 @@ __all__ = [
     "ShardedOptimizer",
     "begin",
     "clip",
-    "refuse_anew",
     "refuse_half_joined",
     "refuse_idle",
     "with_memory",

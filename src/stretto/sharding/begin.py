@@ -189,12 +189,3 @@ def refuse_half_joined(others: Sequence[ShardedOptimizer], where: str) -> None:
     _refuse_idle([one for one in others if not one.ended and not one.joins], where)
     for one in others:
         one.refuse_to_leave_out()
-
-
-def refuse_anew(others: Sequence[ShardedOptimizer], where: str) -> None:
-    """Raise if attaching again would end them."""
-    if any(not one.ended for one in others):
-        raise SetupError(
-            f"{where}: join(divide_by_initial_world_size=False) makes a new handle, which would end the sharded "
-            "optimizer.\nWrap with weighted=True before the optimizer is sharded: then the handle stays."
-        )

@@ -12,6 +12,7 @@ import re
 import tempfile
 import textwrap
 import types
+import warnings
 import weakref
 
 import numpy
@@ -361,7 +362,9 @@ def buffers_off(rank):
 def buffers_set_later(rank):
     """For each way to wrap, and then to switch: what is said of the next backward, and what it does."""
     found = []
-    for asked in ({}, {"buffers": "none"}, {"forward_sync_buffers": False, "buffers": "mean"}):
+    warnings.simplefilter("ignore", FutureWarning)
+    kinds = ({}, {"buffers": "none"}, {"forward_sync_buffers": False, "buffers": "mean"}, {"broadcast_buffers": False})
+    for asked in kinds:
         for name in (None, "forward_sync_buffers", "broadcast_buffers"):
             model = torch.nn.Linear(1, 1)
             model.register_buffer("seen", torch.tensor([1.0]))
@@ -393,6 +396,24 @@ def asked_of_the_handle_before(rank):
     model(torch.full((1, 1), rank + 1.0)).sum().backward()
     assert model.synchronizer is sync  # whoever has kept it goes on with it
     return local, model.module.weight.grad.item(), sync.buffers, seen
+
+
+def told_while_alone(rank):
+    """What observers have seen with the other rank again, and whether this one tells of a weight never set."""
+    model, seen, ended = DistributedDataParallel(torch.nn.Linear(1, 1), weighted=True), [], []
+    early, late, gone = (types.SimpleNamespace(pass_settled=one.append) for one in (seen, seen, ended))
+    for one in (early, gone):
+        model.synchronizer.observe(one)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    model._update_process_group(groups[rank])
+    model.synchronizer.observe(late)
+    model.synchronizer.stop_observing(gone)
+    model._update_process_group(dist.group.WORLD)
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("stretto").addHandler(told)
+    model(torch.ones(1, 1)).sum().backward()
+    logging.getLogger("stretto").removeHandler(told)
+    return seen, ended, any("weight" in record.getMessage() for record in told.buffer)
 
 
 def set_on_the_handle_before(rank):
@@ -621,6 +642,7 @@ def all_scenes(rank):
         "buffers off": buffers_off(rank),
         "buffers later": buffers_set_later(rank),
         "asked before": asked_of_the_handle_before(rank),
+        "alone": told_while_alone(rank),
         "set before": set_on_the_handle_before(rank),
         "in vain": wrapped_again_in_vain(rank),
         "traced": traced_around_join(rank),
@@ -731,12 +753,15 @@ class TestTogether:
         for rank, scene in enumerate(scenes):
             found, policy, says = scene["buffers later"]
             follow, own, mean = (True, 1.0), (False, 1.0 + rank), (True, 1.5)
-            assert found == [follow, own, own, own, own, own, mean, follow, follow]
+            assert found == [follow, own, own, own, own, own, *[mean] * 3, own, follow, follow]
             assert (policy, says) == ("none", True)
 
     def test_what_was_asked_of_a_handle_stays_where_the_wrapper_attaches_anew(self, scenes):
         found = [scene["asked before"] for scene in scenes]
         assert found == [(1.0, pytest.approx(5 / 3), "none", [1]), (2.0, pytest.approx(5 / 3), "none", [1])]
+
+    def test_observers_stay_where_a_rank_was_alone_meanwhile(self, scenes):
+        assert [scene["alone"] for scene in scenes] == [([1, 1], [], True), ([1, 1], [], False)]
 
     def test_hooks_and_the_rate_of_recording_stay_too_where_the_handle_was_given_them(self, scenes):
         assert [scene["set before"] for scene in scenes] == [([0], 1.5, 7)] * 2

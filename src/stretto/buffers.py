@@ -35,7 +35,7 @@ class BufferPlaces:
         self.policy: Buffers = options.buffers
         self.follows: int | None = None
         """The rank whose buffers all follow, if any are sent. None but inside torch's ``Join``: by the policy."""
-        self._options = options
+        self.options = options
         self._seen: list[int] | None = None
         self.known: list[torch.Tensor] | None = None
         """What all ranks had at the last check; None while changes are not tracked."""
@@ -70,7 +70,7 @@ class BufferPlaces:
         return now != [(id(table), key) for table, key in self._places]
 
     def _places_in(self, module: torch.nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-        ignores = self._options.ignores
+        ignores = self.options.ignores
         alone = {id(one) for name, one in module.named_buffers() if ignores(name)}  # by whichever name it has besides
         return [
             (owner._buffers, key)

@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchSurface):
         self._hold(module, mixed_precision, left_alone)
         self._set_devices(device_ids, output_device)
         self.dim = dim
-        ignored, policy = self._set_buffers(broadcast_buffers, forward_sync_buffers, buffers)
+        unsent = self._set_buffers(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -129,8 +129,8 @@ class DistributedDataParallel(TorchSurface):
         self._attach_options: dict[str, Any] = {
             "bucket_cap_mb": self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
             "last_bucket_cap_mb": last_bucket_cap_mb,
-            "buffers": policy,
-            "ignore": ignored.union(left_alone),
+            "buffers": buffers or ("rank0" if self.forward_sync_buffers else "none"),
+            "ignore": self.parameters_to_ignore.intersection(self._names()).union(left_alone),
             "reduce": reduce,
             "weighted": weighted,
             "predivide_factor": predivide_factor,
@@ -142,7 +142,7 @@ class DistributedDataParallel(TorchSurface):
             "sparse": listed(sparse),
             "transport": transport,
         }
-        self._attach(init_sync=init_sync)
+        self._attach(init_sync=init_sync, ignore=self._attach_options["ignore"] | unsent)
         # The compiler cuts graphs by this, the first after 1 MiB, and wants it to be no less.
         smallest: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
         self.bucket_bytes_cap = max(int(self._synchronizer.plan.cap_bytes), smallest)
@@ -151,11 +151,13 @@ class DistributedDataParallel(TorchSurface):
         """The module, and which of its parameters are reduced."""
         self.logger, self.reducer, self._armed = Logger(self), ReducerFace(self), Armed(self)
         self.module = module
-        names = [name for kind in (module.named_parameters, module.named_buffers) for name, _ in kind()]
-        by_pattern = {name for name in names if any(fnmatchcase(name, pattern) for pattern in ignore)}
+        by_pattern = {name for name in self._names() if any(fnmatchcase(name, pattern) for pattern in ignore)}
         self.parameters_to_ignore = by_pattern.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.mixed_precision = _config(mixed_precision)
         self._substitute()
+
+    def _names(self) -> list[str]:
+        return [name for kind in (self.module.named_parameters, self.module.named_buffers) for name, _ in kind()]
 
     @property
     def _module_parameters(self) -> list[torch.nn.Parameter]:  # type: ignore[override]  # a list of torch's class
@@ -167,15 +169,11 @@ class DistributedDataParallel(TorchSurface):
         config = self.mixed_precision
         return None if config is None else config.reduce_dtype or config.param_dtype
 
-    def _set_buffers(self, former: bool | None, flag: bool | None, policy: Any) -> tuple[set[str], Buffers]:
-        """By torch's flags, old and new; returns the names of what is neither sent nor compared, and the policy."""
+    def _set_buffers(self, former: bool | None, flag: bool | None) -> set[str]:
+        """By torch's flags, old and new; returns the names of those not even sent at construction."""
         asked = former is None or bool(former)  # 0 and NumPy's False are off as well
         self.forward_sync_buffers = asked if flag is None else flag
-        buffers = {name for name, _ in self.module.named_buffers()}
-        named = {name for name, _ in self.module.named_parameters()} | buffers
-        not_at_the_start_either = flag is None and not asked
-        ignored = (self.parameters_to_ignore & named) | (buffers if not_at_the_start_either else set())
-        return ignored, policy or ("rank0" if self.forward_sync_buffers else "none")
+        return set() if asked or flag is not None else {name for name, _ in self.module.named_buffers()}
 
     def _set_bucket_caps(self, cap_mb: float | None, caps_mb: list[int] | None) -> float | None:
         """torch's attributes, by torch's rules; returns the cap for ``attach``, in MiB, if one was asked for."""
@@ -259,7 +257,9 @@ class DistributedDataParallel(TorchSurface):
     def forward_sync_buffers(self, value: bool) -> None:
         self.__dict__["forward_sync_buffers"] = value
         if "_synchronizer" in self.__dict__ and "buffer_hook" not in self.__dict__:
-            self._synchronizer.buffers = "rank0" if value else "none"
+            asked = self._attach_options["buffers"]
+            self._synchronizer.heed(self.named_module_buffers if value else ())
+            self._synchronizer.buffers = "none" if not value else "rank0" if asked == "none" else asked
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

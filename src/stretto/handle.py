@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -168,13 +169,13 @@ class Synchronizer(Settings, NoModel):
 
     def renew(self, made: Synchronizer) -> Synchronizer:
         """For the drop-in, which attaches anew: be the handle just made from here on, with all that was set on this."""
-        synchronize, weight, observers, hooks = self.synchronize, self.weight, self.observers, self.comm_hooks
+        told, observers, hooks = self._idle, self.observers, self.comm_hooks
         every = None if self.sampler is None else self.sampler.every
         for slot in {*Settings.__slots__, *self.__slots__} - {"__weakref__"}:
             setattr(self, slot, getattr(made, slot))
-        self.synchronize = synchronize
-        if self._options.weighted:
-            self.weight = weight
+        self.synchronize = told.synchronize
+        if self._options.weighted and told.has_weight:
+            self.weight = told.weight
         for observer in observers:
             self.observe(observer)
         for hook, state in hooks:
@@ -182,6 +183,15 @@ class Synchronizer(Settings, NoModel):
         if self.sampler is not None and every is not None:
             self.sampler.every = every
         return self
+
+    def heed(self, names: Collection[str]) -> None:
+        """For the drop-in: buffers that were to be ignored, by name, are so no longer. Alike on all ranks."""
+        ignore = tuple(pattern for pattern in self._options.ignore if pattern not in names)
+        if ignore != self._options.ignore:
+            self._options = self._buffer_places.options = dataclasses.replace(self._options, ignore=ignore)
+            self._buffer_places.follow(self.module)
+            if self._reducer is not None:
+                self._reducer.members.options = self._options
 
     def check(self) -> None:
         """Compare all parameters over ranks, and buffers unless each rank keeps its own. Collective.
@@ -201,13 +211,13 @@ class Synchronizer(Settings, NoModel):
             Events(self.rank).add(observer)  # refused as with several ranks
         else:
             self._reducer.start_watching(observer)
-            self.observers.append(observer)
+        self.observers.append(observer)
 
     def stop_observing(self, observer: object) -> None:
         """Undo :meth:`observe`. Not collective; may be called twice."""
         if self._reducer is not None:
             self._reducer.stop_watching(observer)
-            self.observers = [one for one in self.observers if one is not observer]
+        self.observers = [one for one in self.observers if one is not observer]
 
     def describe(self) -> str:
         """What happens in a pass, in plain words, with the plan: ``print(sync.describe())``. Not collective."""

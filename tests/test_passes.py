@@ -205,15 +205,19 @@ def test_a_layer_newly_used_plainly_and_in_a_reentrant_checkpoint(begins: int, c
     run_ranks(worker, 2)
 
 
-def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_told_and_then_known() -> None:
-    """Of a checkpoint that is not torch's, so that nothing shows it beforehand."""
+@pytest.mark.parametrize("observed", [False, True])
+def test_one_more_gradient_than_ever_before_after_its_slot_was_handed_out_is_told_and_then_known(observed) -> None:
+    """Of a checkpoint that is not torch's, so that nothing shows it beforehand; observed from amid it on, too."""
 
     def worker(transport):
         model = Branches()
-        stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        sync = stretto.attach(model, transport=transport, bucket_cap_mb=1e-6)
+        watch = types.SimpleNamespace(gradient_ready=lambda number, name: None)
         for number in range(7):
             reuse = number >= 3
             model.zero_grad()
+            if observed and number == 3:
+                model.a.weight.register_hook(lambda _: sync.observe(watch))
             try:
                 loss_with_reuse(model, inputs_of(transport.rank, number), reuse, own=True).backward()
             except stretto.UnsupportedError as error:

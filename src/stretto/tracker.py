@@ -48,7 +48,7 @@ class ArrivalTracker:
         self.graph_changed = False
         """Whether two passes in succession have reached different parameters."""
         self._queue, self._events, self._progressed = queue, queue.events, progressed
-        self._running = False
+        self._running, self._task, self._next_chunk = False, -1, 0
         self._schedule: list[Chunk] | None = None
         self.hands_out = False
         """Whether all chunks of the schedule make the slots ``.grad`` when they are taken."""
@@ -56,7 +56,6 @@ class ArrivalTracker:
         """``id()`` of the last pass's arrivals."""
         self._expected: dict[int, int] = {}
         """How often those arrived in the last pass that arrived more than once."""
-        self._next_chunk = 0
         self._in_order = False
         """Whether this pass has followed the schedule so far."""
         self._looked_at = 0
@@ -66,7 +65,6 @@ class ArrivalTracker:
         self._checkpoints = ReentrantCheckpoints()
         self._careful = False
         """Whether gradients may come from nested tasks, so that none is known to be the last of its parameter."""
-        self._task = -1
         self._absent: frozenset[int] = frozenset()
         """Parameters that are expected not to come in this pass."""
         self._seen: set[int] = set()
@@ -95,9 +93,10 @@ class ArrivalTracker:
 
     def watch_all(self) -> None:
         """Handle each arrival: the order is not known, or is being observed, maybe from amid a pass on."""
-        if self._in_order:
+        if not self._running:
+            self._schedule = None
+        elif self._in_order:  # kept till the pass ends: overtaken() asks it what was handed out
             self._leave_schedule()
-        self._schedule = None
         self.arrivals.look_at(self.alive(range(len(self.index_of))))
 
     def follow_again(self) -> None:
@@ -330,9 +329,10 @@ class ArrivalTracker:
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""
-        if not self.as_scheduled():
-            self._learn([*map(id, self.arrivals.order)])
+        ids = None if self.as_scheduled() else [*map(id, self.arrivals.order)]
         self.stop()
+        if ids is not None:
+            self._learn(ids)
         self._count.clear()
         self._next_chunk = self._looked_at = 0
 

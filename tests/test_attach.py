@@ -766,6 +766,10 @@ def test_with_one_rank_a_loop_reads_what_it_set_and_is_refused_what_several_woul
     assert sync.weight == 3.0
     with pytest.raises(stretto.SetupError, match="no method named after an event"):
         sync.observe(object())
+    sync = stretto.attach(linear())
+    sync.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    with pytest.raises(stretto.SetupError, match="a comm hook is registered already"):  # where others come in again
+        sync.register_comm_hook(None, lambda state, bucket: bucket.buffer())
 
 
 def test_ignored_parameters_are_left_alone() -> None:

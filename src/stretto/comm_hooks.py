@@ -267,10 +267,10 @@ def refuse_hook(hook: object, options: Options, rank: int) -> None:
         )
 
 
-def refuse_second_hook(first: CommHook | None, rank: int) -> None:
+def refuse_second_hook(registered: Sequence[tuple[Hook, Any]], rank: int) -> None:
     """Raise if there is one already."""
-    if first is not None:
+    if registered:
         raise SetupError(
-            f"rank {rank}: a comm hook is registered already ({first.hook!r}).\n"
+            f"rank {rank}: a comm hook is registered already ({registered[0][0]!r}).\n"
             "Detach and attach again to use another one: sync.detach(); sync = stretto.attach(model)"
         )

@@ -155,8 +155,8 @@ class Synchronizer(Settings, NoModel):
             sync.register_comm_hook(None, fp16_compress_hook)
         """
         refuse_hook(hook, self._options, self.rank)
+        refuse_second_hook(self.comm_hooks, self.rank)
         if self._reducer is not None:
-            refuse_second_hook(self._reducer.queue.comm_hook, self.rank)
             self._reducer.use(CommHook(state, hook))
         self.comm_hooks.append((hook, state))
 

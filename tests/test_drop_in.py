@@ -356,6 +356,39 @@ def buffers_off(rank):
         found.append(model.module.seen.item())
         model(torch.ones(1, 1)).sum().backward()
         found.append(model.module.seen.item())
+        model.forward_sync_buffers = True
+        model(torch.ones(1, 1)).sum().backward()
+        found.append(model.module.seen.item())
+    return found
+
+
+def names_with_brackets(rank):
+    """torch leaves alone what has a name of the list, not what a pattern of that name would match."""
+    module = torch.nn.ParameterDict({name: torch.tensor(1.0 + rank) for name in ("a[0]", "a0")})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["a[0]"])
+    DistributedDataParallel(module)
+    return [module["a[0]"].item(), module["a0"].item()]
+
+
+def attached_anew_amid_accumulation(rank, reduce):
+    """What only a backward before has reached, and what it has reached as well, since ``.grad`` was set by hand."""
+    layers = {name: torch.nn.Linear(1, 1, bias=False) for name in ("only", "both", "late")}
+    layers["rows"] = torch.nn.Embedding(1, 1, sparse=True)
+    layers["late"].requires_grad_(False)
+    module, found = torch.nn.ModuleDict(layers), []
+    module.forward = lambda names, x: sum(module[one](x.long() if one == "rows" else x + 1 + rank) for one in names)
+    model = DistributedDataParallel(module, reduce=reduce)
+    for anew in (lambda: model._update_process_group(dist.new_group([0, 1])), lambda: None):
+        for name in ("only", "both"):
+            module[name].weight.grad = torch.full((1, 1), 8.0)
+        module["late"].requires_grad_(True)
+        with model.no_sync():
+            model(["only", "both", "late", "rows"], torch.zeros(1, 1)).sum().backward()
+        anew()
+        with model.join(divide_by_initial_world_size=False):
+            model(["both"], torch.zeros(1, 1)).sum().backward()
+        found.append([one.grad.to_dense().item() for one in module.parameters()])
+        model.zero_grad()
     return found
 
 
@@ -640,6 +673,8 @@ def all_scenes(rank):
         "another group": another_group(rank),
         "buffer hooks": buffer_hooks(rank),
         "buffers off": buffers_off(rank),
+        "brackets": names_with_brackets(rank),
+        "amid": [attached_anew_amid_accumulation(rank, reduce) for reduce in ("mean", "sum")],
         "buffers later": buffers_set_later(rank),
         "asked before": asked_of_the_handle_before(rank),
         "alone": told_while_alone(rank),
@@ -747,7 +782,14 @@ class TestTogether:
         assert scenes[0]["buffer hooks"] == scenes[1]["buffer hooks"] == [3.0] * 4
 
     def test_whatever_is_false_leaves_buffers_to_each_rank(self, scenes):
-        assert [scene["buffers off"] for scene in scenes] == [[1.0] * 6, [2.0] * 6]
+        assert [scene["buffers off"] for scene in scenes] == [[1.0] * 9, [2.0, 2.0, 1.0] * 3]
+
+    def test_what_torch_names_is_no_pattern(self, scenes):
+        assert [scene["brackets"] for scene in scenes] == [[1.0, 1.0], [2.0, 1.0]]
+
+    def test_what_is_attached_anew_reduces_what_was_accumulated_before(self, scenes):
+        for scene in scenes:
+            assert scene["amid"] == [[[9.5, 11.0, 1.5, 1.0]] * 2, [[11.0, 14.0, 3.0, 2.0]] * 2]
 
     def test_flags_of_buffers_may_be_set_later_and_what_is_said_of_them_is_so(self, scenes):
         for rank, scene in enumerate(scenes):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,11 +24,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel.distributed import _BucketCapacityConfig, _MixedPrecision
+from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from .comm_hooks import Hook, check_hook
 from .ddp_compat import TorchSurface
 from .ddp_faces import Armed, Logger, ReducerFace
+from .ddp_substitutes import config_of
 from .engine import compiled_inside
 from .errors import SetupError
 from .options import Buffers, listed, patterns, positive, refuse_arguments
@@ -130,7 +132,7 @@ class DistributedDataParallel(TorchSurface):
             "bucket_cap_mb": self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
             "last_bucket_cap_mb": last_bucket_cap_mb,
             "buffers": buffers or ("rank0" if self.forward_sync_buffers else "none"),
-            "ignore": self.parameters_to_ignore.intersection(self._names()).union(left_alone),
+            "ignore": {*left_alone, *map(glob.escape, self.parameters_to_ignore.intersection(self._names()))},
             "reduce": reduce,
             "weighted": weighted,
             "predivide_factor": predivide_factor,
@@ -153,7 +155,7 @@ class DistributedDataParallel(TorchSurface):
         self.module = module
         by_pattern = {name for name in self._names() if any(fnmatchcase(name, pattern) for pattern in ignore)}
         self.parameters_to_ignore = by_pattern.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.mixed_precision = _config(mixed_precision)
+        self.mixed_precision = config_of(mixed_precision)
         self._substitute()
 
     def _names(self) -> list[str]:
@@ -170,10 +172,10 @@ class DistributedDataParallel(TorchSurface):
         return None if config is None else config.reduce_dtype or config.param_dtype
 
     def _set_buffers(self, former: bool | None, flag: bool | None) -> set[str]:
-        """By torch's flags, old and new; returns the names of those not even sent at construction."""
+        """By torch's flags, old and new; returns patterns of those not even sent at construction."""
         asked = former is None or bool(former)  # 0 and NumPy's False are off as well
         self.forward_sync_buffers = asked if flag is None else flag
-        return set() if asked or flag is not None else {name for name, _ in self.module.named_buffers()}
+        return set() if asked or flag is not None else {glob.escape(name) for name, _ in self.module.named_buffers()}
 
     def _set_bucket_caps(self, cap_mb: float | None, caps_mb: list[int] | None) -> float | None:
         """torch's attributes, by torch's rules; returns the cap for ``attach``, in MiB, if one was asked for."""
@@ -258,7 +260,7 @@ class DistributedDataParallel(TorchSurface):
         self.__dict__["forward_sync_buffers"] = value
         if "_synchronizer" in self.__dict__ and "buffer_hook" not in self.__dict__:
             asked = self._attach_options["buffers"]
-            self._synchronizer.heed(self.named_module_buffers if value else ())
+            self._synchronizer.heed({*map(glob.escape, self.named_module_buffers)} if value else ())
             self._synchronizer.buffers = "none" if not value else "rank0" if asked == "none" else asked
 
     @contextlib.contextmanager
@@ -323,15 +325,6 @@ def _group_of(
 
 def _index(device: Any) -> int:
     return device if isinstance(device, int) else int(torch.device(device).index or 0)
-
-
-def _config(asked: Any) -> _MixedPrecision | None:
-    if asked is not None and not isinstance(asked, _MixedPrecision):
-        raise SetupError(
-            f"DistributedDataParallel: mixed_precision={asked!r} must be a "
-            "torch.nn.parallel.distributed._MixedPrecision, or None.\nFor one dtype: _MixedPrecision(param_dtype=...)."
-        )
-    return asked
 
 
 def _refuse_half(delayed: object, delayed_with: object) -> None:

@@ -59,7 +59,7 @@ class TorchSurface(TorchDDP):
         options = {**self._attach_options, **other}
         group = None if options["process_groups"] else self.process_group
         if before is not None:
-            options["buffers"] = before.buffers
+            options["buffers"], kept = before.buffers, before.kept_here()
             before.detach()
         has_ended = hand_over(self) or before is not None
         try:
@@ -68,7 +68,7 @@ class TorchSurface(TorchDDP):
             told = "\nWhat averaged the gradients here before has ended: wrap the module again." * has_ended
             error.args = (f"{error}{told}",)
             raise
-        self._synchronizer = made if before is None else before.renew(made)  # a program may have kept it
+        self._synchronizer = made if before is None else before.renew(made, kept)  # a program may have kept it
         self._armed.attached_anew()
         self._synchronizer.join(self.__dict__.get("_join_uneven"))
 

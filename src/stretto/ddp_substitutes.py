@@ -27,7 +27,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel.distributed import _find_tensors, _MixedPrecision
 
 from .engine import left_uncompiled
-from .errors import UnsupportedError
+from .errors import SetupError, UnsupportedError
 from .forward import called_from, lowest
 from .membership import STANDS_FOR
 from .options import gives_rows
@@ -192,6 +192,16 @@ class Substitutes:
 
 
 # Mixed precision
+
+
+def config_of(asked: Any) -> _MixedPrecision | None:
+    """What was given, if it is torch's. Raises ``SetupError`` otherwise."""
+    if asked is not None and not isinstance(asked, _MixedPrecision):
+        raise SetupError(
+            f"DistributedDataParallel: mixed_precision={asked!r} must be a "
+            "torch.nn.parallel.distributed._MixedPrecision, or None.\nFor one dtype: _MixedPrecision(param_dtype=...)."
+        )
+    return asked
 
 
 def lower(module: torch.nn.Module, config: _MixedPrecision, ignored: Collection[str]) -> Substitute:

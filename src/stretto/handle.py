@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,6 +23,7 @@ from .membership import Membership, named, parameters_of, trained
 from .options import Options
 from .peers import Peers
 from .plan import BucketPlan
+from .preset import Preset
 from .recorder import Sampler
 from .reducer import Reducer
 from .report import Report
@@ -31,6 +32,15 @@ from .sharding import Asked, ShardedOptimizer, begin, clip, refuse_idle, with_me
 from .tracing import ToEnter, nothing_traced, tracing
 from .transport.base import Transport
 from .uneven import Uneven
+
+
+class Kept(NamedTuple):
+    """What a handle hands on that is made anew amid an accumulation."""
+
+    parameters: list[torch.Tensor]
+    """Those with gradients that no pass has reduced so far."""
+    preset: Preset | None
+    """What their ``.grad`` held before."""
 
 
 class Synchronizer(Settings, NoModel):
@@ -167,7 +177,17 @@ class Synchronizer(Settings, NoModel):
                 f"rank {self.rank}: {call} makes a new handle, which would end the sharded optimizer.\n{advice}"
             )
 
-    def renew(self, made: Synchronizer) -> Synchronizer:
+    def kept_here(self) -> Kept:
+        """As it is now, before this is detached."""
+        if (reducer := self._reducer) is None:
+            return Kept([], None)
+        members, rows = reducer.members, reducer.sparse
+        kept = [one for _, one in reducer.tracker.alive(reducer.tracker.unsynchronized)]
+        kept += [one for name, one in rows.named_parameters().items() if name in rows.seen()]
+        kept += [one for one in members.outsiders() if members.got_gradient(one)]
+        return Kept(kept, None if reducer.queue.preset is None else reducer.queue.preset.copy())
+
+    def renew(self, made: Synchronizer, kept: Kept) -> Synchronizer:
         """For the drop-in, which attaches anew: be the handle just made from here on, with all that was set on this."""
         told, observers, hooks = self._idle, self.observers, self.comm_hooks
         every = None if self.sampler is None else self.sampler.every
@@ -182,7 +202,18 @@ class Synchronizer(Settings, NoModel):
             self.register_comm_hook(state, hook)
         if self.sampler is not None and every is not None:
             self.sampler.every = every
+        if self._reducer is not None:
+            self._go_on_with(kept, self._reducer)
         return self
+
+    def _go_on_with(self, kept: Kept, reducer: Reducer) -> None:
+        for one in kept.parameters:
+            if id(one) in reducer.tracker.index_of:
+                reducer.tracker.keep(one)
+        ids = {*map(id, kept.parameters)}
+        reducer.sparse.claim([name for name, one in reducer.sparse.named_parameters().items() if id(one) in ids])
+        if reducer.queue.preset is not None and kept.preset is not None:
+            reducer.queue.preset.take_over(kept.preset)
 
     def heed(self, names: Collection[str]) -> None:
         """For the drop-in: buffers that were to be ignored, by name, are so no longer. Alike on all ranks."""

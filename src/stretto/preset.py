@@ -69,6 +69,16 @@ class Preset:
         if before is not None and gradient is not None:
             before.gradient, before.version = weakref.ref(gradient), gradient._version
 
+    def copy(self) -> Preset:
+        """What it knows now, without hooks."""
+        made = Preset()
+        made.take_over(self)
+        return made
+
+    def take_over(self, other: Preset) -> None:
+        """Know what another has seen."""
+        self._known.update(other._known)
+
     def begin(self) -> None:
         """A synchronised pass begins, in a hook: if with a gradient of ours, with the one that was looked at last."""
         self._known.running = True

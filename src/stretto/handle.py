@@ -182,7 +182,7 @@ class Synchronizer(Settings, NoModel):
         if (reducer := self._reducer) is None:
             return Kept([], None)
         members, rows = reducer.members, reducer.sparse
-        kept = [one for _, one in reducer.tracker.alive(reducer.tracker.unsynchronized)]
+        kept: list[torch.Tensor] = [one for _, one in reducer.tracker.alive(reducer.tracker.unsynchronized)]
         kept += [one for name, one in rows.named_parameters().items() if name in rows.seen()]
         kept += [one for one in members.outsiders() if members.got_gradient(one)]
         return Kept(kept, None if reducer.queue.preset is None else reducer.queue.preset.copy())

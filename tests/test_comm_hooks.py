@@ -156,12 +156,13 @@ def optimizers_in_backward(rank):
     warnings.simplefilter("ignore")
     found, told = {}, logging.handlers.BufferingHandler(1000)
     logging.getLogger("stretto").addHandler(told)
-    for way in ("plain", "fused", "apply", "builtin"):
+    for way in ("plain", "fused", "apply", "apply to some", "builtin"):
         model = Net()
-        if way == "apply":
+        if way.startswith("apply"):
             from torch.distributed.optim import _apply_optimizer_in_backward  # warns when it is imported
 
-            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+            among = [*model.parameters()][:: 2 if way == "apply to some" else 1]
+            _apply_optimizer_in_backward(torch.optim.SGD, among, {"lr": 0.05})
         model = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         if way == "fused":
@@ -175,7 +176,7 @@ def optimizers_in_backward(rank):
                 with model.no_sync():
                     model(torch.randn(16, 24, generator=generator)).pow(2).mean().backward()
             model(torch.randn(16, 24, generator=generator)).pow(2).mean().backward()
-            if way in ("plain", "builtin"):
+            if way in ("plain", "apply to some", "builtin"):
                 optimizer.step()
         found[way] = [p.detach().clone() for p in model.parameters()], [p.grad is None for p in model.parameters()]
         found[way] += ([record.getMessage() for record in told.buffer if record.levelno >= logging.WARNING],)
@@ -189,7 +190,7 @@ def stepped():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", ["fused", "apply", "builtin"])
+@pytest.mark.parametrize("way", ["fused", "apply", "apply to some", "builtin"])
 def test_optimizers_that_step_in_backward_step_as_the_plain_one(way, stepped):
     for rank in range(WORLD):
         for mine, plain in zip(stepped[rank][way][0], stepped[rank]["plain"][0], strict=True):

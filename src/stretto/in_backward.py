@@ -74,7 +74,8 @@ class _StepOnce:
     def _step(self, mean: torch.Tensor) -> None:
         mean.div_(self._world_size)
         for parameter, gradient in zip(self._bucket.parameters(), self._bucket.gradients(), strict=True):
-            parameter.grad = gradient.to(parameter.dtype)  # of reduce_dtype until here
-            for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-                optimizer.step()
-            parameter.grad = None
+            if optimizers := getattr(parameter, "_in_backward_optimizers", ()):  # others keep their mean
+                parameter.grad = gradient.to(parameter.dtype)  # of reduce_dtype until here
+                for optimizer in optimizers:
+                    optimizer.step()
+                parameter.grad = None

@@ -27,13 +27,14 @@ from traces import Slow, Truth, Watch, a_trace, assert_true_to_5_percent
 
 import stretto
 from stretto import steps
+from stretto.activities import activities_of
 from stretto.advice import advise
 from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, tied_names
 from stretto.awaited_keys import AwaitedKeys
 from stretto.clocks import NOBODY, Clock, ClockTalk, identity
 from stretto.line import Line
 from stretto.plan import BucketPlan, plan_buckets
-from stretto.record import Launch, PassRecord, Span, covered, percent_hidden
+from stretto.record import NANO, Launch, PassRecord, Span, covered, percent_hidden
 from stretto.recorder import Flight, Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
@@ -519,6 +520,16 @@ def test_micro_batches_are_forward_and_backward_in_turn() -> None:
     assert one.other == pytest.approx(0.100 - 0.012 - 0.067 - 0.011 - 0.005), "2 ms lie between, 3 before"
     assert record(forwards=forwards).backward == pytest.approx(0.060 - 0.001), "a forward that no backward follows"
 
+
+def test_two_backwards_of_one_forward_count_once() -> None:
+    """The first under ``no_sync``, by ``retain_graph`` or because two forwards came before both."""
+    forwards = (Span(20 * MS, 30 * MS),)
+    one = record(forwards=forwards, unsynchronized=(Span(30 * MS, 36 * MS),))
+    assert one.backward == pytest.approx(record(forwards=forwards).backward)
+    parts = one.forward + one.backward + one.exposed + one.stepping + one.other
+    assert parts == pytest.approx(one.step)
+    drawn = [activity for activity in activities_of(one) if activity.kind == "backward"]
+    assert one.backward == pytest.approx(sum(activity.end - activity.begin for activity in drawn) * NANO)
 
 @pytest.mark.flaky(reruns=2)
 @pytest.mark.alone

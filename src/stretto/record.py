@@ -143,8 +143,9 @@ class PassRecord:
         """Seconds from forward's end to the end of backward, of all micro-batches, without launching."""
         began = self.backward_began
         between = [one for one in (*self.forwards, *self.optimizer) if one.begin >= began]
-        last = (self.backward_ended - began) * NANO - covered(between) - self.launching
-        return max(0.0, last) + covered(self.unsynchronized)
+        # What came under no_sync() from the same forward, as with retain_graph, lies behind that forward too.
+        computed = covered((Span(began, self.backward_ended), *self.unsynchronized))
+        return max(0.0, computed - covered(between) - self.launching)
 
     @property
     def stepping(self) -> float:

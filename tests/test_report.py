@@ -895,6 +895,15 @@ def test_a_straggler_is_named() -> None:
         "Rank 1 ends backward last in 90 % of the passes, 20.0 ms after the first: the others wait for it, and most of "
         "the difference lies in forward.",
     )
+    held_up = RankReport(1, breakdown(exposed=28, forward=21), 0.02, 0.9, 0.001)  # its results come later
+    assert advise(report(ranks=(RankReport(0, breakdown(exposed=26), 0.0, 0.1, 0.013), held_up)), {}) == (
+        "Rank 1 ends backward last in 90 % of the passes, 20.0 ms after the first: the others wait for it, and most of "
+        "the difference lies in communication.",
+    )
+    nowhere = RankReport(1, breakdown(forward=21), 0.02, 0.9)
+    assert advise(report(ranks=(RankReport(0, breakdown(), 0.0, 0.1), nowhere)), {}) == (
+        "Rank 1 ends backward last in 90 % of the passes, 20.0 ms after the first: the others wait for it.",
+    )
     now_and_then = report(ranks=(RankReport(0, breakdown(), 0.0, 0.5), RankReport(1, slow, 0.02, 0.5)))
     assert advise(now_and_then, {}) == ()
 

@@ -61,12 +61,14 @@ def _straggler(report: Report) -> Said:
         "backward": slow.backward - fast.backward,
         "the optimizer": slow.optimizer - fast.optimizer,
         "the time between passes (data?)": slow.other - fast.other,
+        "communication": (slow.exposed - (one.waiting or 0.0)) - (fast.exposed - (first.waiting or 0.0)),
     }
     where = max(parts, key=lambda part: parts[part])
+    mostly = f", and most of the difference lies in {where}" if parts[where] > one.behind / 2 else ""
     return (
         one.behind,
         f"Rank {one.rank} ends backward last in {share(one.last, 1)} of the passes, {ms(one.behind)} after the first: "
-        f"the others wait for it, and most of the difference lies in {where}.",
+        f"the others wait for it{mostly}.",
     )
 
 

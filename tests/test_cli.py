@@ -591,6 +591,18 @@ def test_a_trace_that_was_cut_off_is_shown_as_far_as_it_goes(folder: Path) -> No
     assert (folder / "rank1.jsonl").read_bytes() == whole[:-200]
 
 
+def test_a_rank_that_ended_before_the_last_passes_has_not_ended_before_its_first(folder: Path, capsys) -> None:
+    lines = (folder / "rank1.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rank1.jsonl").write_text("".join(lines[:-2]))  # neither its last pass nor an end
+    last = read_trace(folder)[1].passes[-1].number
+    assert execute(["trace", str(folder), "--last", "1", "--text"]) == 1
+    told = capsys.readouterr()
+    assert told.err == (
+        f"stretto: rank 1: its trace is cut off after pass {last} (killed, still running, or not copied completely)\n"
+    )
+    assert "rank 1: none of these passes was recorded" in told.out
+
+
 def test_a_trace_of_which_a_part_is_missing_or_damaged_is_shown_as_far_as_it_goes(folder: Path, capsys) -> None:
     whole = (folder / "rank0.jsonl").read_text()
     (folder / "rank0.jsonl").write_text(whole.replace('{"pass":{"number":3,', '{"pass":{"number":3,,'))

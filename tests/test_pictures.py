@@ -632,7 +632,7 @@ def test_a_sketch_of_many_buckets_and_of_nothing() -> None:
     assert all(len(line) <= 72 for line in lines[:-1])
     assert sketch(timeline_of([])) == "no pass was recorded"
     assert sketch(empty_ones()[1]).splitlines()[-2:] == [
-        "rank 1: no pass was recorded",
+        "rank 1: none of these passes was recorded",
         "rank 1: its trace was cut off, the process may have been killed",
     ]
     assert "(rank 0, pass 2)" in sketch(timeline_of(TWO), passes=[2])

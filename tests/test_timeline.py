@@ -308,7 +308,7 @@ def test_a_rank_without_passes() -> None:
     timeline = timeline_of([a_trace(0, 2, [a_record(1), a_record(2)]), a_trace(1, 2, [], end=None)])
     assert timeline.typical == 1
     assert timeline.notes() == (
-        "rank 1: no pass was recorded",
+        "rank 1: none of these passes was recorded",
         "rank 1: its trace was cut off, the process may have been killed",
     )
     assert timeline_of([a_trace(0, 2, []), a_trace(1, 2)]).end == 70 * MS

@@ -178,7 +178,7 @@ class Timeline:
         said = []
         for rank in self.ranks:
             if not rank.passes:
-                said.append(f"rank {rank.rank}: no pass was recorded")
+                said.append(f"rank {rank.rank}: none of these passes was recorded")
             if rank.end is None:
                 said.append(f"rank {rank.rank}: its trace was cut off, the process may have been killed")
             elif rank.end != "closed":

@@ -71,6 +71,8 @@ class RankTrace:
     plans: Mapping[str, BucketPlan] = field(default_factory=dict)
     """By hash."""
     passes: tuple[PassRecord, ...] = ()
+    until: int | None = None
+    """The number of the last pass in the file, also where that is none of those asked for; None if it has none."""
     end: str | None = None
     """``"closed"``, or the exception that ended it; None if the file ends without a word."""
 
@@ -211,7 +213,8 @@ class _File:
             more = f" and {len(self._bad) - _SHOWN} more" if len(self._bad) > _SHOWN else ""
             what, verb = ("line", "is") if len(self._bad) == 1 else ("lines", "are")
             problems.append(f"{self._path}: {what} {shown}{more} {verb} not part of a trace: left out")
-        return replace(header, plans=self._plans, passes=passes, end=self._end, later=self._later)
+        until = passes[-1].number if passes else None
+        return replace(header, plans=self._plans, passes=passes, until=until, end=self._end, later=self._later)
 
     def _header(self, line: bytes) -> RankTrace:
         try:

@@ -20,7 +20,7 @@ from .plan import BucketPlan
 from .record import PassRecord
 from .trace import VERSION, RankTrace, TraceError, files_of
 
-_AT_THE_END = ("plans", "passes", "end", "later")
+_AT_THE_END = ("plans", "passes", "until", "end", "later")
 """Facts that are not known yet when the header is written."""
 log = logging.getLogger("stretto")
 

@@ -123,7 +123,7 @@ def _how_it_ended(traces: Sequence[RankTrace]) -> tuple[list[str], bool]:
     """A line for each rank that has not ended well, and whether a file was cut off."""
     notes = []
     for one in traces:
-        last = f"after pass {one.passes[-1].number}" if one.passes else "before a pass has settled"
+        last = f"after pass {one.until}" if one.until is not None else "before a pass has settled"
         if one.end is None:
             notes.append(
                 f"rank {one.rank}: its trace is cut off {last} (killed, still running, or not copied completely)"

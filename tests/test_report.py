@@ -39,6 +39,7 @@ from stretto.recorder import Flight, Recorder
 from stretto.report import Breakdown, BucketReport, RankReport, Report, ms, share
 from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
+from stretto.trace import read_trace
 
 MS = 1_000_000
 
@@ -931,6 +932,40 @@ def test_nobody_is_sent_out_of_shared_memory() -> None:
         "Communication is 2.1x backward: overlap cannot hide it. Send less often, by accumulating under no_sync(), or "
         "start fewer ranks if they outnumber the cores.",
     )
+
+
+def test_no_second_comm_hook_is_advised() -> None:
+    """``register_comm_hook`` would refuse it."""
+    step, hook = breakdown(hidden=45, exposed=60, step=140), "comm hook f16, instead of "
+    said = "Communication is 2.1x backward: overlap cannot hide it. Send less often, by accumulating under no_sync()"
+    assert advise(report(breakdown=step, transport=f"{hook}process_group (gloo)"), {}) == (f"{said}.",)
+    assert advise(report(breakdown=step, transport=f"{hook}shared_memory"), {}) == (
+        f"{said}, or leave out the comm hook, so that gradients go through shared memory.",
+    )
+    last = bucket(3, nbytes=3 * 2**20, launched=0.050, seen=0.060, parameters=("3.weight",))
+    hooked = report(buckets=(bucket(0), last), transport=f"{hook}process_group (gloo)")
+    assert advise(hooked, {})[0].endswith("(`3.weight` comes last); a parameter is never cut, so freeze it.")
+
+
+def test_where_a_comm_hook_sends_report_and_trace_do_not_name_the_transport_alone(tmp_path: Any) -> None:
+    def worker(transport: Any) -> Report:
+        model = torch.nn.Linear(8, 8)
+        sync = stretto.attach(model, transport=transport)
+        sync.register_comm_hook(None, at_once)
+        with sync.trace(tmp_path):
+            model(torch.ones(2, 8)).sum().backward()
+        return sync.report()
+
+    over = "comm hook test_report.at_once, instead of local (threads of one process)"
+    assert [one.transport for one in run_ranks(worker, 2)] == [over] * 2
+    assert [one.transport for one in read_trace(tmp_path)] == [over] * 2
+
+
+def at_once(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A hook that leaves gradients as they are."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def test_a_bucket_that_waits_for_one_gradient_is_named() -> None:

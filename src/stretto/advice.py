@@ -23,6 +23,9 @@ IN_MEMORY = "shared_memory"
 """With this transport no comm hook is advised: a hook would send over the process group, where half the bytes take
 longer than all of them in memory."""
 
+_HOOKED = "comm hook "
+"""So begins what carries the buckets where a comm hook does; there is never a second one."""
+
 
 def advise(report: Report, tied: Mapping[str, str]) -> tuple[str, ...]:
     """At most three sentences.
@@ -97,6 +100,10 @@ def _too_much(report: Report) -> Said:
         return None
     if report.transport == IN_MEMORY:
         change = "Send less often, by accumulating under no_sync(), or start fewer ranks if they outnumber the cores."
+    elif report.transport.startswith(_HOOKED):
+        in_memory = report.transport.endswith(IN_MEMORY)
+        or_leave = ", or leave out the comm hook, so that gradients go through shared memory" if in_memory else ""
+        change = f"Send less often, by accumulating under no_sync(){or_leave}."
     else:
         change = (
             f"Send less, by sync.register_comm_hook(None, bf16_compress_hook) (from {_HOOKS}), or less often, by "
@@ -136,7 +143,8 @@ def _last_bucket(report: Report) -> Said:
         return None
     exposed, size = last.seen - last.launched, format_bytes(last.nbytes)
     if len(last.parameters) == 1:
-        or_less = "" if report.transport == IN_MEMORY else ", or send it as bf16 by a comm hook"
+        none = report.transport == IN_MEMORY or report.transport.startswith(_HOOKED)
+        or_less = "" if none else ", or send it as bf16 by a comm hook"
         change = f"a parameter is never cut, so freeze it{or_less}"
     else:
         change = "lower attach(last_bucket_cap_mb=)"

@@ -14,6 +14,7 @@ import torch
 
 from .advice import advise
 from .clocks import Clock, ClockTalk
+from .comm_hooks import carrier
 from .plan import BucketPlan
 from .record import NANO, Clockwise, Launch, PassRecord
 from .reducer import Reducer
@@ -42,7 +43,7 @@ def report_of(reducer: Reducer, records: Collection[tuple[PassRecord, BucketPlan
     place = _Whose(
         transport.rank,
         transport.world_size,
-        transport.name,
+        carrier(reducer.queue.comm_hook, transport.name),
         reducer.statistics.bucket_memory,
         accelerators(parameter.device.type for parameter in reducer.parameters),
     )

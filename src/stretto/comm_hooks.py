@@ -245,6 +245,11 @@ def hook_name(hook: object) -> str:
     return repr(hook) if name is None else f"{hook.__module__}.{name}"
 
 
+def carrier(hook: CommHook | None, transport: str) -> str:
+    """What carries the buckets, in words: a hook's collectives go over the process group, whatever the transport is."""
+    return transport if hook is None else f"comm hook {hook_name(hook.hook)}, instead of {transport}"
+
+
 def refuse_hook(hook: object, options: Options, rank: int) -> None:
     """Raise what keeps it from being registered with these options, if anything."""
     if not callable(hook):

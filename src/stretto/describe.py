@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from .buffers import BufferPlaces
-from .comm_hooks import hook_name
+from .comm_hooks import carrier
 from .reducer import Reducer
 from .wording import counted, name_list
 
@@ -73,7 +73,7 @@ def describe(reducer: Reducer | None, places: BufferPlaces, optimizers: Sequence
 
 def _how(reducer: Reducer) -> str:
     if reducer.queue.comm_hook is not None:
-        return f"by comm hook {hook_name(reducer.queue.comm_hook.hook)}, instead of {reducer.transport.name}"
+        return f"by {carrier(reducer.queue.comm_hook, reducer.transport.name)}"
     options = reducer.members.options
     kind = "weighted mean" if options.weighted and options.reduce == "mean" else options.reduce
     return f"{kind} over ranks, sent {'after backward' if reducer.delay else 'while backward runs'}"

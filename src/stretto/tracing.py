@@ -11,6 +11,7 @@ from typing import Any
 
 from .analysis import compare_clocks
 from .clocks import ClockTalk
+from .comm_hooks import carrier
 from .plan import BucketPlan
 from .record import PassRecord
 from .recorder import GradientRecorder
@@ -76,7 +77,8 @@ def _begin(reducer: Reducer, folder: str | os.PathLike[str], tied: Mapping[str, 
     talk, clocks = compare_clocks(reducer)
     everyone: list[tuple[str, int]] = peers.gather((secrets.token_hex(8), next_aside(folder)))
     devices = sorted({parameter.device.type for parameter in reducer.parameters})
-    header = header_of(rank, world_size, transport.name, clocks[rank], everyone[0][0], tied, talk.clock, devices)
+    over = carrier(reducer.queue.comm_hook, transport.name)
+    header = header_of(rank, world_size, over, clocks[rank], everyone[0][0], tied, talk.clock, devices)
     with contextlib.ExitStack() as opened:
         problem = ""
         try:

@@ -29,7 +29,7 @@ import stretto
 from stretto import steps
 from stretto.activities import activities_of
 from stretto.advice import advise
-from stretto.analysis import breakdown_of, buckets_of, seen_in, side_by_side, tied_names
+from stretto.analysis import breakdown_of, buckets_of, reports_from, seen_in, side_by_side, tied_names
 from stretto.awaited_keys import AwaitedKeys
 from stretto.clocks import NOBODY, Clock, ClockTalk, identity
 from stretto.line import Line
@@ -959,6 +959,17 @@ def test_where_a_comm_hook_sends_report_and_trace_do_not_name_the_transport_alon
     over = "comm hook test_report.at_once, instead of local (threads of one process)"
     assert [one.transport for one in run_ranks(worker, 2)] == [over] * 2
     assert [one.transport for one in read_trace(tmp_path)] == [over] * 2
+
+
+def test_buckets_of_a_trace_hold_what_travels_in_another_dtype(tmp_path: Any) -> None:
+    def worker(transport: Any) -> None:
+        model = torch.nn.Linear(8, 8, bias=False).bfloat16()
+        sync = stretto.attach(model, transport=transport, reduce_dtype=torch.float32)
+        with sync.trace(tmp_path):
+            model(torch.ones(2, 8).bfloat16()).sum().backward()
+
+    run_ranks(worker, 2)
+    assert [(one.nbytes, one.bucket_memory) for one in reports_from(read_trace(tmp_path))] == [(256, 256)] * 2
 
 
 def at_once(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -80,7 +80,7 @@ def reports_from(traces: Sequence[RankTrace]) -> list[Report]:
     ]
     reports = []
     for trace, (records, plan) in zip(traces, under_last, strict=True):
-        memory = sum(map(plan.bucket_bytes, range(len(plan.buckets))))
+        memory = sum(map(plan.sent_bytes, range(len(plan.buckets))))
         place = _Whose(trace.rank, trace.world_size, trace.transport, memory, trace.accelerators)
         reports.append(_report(place, records, len(trace.passes) - len(records), plan, everyone, trace.tied))
     return reports

@@ -95,6 +95,12 @@ class BucketPlan:
         """Payload of a bucket in bytes."""
         return sum(self.parameters[index].nbytes for index in self.buckets[bucket].indices)
 
+    def sent_bytes(self, bucket: int) -> int:
+        """The same as it travels, which may be in another dtype."""
+        spec = self.buckets[bucket]
+        numel = sum(self.parameters[index].numel for index in spec.indices)
+        return numel * (spec.reduce_dtype or spec.dtype).itemsize
+
     def layout(self, bucket: int) -> tuple[tuple[int, ...], ...]:
         """Places in ``indices`` in the order in which they lie in the bucket's flat buffer, in runs.
 

@@ -88,10 +88,7 @@ def _plan(specs: Sequence[ParameterSpec], cap_mb: float) -> BucketPlan:
 
 def _sizes(made: BucketPlan) -> list[int]:
     """Bytes that travel, by bucket."""
-    return [
-        sum(made.parameters[index].numel for index in bucket.indices) * (bucket.reduce_dtype or bucket.dtype).itemsize
-        for bucket in made.buckets
-    ]
+    return [*map(made.sent_bytes, range(len(made.buckets)))]
 
 
 def _costs(made: BucketPlan, link: Link, words: str) -> str:

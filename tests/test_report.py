@@ -532,6 +532,7 @@ def test_two_backwards_of_one_forward_count_once() -> None:
     drawn = [activity for activity in activities_of(one) if activity.kind == "backward"]
     assert one.backward == pytest.approx(sum(activity.end - activity.begin for activity in drawn) * NANO)
 
+
 @pytest.mark.flaky(reruns=2)
 @pytest.mark.alone
 def test_gradient_accumulation_is_seen_as_it_is() -> None:

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 import stretto
 from stretto import DistributedDataParallel as DDP
 from stretto import sizing
-from stretto.sizing import LEAST, MOST, PROBE_BYTES, AllReduceCost
+from stretto.cli.link import Link
+from stretto.cli.plan import _cap_for
+from stretto.sizing import LEAST, MOST, PROBE_BYTES, AllReduceCost, cost_of
+from stretto.specs import describe_parameters
 from stretto.testing import DelayTransport, run_ranks, spawn_ranks
 from stretto.testing_network import EmulatedHosts
 from stretto.transport import LocalTransport
@@ -192,3 +195,10 @@ def test_slow_links_get_smaller_buckets(sizes: list[int]) -> None:
         hosts.limit("100mbit")
         slow = caps_measured(hosts, sizes)
     assert 4 * slow <= fast
+
+
+def test_plan_shows_the_size_that_attach_picks_on_a_link_of_high_latency() -> None:
+    """attach() cannot tell more bandwidth from its two messages than a quarter of the larger one's time."""
+    specs = describe_parameters({"weight": torch.nn.Parameter(torch.zeros(4096, 1024))})
+    link = Link(10e9, 5e-3, 2)
+    assert _cap_for(specs, link) == cost_of(link.all_reduce(4), link.all_reduce(2**20)).bucket_cap_bytes / 2**20 == 8.5

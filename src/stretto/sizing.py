@@ -135,6 +135,11 @@ def measure_all_reduce(transport: Transport, wait_for: WaitFor, gather: Gather) 
     numels = (1, PROBE_BYTES // 4)
     mine = [min(_timed(transport, wait_for, numel) for _ in range(PROBES)) for numel in numels]
     small, large = map(max, zip(*gather(mine), strict=True))  # a message is through when its last rank has it
+    return cost_of(small, large)
+
+
+def cost_of(small: float, large: float) -> AllReduceCost:
+    """From the seconds of a message of one element and of one of ``PROBE_BYTES``."""
     return AllReduceCost(small, PROBE_BYTES / max(large - small, large / 4))  # whatever else the machine was doing
 
 

@@ -14,7 +14,7 @@ from ..bench.factory import FORMS, model_of
 from ..options import names_of_sparse
 from ..plan import BucketPlan, plan_buckets
 from ..report import ms, share
-from ..sizing import PROBE_BYTES, AllReduceCost
+from ..sizing import PROBE_BYTES, cost_of
 from ..specs import ParameterSpec, describe_parameters
 from ..terminal import progress
 from ..wording import MIB, columns, format_bytes, name_list
@@ -79,7 +79,7 @@ def _cap_for(specs: Sequence[ParameterSpec], link: Link) -> float:
     nbytes = sum(spec.nbytes for spec in specs)
     if link.ranks == 1 or nbytes <= PROBE_BYTES:
         return DEFAULT_CAP_MB
-    return AllReduceCost(link.waiting(), nbytes / link.moving(nbytes)).bucket_cap_bytes / MIB
+    return cost_of(link.all_reduce(4), link.all_reduce(PROBE_BYTES)).bucket_cap_bytes / MIB
 
 
 def _plan(specs: Sequence[ParameterSpec], cap_mb: float) -> BucketPlan:

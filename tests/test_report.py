@@ -533,6 +533,48 @@ def test_two_backwards_of_one_forward_count_once() -> None:
     assert one.backward == pytest.approx(sum(activity.end - activity.begin for activity in drawn) * NANO)
 
 
+def test_a_wait_amid_backward_is_exposed_and_no_backward() -> None:
+    """Where gradients may be missing, over a process group, a rank waits there for all to say what they use."""
+    one = record(waits=(Span(50 * MS, 60 * MS),))
+    assert one.exposed == pytest.approx(record().exposed + 0.010)
+    assert one.backward == pytest.approx(record().backward - 0.010)
+    assert one.hidden == pytest.approx(record().hidden - 0.010), "a bucket was on its way, but nothing was computed"
+    assert one.launching == record().launching, "nothing was handed over"
+    assert one.came == 80 * MS
+    parts = one.forward + one.backward + one.exposed + one.stepping + one.other
+    assert parts == pytest.approx(one.step)
+    drawn = [activity for activity in activities_of(one) if activity.kind == "waiting"]
+    assert sum(activity.end - activity.begin for activity in drawn) == 20 * MS and drawn[0].name == "other ranks"
+    assert one.moved(5).waits == (Span(50 * MS + 5, 60 * MS + 5),)
+    older = one.to_dict()
+    del older["waits"]
+    assert PassRecord.from_dict(older) == record()
+
+
+def beside_a_late_rank_that_uses_other_layers(rank: int) -> Report:
+    layers = torch.nn.ModuleList([torch.nn.Linear(32, 32, bias=False) for _ in range(4)])
+    sync = stretto.attach(layers, bucket_cap_mb=1e-6, transport="process_group")
+    for number in range(12):
+        time.sleep(0.06 * rank)
+        out = torch.ones(2, 32)
+        for place, layer in enumerate(layers):
+            out = out if place == 1 + number % 3 else layer(out)
+        out.sum().backward()
+    return sync.report()
+
+
+@pytest.mark.ranks
+@pytest.mark.flaky(reruns=2)
+@pytest.mark.alone
+def test_who_is_late_is_seen_where_graphs_change_over_a_process_group() -> None:
+    """All wait for it amid backward, and it seemed that they computed meanwhile, and that nobody was late."""
+    for report in spawn_ranks(beside_a_late_rank_that_uses_other_layers, 2):
+        early, late = report.ranks
+        assert early.breakdown.exposed > 0.04 > early.breakdown.backward
+        assert late.behind is not None and late.behind > 0.04 and late.last > 0.9
+        assert early.waiting is not None and early.waiting > 0.04
+
+
 @pytest.mark.flaky(reruns=2)
 @pytest.mark.alone
 def test_gradient_accumulation_is_seen_as_it_is() -> None:

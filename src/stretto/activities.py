@@ -19,6 +19,8 @@ from .plan import BucketPlan
 from .record import Computing, Launch, PassRecord, Span
 
 Kind = Literal["optimizer", "other", "forward", "backward", "launching", "waiting"]
+OTHERS = "other ranks"
+"""What a rank waits for amid backward, where gradients may be missing: see presence.py."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Activity:
     begin: int
     end: int
     name: str = ""
-    """Of backward, the parameter whose gradient ended it; of launching and waiting, the bucket. May be empty."""
+    """Of backward, the parameter whose gradient ended it; of launching and waiting, the bucket, or ``OTHERS``. May be
+    empty."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def activities_of(record: PassRecord) -> tuple[Activity, ...]:
     known += [Activity("optimizer", one.begin, one.end) for one in record.optimizer]
     known += [Activity("backward", one.begin, one.end) for one in record.unsynchronized]
     known += [Activity("launching", one.begin, one.handed_over, f"bucket {one.bucket}") for one in record.launches]
+    known += [Activity("waiting", one.begin, one.end, OTHERS) for one in record.waits]
     activities: list[Activity] = []
     at = record.began
     for one in sorted(known, key=lambda activity: activity.begin):

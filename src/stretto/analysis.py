@@ -272,7 +272,7 @@ class RankView:
     rank: int
     breakdown: Breakdown
     ends: Mapping[int, tuple[int, int]]
-    """By pass: when its backward had ended and when it had settled, by rank 0's clock."""
+    """By pass: when its backward would have ended without waits amid it, and when it had settled, by rank 0's clock."""
     middle: frozenset[int]
     """The passes that the breakdown averages."""
     uncertainty: int | None
@@ -281,7 +281,7 @@ class RankView:
 
 def seen_in(rank: int, records: Sequence[PassRecord], uncertainty: int | None, clock: Clockwise) -> RankView:
     """By one rank, whose times ``clock`` turns into rank 0's."""
-    ends = {one.number: (clock(one.backward_ended), clock(one.settled)) for one in records}
+    ends = {one.number: (clock(one.came), clock(one.settled)) for one in records}
     return RankView(rank, breakdown_of(records), ends, frozenset(one.number for one in _middle(records)), uncertainty)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, groupby
 from typing import Any, TextIO
 
-from .activities import Activity, Kind, Transfer
+from .activities import OTHERS, Activity, Kind, Transfer
 from .report import host_times
 from .timeline import Arrow, RankPass, RankTimeline, Timeline
 
@@ -143,7 +143,8 @@ def _computed(rank: int, compute: int, one: RankPass) -> Iterator[Event]:
 
 def _part(activity: Activity) -> str:
     """What the activity is a part of."""
-    return {"backward": "backward", "launching": "backward", "waiting": "settle"}.get(activity.kind, "")
+    kind = "backward" if activity.name == OTHERS else activity.kind
+    return {"backward": "backward", "launching": "backward", "waiting": "settle"}.get(kind, "")
 
 
 def _label(activity: Activity) -> str:

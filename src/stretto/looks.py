@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from .activities import Kind, Transfer
-from .record import NANO, launching_of
+from .record import NANO, stops_of
 from .report import ms
 from .timeline import RankPass, Timeline
 from .wording import counted, format_bytes
@@ -81,12 +81,12 @@ def colour_of(*, hidden: bool, pale: bool) -> str:
 def parts_of(transfer: Transfer, one: RankPass) -> list[tuple[int, int, bool, bool]]:
     """A bucket's way: begin, end, whether it is hidden there, and whether some rank had yet to launch it.
 
-    Where this rank hands over a bucket, this one or another, nothing is hidden.
+    Where this rank hands over a bucket, this one or another, or waits for other ranks, nothing is hidden.
     """
     launch, joined = transfer.launch, transfer.joined
     cut = min(max(launch.begin, one.record.backward_ended), launch.end)
     met = launch.begin if joined is None else min(max(joined, launch.begin), launch.end)
-    stops = [span for span in launching_of(one.record) if span.end > launch.begin and span.begin < cut]
+    stops = [span for span in stops_of(one.record) if span.end > launch.begin and span.begin < cut]
     if len(stops) > MOST_CUTS:
         stops = []
     inside = {min(max(at, launch.begin), cut) for span in stops for at in (span.begin, span.end)}

@@ -18,6 +18,7 @@ tasks claims to use everything, and waits as it would without a map.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -48,6 +49,8 @@ class Presence:
         self._history: dict[int, int] = {}
         """By parameter, a bit for each of the last passes: whether any rank had it."""
         self._recorded = 0
+        self.waited = (0, 0)
+        """From when to when this rank last waited for the map, in nanoseconds of ``perf_counter_ns``."""
 
     def announce(self, uses: Sequence[bool], *, later: bool = False) -> None:
         """Put the map under way: for each bucket, whether this rank has something for it. Collective.
@@ -79,7 +82,9 @@ class Presence:
             assert self._map is not None, "a map is announced before anything is launched"
             work = self._work if self._work is not None else self._transport.all_reduce(self._map)
             self._used = [True] * len(self._map)  # should the wait fail, what is left is launched without asking again
+            began = time.perf_counter_ns()
             wait(work, "the map of what ranks use")
+            self.waited = began, time.perf_counter_ns()
             self._used = [bool(count) for count in self._map.tolist()]
         return not self._used[bucket]
 

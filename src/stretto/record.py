@@ -7,11 +7,12 @@ the pass before to the end of this one:
     began                                       launches, each some time ──>  backward_ended   settled
                                                 hidden: ----- in flight -----    exposed: ------
 
-Exposed is what this rank spent only on communication: handing buckets over, and everything after backward. Hidden is
-the time in which buckets were in flight while backward computed. Together they are the communication time as this rank
-experienced it. [Note: in flight] A bucket is in flight from its launch until its result is there, including the time in
-which a peer had not come yet. Where the transport does not tell when the result was there, the bucket counts as in
-flight until this rank had waited for it: then hidden is an upper bound.
+Exposed is what this rank spent only on communication: handing buckets over, waiting amid backward for the map of what
+ranks use (presence.py), and everything after backward. Hidden is the time in which buckets were in flight while
+backward computed. Together they are the communication time as this rank experienced it. [Note: in flight] A bucket is
+in flight from its launch until its result is there, including the time in which a peer had not come yet. Where the
+transport does not tell when the result was there, the bucket counts as in flight until this rank had waited for it:
+then hidden is an upper bound.
 
 Report, pictures and summary all take hidden time from :class:`Computing`.
 """
@@ -100,7 +101,8 @@ class PassRecord:
     """When the module's buffers were put under way."""
     unsynchronized: tuple[Span, ...] = ()
     """Backwards under ``no_sync``, each from the forward before it to its last gradient."""
-
+    waits: tuple[Span, ...] = ()
+    """Amid backward, for the other ranks."""
     sparse_bytes: int = 0
     """Of rows of sparse gradients that this rank gave."""
     buffer_bytes: int = 0
@@ -114,7 +116,12 @@ class PassRecord:
     @property
     def exposed(self) -> float:
         """Seconds in which this rank did nothing but communicate."""
-        return self.launching + (self.settled - self.backward_ended) * NANO
+        return covered(stops_of(self)) + (self.settled - self.backward_ended) * NANO
+
+    @property
+    def came(self) -> int:
+        """When backward would have ended, had this rank not waited amid it for others."""
+        return self.backward_ended - sum(one.end - one.begin for one in merged(self.waits))
 
     @property
     def hidden(self) -> float:
@@ -140,12 +147,12 @@ class PassRecord:
 
     @property
     def backward(self) -> float:
-        """Seconds from forward's end to the end of backward, of all micro-batches, without launching."""
+        """Seconds from forward's end to the end of backward, of all micro-batches, without launching and waiting."""
         began = self.backward_began
         between = [one for one in (*self.forwards, *self.optimizer) if one.begin >= began]
         # What came under no_sync() from the same forward, as with retain_graph, lies behind that forward too.
         computed = covered((Span(began, self.backward_ended), *self.unsynchronized))
-        return max(0.0, computed - covered(between) - self.launching)
+        return max(0.0, computed - covered(between) - covered(stops_of(self)))
 
     @property
     def stepping(self) -> float:
@@ -175,6 +182,7 @@ class PassRecord:
             unsynchronized=tuple(one.by(clock) for one in self.unsynchronized),
             gradients=tuple((name, clock(at)) for name, at in self.gradients),
             launches=tuple(one.by(clock) for one in self.launches),
+            waits=tuple(one.by(clock) for one in self.waits),
             buffers=None if self.buffers is None else clock(self.buffers),
         )
 
@@ -196,6 +204,7 @@ class PassRecord:
             ValueError: a gradient is no pair.
         """
         spans = {name: tuple(Span(**one) for one in value[name]) for name in _SPANS}
+        spans["waits"] = tuple(Span(**one) for one in value.get("waits", ()))  # older traces have none
         gradients = tuple((name, at) for name, at in value["gradients"])
         launches = tuple(Launch(**one) for one in value["launches"])
         record = cls(**{**value, **spans, "gradients": gradients, "launches": launches})
@@ -224,7 +233,7 @@ _SPANS = ("forwards", "optimizer", "unsynchronized")
 
 
 class Computing:
-    """When backward computed although buckets could be in flight: all the time but that of handing buckets over.
+    """When backward computed although buckets could be in flight: all the time but that of its stops.
 
     Args:
         record: of one pass.
@@ -232,18 +241,18 @@ class Computing:
 
     def __init__(self, record: PassRecord) -> None:
         self._ended = record.backward_ended
-        launching = launching_of(record)
-        self._begins = [one.begin for one in launching]
-        self._ends = [one.end for one in launching]
+        stops = stops_of(record)
+        self._begins = [one.begin for one in stops]
+        self._ends = [one.end for one in stops]
         self._begun = [0, *accumulate(self._begins)]
         self._over = [0, *accumulate(self._ends)]
 
     def within(self, flight: Span) -> int:
         """How many nanoseconds of a flight are hidden. Takes no look at each launch."""
         begin, end = flight.begin, min(flight.end, self._ended)
-        return end - begin - (self._launching_until(end) - self._launching_until(begin)) if begin < end else 0
+        return end - begin - (self._stopped_until(end) - self._stopped_until(begin)) if begin < end else 0
 
-    def _launching_until(self, time: int) -> int:
+    def _stopped_until(self, time: int) -> int:
         begun, over = bisect_right(self._begins, time), bisect_right(self._ends, time)
         return (begun - over) * time - self._begun[begun] + self._over[over]
 
@@ -252,6 +261,13 @@ def launching_of(record: PassRecord) -> list[Span]:
     """When backward stood still for buckets that were handed over, in order."""
     ended = record.backward_ended
     return merged(Span(one.begin, min(one.handed_over, ended)) for one in record.launches if one.begin < ended)
+
+
+def stops_of(record: PassRecord) -> list[Span]:
+    """The same, and for other ranks."""
+    return merged(
+        (*launching_of(record), *(Span(one.begin, min(one.end, record.backward_ended)) for one in record.waits))
+    )
 
 
 def percent_hidden(hidden: float, exposed: float) -> float:

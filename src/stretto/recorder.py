@@ -191,7 +191,7 @@ class Recorder:
         whole = self._started and self._ended and all(one.seen for one in self._flights.values())
         if whole and self._started >= self._began:
             sparse = watched.sparse.total_bytes - self._sparse_before
-            self._keep(self._record(pass_number, settled, plan, sparse), plan)
+            self._keep(self._record(pass_number, settled, plan, sparse, watched.queue.presence.waited), plan)
         self._forget()
         self._began = settled
 
@@ -199,7 +199,7 @@ class Recorder:
         for flight in self._flights.values():
             flight.look()
 
-    def _record(self, number: int, settled: int, plan: BucketPlan, sparse: int) -> PassRecord:
+    def _record(self, number: int, settled: int, plan: BucketPlan, sparse: int, waited: tuple[int, int]) -> PassRecord:
         launches = []
         for bucket, flight in self._flights.items():
             name, full = self._full.get(bucket, ("", None))
@@ -219,6 +219,7 @@ class Recorder:
             launches=tuple(launches),
             buffers=self._buffers,
             unsynchronized=tuple(self._kept),
+            waits=tuple(one for one in [Span(*waited)] if self._started <= one.begin < self._ended),
             sparse_bytes=sparse,
             buffer_bytes=self._buffer_bytes,
         )

@@ -336,6 +336,7 @@ class Watched:
 
     def __init__(self, *parameters: torch.nn.Parameter) -> None:
         self.parameters, self.plan, self.sparse = [*parameters], plan_of_one(), SimpleNamespace(total_bytes=0)
+        self.queue = SimpleNamespace(presence=SimpleNamespace(waited=(0, 0)))
 
     def start_watching(self, recorder: Recorder) -> None:
         self.observer = recorder

@@ -91,6 +91,7 @@ def attach(
         reduce: ``"mean"`` or ``"sum"`` over ranks. What ``.grad`` already held before a pass (no ``zero_grad``, or set
             by hand) is averaged over ranks in both modes, never summed, so values equal on all ranks stay as they are.
         weighted: the mean is weighted by what each rank sets as ``sync.weight`` before backward (samples, tokens).
+            Gradients travel multiplied by it: with float16 ones, give ``reduce_dtype=torch.float32`` for large weights.
         predivide_factor: divide by this before the sum and by the rest after it (Apex's ``gradient_predivide_factor``).
         reduce_dtype: gradients travel and are summed in this dtype, for example ``torch.float32`` for bfloat16 ones; a
             mapping gives one by pattern of parameter names. ``.grad`` keeps the parameter's dtype. With one for all,

@@ -282,3 +282,23 @@ def test_a_model_that_gets_its_first_table_pays_for_none_before() -> None:
         return calls
 
     assert all(len(calls) == 1 for calls in run_ranks(worker, 2))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_accumulated_converted_and_frozen_is_still_averaged(sparse: bool) -> None:
+    def worker(transport):
+        model = Net()
+        model.b = table(sparse=sparse)
+        sync = stretto.attach(model, transport=transport)
+        model.double()
+        with sync.no_sync():
+            (model.b(torch.tensor([0])).sum() * (transport.rank + 1)).backward()
+        weight = model.b.weight
+        if not sparse:  # by another name
+            del model.b
+            model.d = weight
+        weight.requires_grad_(False)
+        model.dense.bias.sum().backward()
+        return dense(weight.grad)[0].tolist()
+
+    assert run_ranks(worker, 2) == [[1.5] * 3] * 2

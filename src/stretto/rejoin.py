@@ -140,11 +140,13 @@ class Rejoin:
     def _frozen_with_gradient(self) -> set[str]:
         """It has come in a pass without synchronisation, before they were frozen, and no bucket carries it."""
         queue, members = self._queue, self._members
-        index_of = {id(one): index for index, one in self._tracker.alive(range(len(queue.names)))}
+        planned, old_names = self._tracker.alive(range(len(queue.names))), self._old_names()
+        loose = {id(one) for index, one in planned if not queue.fits(index, one)}
+        loose |= {id(one) for one in self._rows.misfits().values()}
         frozen = {n: one for n, one in members.everything().items() if not one.requires_grad and one.grad is not None}
-        outside = {n for n, one in frozen.items() if id(one) not in index_of and members.hooked(one)}
-        loose = {n for n, one in frozen.items() if id(one) in index_of and not queue.fits(index_of[id(one)], one)}
-        return {name for name in outside if members.got_gradient(frozen[name])} | (loose & self._arrived)
+        outside = {n for n, one in frozen.items() if id(one) not in old_names and members.hooked(one)}
+        came = {n for n, one in frozen.items() if id(one) in loose and old_names[id(one)] in self._arrived}
+        return {name for name in outside if members.got_gradient(frozen[name])} | came
 
     def _loses(self) -> bool:
         module = self._members.module()

@@ -594,6 +594,13 @@ def test_descriptions_name_the_hook():
         == [f"{said} returns".replace(hook, f"functools.partial({hook}, ...)")] * 2
     )
 
+    class Called:
+        def __call__(self, state, bucket):
+            raise AssertionError("no pass")
+
+    name = f"{__name__}.{Called.__qualname__}"  # no address, which would be another on each rank
+    assert run_ranks(functools.partial(worker, Called()), 2) == [f"{said} returns".replace(hook, name)] * 2
+
 
 class Trunk(torch.nn.Module):
     """A part that is attached for itself, between two layers, of which one may be left out."""

@@ -241,7 +241,8 @@ def hook_name(hook: object) -> str:
     """Where a user finds it, rather than where it lies in memory."""
     if isinstance(hook, functools.partial):
         return f"functools.partial({hook_name(hook.func)}, ...)"
-    name = getattr(hook, "__qualname__", None)
+    own = type(hook).__repr__ is not object.__repr__
+    name = getattr(hook, "__qualname__", None if own else type(hook).__qualname__)
     return repr(hook) if name is None else f"{hook.__module__}.{name}"
 
 

@@ -215,9 +215,9 @@ class Synchronizer(Settings, NoModel):
         if reducer.queue.preset is not None and kept.preset is not None:
             reducer.queue.preset.take_over(kept.preset)
 
-    def heed(self, names: Collection[str]) -> None:
-        """For the drop-in: buffers that were to be ignored, by name, are so no longer. Alike on all ranks."""
-        ignore = tuple(pattern for pattern in self._options.ignore if pattern not in names)
+    def heed(self, patterns: Collection[str]) -> None:
+        """For the drop-in: buffers that were ignored by these patterns are so no longer. Alike on all ranks."""
+        ignore = tuple(pattern for pattern in self._options.ignore if pattern not in patterns)
         if ignore != self._options.ignore:
             self._options = self._buffer_places.options = dataclasses.replace(self._options, ignore=ignore)
             self._buffer_places.follow(self.module)

@@ -625,6 +625,26 @@ def test_a_sketch() -> None:
     )
 
 
+def test_a_wait_amid_backward_is_drawn_as_exposed_and_lies_in_backward() -> None:
+    waits = (Span(131 * MS, 139 * MS), Span(145 * MS, 145 * MS + 1000))
+    traces = [a_trace(0, 2, [a_record(waits=waits)]), a_trace(1, 2, [a_record(waits=waits[:1])])]
+    assert sketch(timeline_of(traces), width=60) == (
+        "backward  ===========        =============\n"
+        "bucket 0            ---------------\n"
+        "bucket 1                      ------------###\n"
+        "bucket 2                                --#############\n"
+        "exposed              ########      #      ##################\n"
+        "rank 1    ===========########=============##################\n"
+        "27 % of communication hidden behind backward; 29.0 ms exposed, 41 % of the step (rank 0, pass 1)"
+    )
+    events = written_by(timeline_of(traces[:1]))["traceEvents"]
+    waited = [event for event in events if event["name"] == "wait for other ranks"]
+    (backward,) = (event for event in events if event["name"] == "backward")
+    assert [(event["ts"], event["dur"]) for event in waited] == [(31_000, 8_000), (45_000, 1)]
+    assert backward["ts"] <= 20_000 and backward["ts"] + backward["dur"] == 52_000
+    assert "nothing to compute: waits for other ranks" in to_html(timeline_of(traces))
+
+
 def test_a_sketch_of_many_buckets_and_of_nothing() -> None:
     names = [f"p{number}" for number in range(30)]
     lines = sketch(timeline_of([a_trace(passes=[a_record(names=names)])])).splitlines()

@@ -692,6 +692,14 @@ def test_waiting_is_a_mean_over_the_passes_that_exposed_is_of() -> None:
     assert second.waiting == 0
 
 
+def test_ranks_that_wait_for_each_other_in_turn_wait_both() -> None:
+    """The first has the longer backward and waits amid it for the second, which waits for it at the end."""
+    mine, other = record(waits=(Span(50 * MS, 70 * MS),), settled=110 * MS), record(backward_ended=70 * MS)
+    first, second = side_by_side([seen_in(rank, [own], 0, lambda at: at) for rank, own in enumerate((mine, other))])
+    assert (first.waiting, second.waiting) == pytest.approx((0.020, 0.020))
+    assert (first.behind, second.behind) == (0, 0), "neither computes longer than the other"
+
+
 def test_many_ranks_are_put_side_by_side_in_little_time() -> None:
     passes = [record(number=number) for number in range(500)]
     seen = [seen_in(rank, passes, 0, lambda at: at) for rank in range(64)]

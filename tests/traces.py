@@ -85,7 +85,8 @@ def records(draw: st.DrawFn) -> PassRecord:
         begin, handed, end, seen = sorted(draw(st.tuples(*[st.integers(started, settled)] * 4)))
         launches.append(Launch(bucket, 8, "x", draw(st.none() | times), begin, handed, end, seen))
     named = tuple((f"p{place}", at) for place, at in enumerate(gradients))
-    return PassRecord(1, "", began, started, ended, settled, draw(spans), draw(spans), named, tuple(launches))
+    launched, waits = tuple(launches), draw(spans)
+    return PassRecord(1, "", began, started, ended, settled, draw(spans), draw(spans), named, launched, waits=waits)
 
 
 class Slow(torch.autograd.Function):

@@ -271,8 +271,9 @@ class RankView:
 
     rank: int
     breakdown: Breakdown
-    ends: Mapping[int, tuple[int, int]]
-    """By pass: when its backward would have ended without waits amid it, and when it had settled, by rank 0's clock."""
+    ends: Mapping[int, tuple[int, int, int]]
+    """By pass: when its backward would have ended without waits amid it, when it had, and when the pass had settled, by
+    rank 0's clock."""
     middle: frozenset[int]
     """The passes that the breakdown averages."""
     uncertainty: int | None
@@ -281,7 +282,7 @@ class RankView:
 
 def seen_in(rank: int, records: Sequence[PassRecord], uncertainty: int | None, clock: Clockwise) -> RankView:
     """By one rank, whose times ``clock`` turns into rank 0's."""
-    ends = {one.number: (clock(one.came), clock(one.settled)) for one in records}
+    ends = {one.number: (clock(one.came), clock(one.backward_ended), clock(one.settled)) for one in records}
     return RankView(rank, breakdown_of(records), ends, frozenset(one.number for one in _middle(records)), uncertainty)
 
 
@@ -300,12 +301,13 @@ def side_by_side(everyone: Sequence[RankView]) -> tuple[RankReport, ...]:
         return tuple(RankReport(one.rank, one.breakdown, None, None) for one in everyone)
     ends = {number: [one.ends[number][0] for one in everyone] for number in common}
     first, last = ({number: pick(ends[number]) for number in common} for pick in (min, max))
+    over = {number: max(one.ends[number][1] for one in everyone) for number in common}  # who waited amid it ends later
     reports = []
     for one in everyone:
         behind = statistics.median((one.ends[number][0] - first[number]) * NANO for number in common)
         was_last = statistics.fmean(one.ends[number][0] == last[number] for number in common)
         # No pass settles before the last rank's backward has ended, unless by clocks that are a little apart.
-        waits = [min(last[number], one.ends[number][1]) - one.ends[number][0] for number in one.middle & common]
+        waits = [min(over[number], one.ends[number][2]) - one.ends[number][0] for number in one.middle & common]
         waiting = statistics.fmean(waits) * NANO if waits else 0.0
         reports.append(RankReport(one.rank, one.breakdown, behind, was_last, min(waiting, one.breakdown.exposed)))
     return tuple(reports)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from .record import PassRecord, Span
+from .record import PassRecord, Span, merged
 from .timeline import RankPass, RankTimeline, Timeline
 
 LEFT = 10
@@ -72,13 +72,26 @@ class _Scale:
 
 def _rank(one: RankPass, scale: _Scale) -> list[str]:
     record = one.record
-    lines = [scale.line("backward", ("=", record.backward_began, record.backward_ended))]
+    lines = [scale.line("backward", *_computing(record))]
     together = -(-len(one.transfers) // MOST_ROWS)
     for first in range(0, len(one.transfers), max(1, together)):
         few = [transfer.launch for transfer in one.transfers[first : first + together]]
         name = f"bucket {few[0].bucket}" if len(few) == 1 else f"{few[0].bucket} .. {few[-1].bucket}"
         lines.append(scale.line(name, *_way(Span(min(o.begin for o in few), max(o.end for o in few)), record)))
-    return [*lines, scale.line("exposed", ("#", record.backward_ended, record.settled))]
+    return [*lines, scale.line("exposed", *_waiting(record))]
+
+
+def _computing(record: PassRecord) -> list[tuple[str, int, int]]:
+    at, marks = record.backward_began, []
+    for wait in merged(record.waits):
+        marks.append(("=", at, wait.begin))
+        at = wait.end
+    return [*marks, ("=", at, record.backward_ended)]
+
+
+def _waiting(record: PassRecord) -> list[tuple[str, int, int]]:
+    amid = [("#", wait.begin, wait.end) for wait in merged(record.waits)]
+    return [*amid, ("#", record.backward_ended, record.settled)]
 
 
 def _way(way: Span, record: PassRecord) -> list[tuple[str, int, int]]:
@@ -88,5 +101,5 @@ def _way(way: Span, record: PassRecord) -> list[tuple[str, int, int]]:
 
 def _other(rank: RankTimeline, scale: _Scale) -> str:
     record = rank.passes[0].record
-    marks = ("=", record.backward_began, record.backward_ended), ("#", record.backward_ended, record.settled)
-    return scale.line(f"rank {rank.rank}", *marks)
+    *amid, after = _waiting(record)
+    return scale.line(f"rank {rank.rank}", *amid, *_computing(record), after)  # a short wait hides no backward

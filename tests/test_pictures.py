@@ -245,12 +245,14 @@ def test_chrome_json_is_written_pass_by_pass() -> None:
             self.written += len(text)
             return len(text)
 
-    file = Nowhere()
-    tracemalloc.start()
-    write_chrome(timeline, file)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert file.written > 2_500_000 and peak < file.written / 20
+    peaks = []
+    for _ in range(3):  # what threads of other tests hold meanwhile is counted too, but not each time
+        file = Nowhere()
+        tracemalloc.start()
+        write_chrome(timeline, file)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert file.written > 2_500_000 and min(peaks) < file.written / 20
 
 
 def test_a_gradient_that_came_again_draws_no_arrow_back_in_time() -> None:

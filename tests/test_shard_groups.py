@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_hierarchical import on_hosts
-from test_shard import CARRIERS, Net, assert_same, assert_same_state, attached, backward, pair, train
+from test_shard import CARRIERS, Net, assert_alike, assert_same, assert_same_state, attached, backward, pair, train
 from test_shared_memory import shared
 
 import stretto
@@ -443,6 +443,45 @@ def test_gradients_that_wait_for_a_step_are_whole_behind_unshard(carrier: Any) -
             one.step()
         assert_same(model, plain)
         sync.detach()
+
+    carrier(worker, 2)
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_groups_that_are_all_taken_away_come_back(carrier: Any, keep_grads: bool) -> None:
+    """A step without any group does nothing, as in torch; it ended training."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport, keep_grads=keep_grads)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(2))
+            groups = [*one.param_groups]
+            one.param_groups.clear()
+            net.zero_grad()
+            train(net, one, transport.rank, range(2, 3))
+            for group in groups:
+                one.add_param_group(group)
+            train(net, one, transport.rank, range(3, 5))
+        assert_alike(transport, model, sharded, plain, optimizer)
+
+    carrier(worker, 2)
+
+
+def test_an_option_that_is_taken_out_of_a_group_stays_away(carrier: Any) -> None:
+    """The next step put it back, so a second schedule began at the rate of the first."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, _, plain, optimizer = pair(transport)
+        for net, one in ((model, sharded), (plain, optimizer)):
+            torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0)
+            train(net, one, transport.rank, range(2))
+            del one.param_groups[0]["initial_lr"]
+            one.param_groups[0]["lr"] = 0.5
+            train(net, one, transport.rank, range(2, 3))
+            assert "initial_lr" not in one.param_groups[0]
+            torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0)
+            train(net, one, transport.rank, range(3, 5))
+        assert_alike(transport, model, sharded, plain, optimizer)
 
     carrier(worker, 2)
 

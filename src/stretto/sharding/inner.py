@@ -76,6 +76,8 @@ class Inner:
     def follow(self, turn: str) -> None:
         """Take the options of the user's groups and, unless another method than ``step`` follows, the gradients."""
         for own, group in zip(self._optimizer.param_groups, self._groups.all, strict=True):
+            for gone in own.keys() - group.keys():  # or the step would hand it back, as initial_lr to a new schedule
+                del own[gone]
             own.update(options_of(group))
         if not turn:
             self.stretches.take_gradients(self._split)

@@ -31,7 +31,8 @@ def build_like(
     kind = type(optimizer)
     options = {key: optimizer.defaults[key] for key in _keywords(kind, optimizer.defaults)}
     try:
-        like = kind([dict(group) for group in groups], **options)
+        like = kind([dict(group) for group in groups] or [{"params": []}], **options)  # torch refuses an empty list
+        del like.param_groups[len(groups) :]
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"

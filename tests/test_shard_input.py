@@ -302,6 +302,9 @@ def test_parameters_have_one_optimizer() -> None:
             said.append(str(caught.value))
         train(model, sharded, transport.rank)
         plain = sharded.unshard()
+        with pytest.raises(stretto.SetupError) as caught:
+            stretto.shard(sharded, sync)
+        said.append(str(caught.value))
         train(model, plain, transport.rank)
         anew = stretto.shard(adam(model), sync)
         anew.load_state_dict(plain.state_dict())
@@ -314,12 +317,12 @@ def test_parameters_have_one_optimizer() -> None:
 
     for rank, said in enumerate(shared(worker, 2)):
         where = f"rank {rank}, shard"
-        all_four = "first.weight, first.bias, second.weight, second.bias"
         assert said == [
             f"{where}: the optimizer is sharded already.\nUse what the first call returned.",
-            f"{where}: {all_four} belong to another sharded optimizer.\nGive each parameter to one optimizer.",
+            f"{where}: the optimizer is sharded already.\nUse what the first call returned.",
             f"{where}: second.weight, second.bias belong to another sharded optimizer.\n"
             "Give each parameter to one optimizer.",
+            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that.",
             "shard: this handle has been detached.\nShard the optimizer before detach().",
         ]
 

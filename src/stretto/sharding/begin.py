@@ -121,7 +121,12 @@ def _refuse(
             f"{where}: {given} is not a torch.optim.Optimizer.\n"
             "Call optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)."
         )
-    if isinstance(optimizer, ShardedOptimizer):
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.ended:
+        raise SetupError(
+            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that."
+        )
+    others = [*others]
+    if isinstance(optimizer, ShardedOptimizer) or any(one.original is optimizer for one in others):
         raise SetupError(f"{where}: the optimizer is sharded already.\nUse what the first call returned.")
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise SetupError(

@@ -261,7 +261,8 @@ def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
             f"attach: {name_list(scripted)} went through torch.jit.script or torch.jit.trace.\n"
             "Attach the original module; to speed it up, use torch.compile(module)."
         )
-    mine = {id(one) for one in trained(module, options).values()}
+    to_reduce = trained(module, options)
+    mine = {id(one) for one in to_reduce.values()}
     wrappers = [(name, one) for name, one in module.named_modules() if torch_reduces(one)]
     if doubled := [name or "the module" for name, one in wrappers if mine & taken_by_torch(one, one.module)]:
         raise SetupError(
@@ -281,7 +282,6 @@ def _refuse(module: torch.nn.Module, options: Options, *, sends: bool) -> None:
             f"attach: ignore= names {name_list(vain)}, which the module does not have.\n"
             "Give names, or patterns of names, of module.named_parameters() or module.named_buffers()."
         )
-    to_reduce = trained(module, options)
     if not to_reduce:
         raise SetupError(
             "attach: the module has no parameter that requires a gradient, so there is nothing to reduce.\n"

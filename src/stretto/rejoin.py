@@ -129,12 +129,10 @@ class Rejoin:
 
     def _held_before(self, preset: Preset) -> dict[str, torch.Tensor]:
         """All of ``.grad`` where nothing has come in this pass. Of frozen ones too: another rank may ask for them."""
-        queue = self._queue
-        planned = {queue.names[i]: one for i, one in self._tracker.alive(range(len(queue.names)))}
-        planned |= self._rows.named_parameters()
-        outside = {name: one for name, one in self._members.everything().items() if planned.get(name) is not one}
-        came = {name: name in self._arrived for name in planned} | self._came(outside)
-        before = {name: preset.before(one) if came[name] else one.grad for name, one in {**planned, **outside}.items()}
+        held = self._held()
+        outside = {name: one for name, one in self._members.everything().items() if held.get(name) is not one}
+        came = {name: name in self._arrived for name in held} | self._came(outside)
+        before = {name: preset.before(one) if came[name] else one.grad for name, one in {**held, **outside}.items()}
         return {name: value for name, value in before.items() if value is not None}
 
     def _frozen_with_gradient(self) -> set[str]:
@@ -288,8 +286,12 @@ class Rejoin:
 
     def _old_names(self) -> dict[int, str]:
         """By ``id()``, what the plan and the rows call the parameters."""
-        planned = {id(one): self._queue.names[i] for i, one in self._tracker.alive(range(len(self._queue.names)))}
-        return planned | {id(one): name for name, one in self._rows.named_parameters().items()}
+        return {id(one): name for name, one in self._held().items()}
+
+    def _held(self) -> dict[str, torch.nn.Parameter]:
+        """What the plan and the rows have and what still lives, by its name there."""
+        planned = {self._queue.names[i]: one for i, one in self._tracker.alive(range(len(self._queue.names)))}
+        return planned | self._rows.named_parameters()
 
     def _renamed(self, now: Mapping[str, torch.nn.Parameter]) -> tuple[dict[str, str], set[str]]:
         """Names of what the plan or the rows have by another name, and that one; names of what does not fit there."""

@@ -127,17 +127,17 @@ class Recorder:
     def pass_started(self, pass_number: int) -> None:
         """A pass before may have been given up; what it left is no part of this one."""
         if self._started:
-            self._forget_failed(self._started)
+            self._forget_failed()
         self._empty()
         if (watched := self._watched()) is not None:
             self._sparse_before = watched.sparse.total_bytes
         self._started = now()
         self._ended = 0
 
-    def _forget_failed(self, started: int) -> None:
+    def _forget_failed(self) -> None:
         for spans in (self._forwards, self._optimizer, self._kept):
-            spans[:] = [span for span in spans if span.begin > started]
-        self._open = [one for one in self._open if one[0] is not None and one[1] > started]
+            spans[:] = [span for span in spans if span.begin > self._started]
+        self._open = [one for one in self._open if one[0] is not None and one[1] > self._started]
         self._began = self._forwards[0].begin if self._forwards else now()
 
     def gradient_kept(self, pass_number: int) -> None:
@@ -187,11 +187,9 @@ class Recorder:
         """The record is complete. If recording began during the pass, there is none."""
         settled, watched = now(), self._watched()
         assert watched is not None, "it has just settled"
-        plan = watched.plan
         whole = self._started and self._ended and all(one.seen for one in self._flights.values())
         if whole and self._started >= self._began:
-            sparse = watched.sparse.total_bytes - self._sparse_before
-            self._keep(self._record(pass_number, settled, plan, sparse, watched.queue.presence.waited), plan)
+            self._keep(self._record(pass_number, settled, watched), watched.plan)
         self._forget()
         self._began = settled
 
@@ -199,8 +197,8 @@ class Recorder:
         for flight in self._flights.values():
             flight.look()
 
-    def _record(self, number: int, settled: int, plan: BucketPlan, sparse: int, waited: tuple[int, int]) -> PassRecord:
-        launches = []
+    def _record(self, number: int, settled: int, watched: Reducer) -> PassRecord:
+        waited, launches = Span(*watched.queue.presence.waited), []
         for bucket, flight in self._flights.items():
             name, full = self._full.get(bucket, ("", None))
             end = max(flight.handed_over, min(flight.end or flight.seen, flight.seen))
@@ -208,7 +206,7 @@ class Recorder:
             launches.append(Launch(bucket, flight.nbytes, name, *times, told=flight.tells))
         return PassRecord(
             number=number,
-            plan=plan.hash,
+            plan=watched.plan.hash,
             began=self._began,
             started=self._started,
             backward_ended=self._ended,
@@ -219,8 +217,8 @@ class Recorder:
             launches=tuple(launches),
             buffers=self._buffers,
             unsynchronized=tuple(self._kept),
-            waits=tuple(one for one in [Span(*waited)] if self._started <= one.begin < self._ended),
-            sparse_bytes=sparse,
+            waits=(waited,) if self._started <= waited.begin < self._ended else (),
+            sparse_bytes=watched.sparse.total_bytes - self._sparse_before,
             buffer_bytes=self._buffer_bytes,
         )
 

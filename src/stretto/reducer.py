@@ -42,10 +42,11 @@ from .plan import BucketPlan
 from .rejoin import Rejoin
 from .scaling import Scaling
 from .sparse import SparseGradients
+from .stepped_alone import SteppedAlone
 from .tracker import ArrivalTracker
 from .transport.base import Transport
 from .uneven import Uneven
-from .usage import NeverUsed, Statistics, SteppedAlone, statistics_of, used_by
+from .usage import NeverUsed, Statistics, statistics_of, used_by
 from .words import Control, ControlWords
 
 
@@ -78,8 +79,7 @@ class Reducer:
         self.sparse = SparseGradients(sparse, transport, scaling, options.reduce_dtypes(sparse))
         self.inspection = Inspection(members, places, peers.gather)
         self.stop_watching = self._events.remove
-        self.members = members
-        self.transport = transport
+        self.members, self.transport = members, transport
         self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
         self.synchronize = True
         self.running = self.waits = self.detached = self._is_idle = False  # waits: the same, in this pass

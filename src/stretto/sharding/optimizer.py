@@ -27,7 +27,6 @@ from .turns import turns
 if TYPE_CHECKING:
     from .checkpoint import ShardedState
 
-
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -49,6 +48,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     assembles it.
     """
 
+    _is_made = False  # so while torch's constructor runs, which adds each group to a list of its own
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -68,9 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         self._guard = None if shares is None else Guard(optimizer)
         is_shared = shares is not None and shares.layout.is_shared
         self._other_steps = OtherSteps(optimizer, shares, where) if shares is not None and is_shared else None
-        self._module = module
-        self._shares = shares
-        self._where = where
+        self._module, self._shares, self._where = module, shares, where
         self.beside = beside
         """All sharded optimizers of one model, held weakly: otherwise they would live until a garbage collection."""
         beside.add(self)
@@ -78,17 +77,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         """Set by ``unshard()``, or when the handle ends."""
         self._handed_back = False
         """Set by ``unshard()``: the original has the state."""
+        self._is_made = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The original optimizer's; assigning to either of the two sets both."""
-        return self.original.param_groups if "beside" in self.__dict__ else self._of_torch
+        return self.original.param_groups if self._is_made else self._of_torch
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
-        if "beside" in self.__dict__:
+        if self._is_made:
             self.original.param_groups = value
-        else:  # torch's constructor, which adds each group to a list of its own
+        else:
             self._of_torch = value
 
     @property
@@ -98,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
-        if "beside" not in self.__dict__:  # torch's constructor
+        if not self._is_made:
             return
         if self._elsewhere is not None:
             self._elsewhere.refuse()
@@ -198,7 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
             SetupError: a parameter is not reduced by the handle that the optimizer was sharded with, or belongs to
                 another sharded optimizer.
         """
-        if "beside" not in self.__dict__:  # torch's constructor: these groups were checked before
+        if not self._is_made:  # these groups were checked before
             super().add_param_group(param_group)
             return
         before = len(self.original.param_groups)

@@ -81,8 +81,8 @@ class Layout:
             self._memories |= {device: _own(size, device) for device, size in sizes.items()}
         self.views = {index: self._view(index) for index in self.parameters}
         self._addresses = self._where_views_lie()
-        self._moved: list[int] = []
-        self.has_told = False
+        self.moved: list[int] = []
+        """Parameters that torch had moved to its own shared memory when ``strayed`` looked last."""
 
     def _view(self, index: int) -> torch.Tensor:
         view = shaped(self.flat(self._whole[index]), self.plan.parameters[index])
@@ -144,10 +144,10 @@ class Layout:
     def _renew_views(self) -> None:
         """Follow ``share_memory_()``, or a pickle for another process: the storage of view and parameter has moved."""
         now = self._where_views_lie()
-        self._moved = []
+        self.moved = []
         if now != self._addresses:
-            self._moved = [i for i, new, old in zip(self.views, now, self._addresses, strict=True) if new != old]
-            self.views |= {index: self._view(index) for index in self._moved}
+            self.moved = [i for i, new, old in zip(self.views, now, self._addresses, strict=True) if new != old]
+            self.views |= {index: self._view(index) for index in self.moved}
 
     def refuse_other_sizes(self, indices: Collection[int], where: str, plan: BucketPlan) -> None:
         """Checks parameters that were changed by hand. Changed strides are reported in one log line.
@@ -160,7 +160,7 @@ class Layout:
         Raises:
             SetupError: with the name of one that cannot be followed.
         """
-        if not (indices or self._moved):  # as in most steps
+        if not indices:  # as in most steps
             return
         restrided, planned = [], {(spec.name, spec.shape): spec.strides for spec in plan.parameters}
         for index in indices:
@@ -175,9 +175,6 @@ class Layout:
                     "Run a backward that reaches it before the step where the dtype has changed; where the size has, "
                     "build another parameter, and another optimizer for it."
                 )
-        if self._moved and not self.has_told:
-            warn_of_other_processes(where, [self.plan.parameters[index].name for index in self._moved])
-            self.has_told = True
         if restrided:
             log.warning(
                 f"{where}: {name_list(restrided)} had other strides than in the plan; they get the plan's back, and "

@@ -23,7 +23,7 @@ from .groups import Groups
 from .inner import Inner
 from .joining import Attendance, lent
 from .kinds import Kind, KindWatch
-from .layout import Layout
+from .layout import Layout, warn_of_other_processes
 from .meetings import ALIKE, Meetings, Met
 from .members import all_reduced, refuse_duplicates, refuse_unreduced, wanted_by_any
 from .memory import describe_shares, footprint_of
@@ -67,6 +67,8 @@ class Shares:
         self._number, self._has_moved = len(self.peers.seat.steps), False
         """Place of its count of steps; whether groups were followed since the last step."""
         self.peers.seat.steps.append(0)
+        self._has_told = False
+        """Of parameters in memory shared with other processes."""
         self.withholding.follow()
         try:
             self._divisions = Succession(kind, self._groups, reducer, self.meetings, overlap=overlap)
@@ -161,6 +163,9 @@ class Shares:
         """Raise if this rank cannot follow its parameters and groups."""
         layout, where, plan = self.layout, self.peers.where, self._reducer.plan
         layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
+        if layout.moved and not self._has_told:
+            warn_of_other_processes(where, [layout.plan.parameters[index].name for index in layout.moved])
+            self._has_told = True
         layout.refuse_tied(strayed, where)
         self._groups.refuse_other_dtypes()
         self._kinds.refuse_change(where, has_moved=has_moved)

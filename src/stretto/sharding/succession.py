@@ -94,7 +94,6 @@ class Succession:
         for parameter, state in states.items():
             follow_dtype(state, self._groups.dtype_before(parameter), parameter.dtype)
         self.now = self._divide(states, before)
-        self.now.layout.has_told |= before.layout.has_told
         self._groups.part_from(states, self._members.all_parameters())
 
     # Failures

@@ -1174,7 +1174,7 @@ def test_a_new_layout_does_not_forget_that_the_compiler_is_at_work() -> None:
         both.wait()
         for start in [*callback_handler.start_callbacks]:
             start(None)
-        optimizer._shares._divisions.lay_out_again()
+        optimizer._shares._succession.lay_out_again()
         train(model, optimizer, transport.rank, range(2, 4))
         assert type(model.first.weight) is torch.nn.Parameter
 

@@ -71,7 +71,7 @@ class Shares:
         """Of parameters in memory shared with other processes."""
         self.withholding.follow()
         try:
-            self._divisions = Succession(kind, self._groups, reducer, self.meetings, overlap=overlap)
+            self._succession = Succession(kind, self._groups, reducer, self.meetings, overlap=overlap)
         except BaseException:
             self.withholding.end()
             raise
@@ -85,25 +85,25 @@ class Shares:
     @property
     def layout(self) -> Layout:
         """Where the parameters lie."""
-        return self._divisions.now.layout
+        return self._succession.now.layout
 
     @property
     def inner(self) -> Inner:
         """What steps this rank's share."""
-        return self._divisions.now.inner
+        return self._succession.now.inner
 
     @property
     def _spread(self) -> Spread:
-        return self._divisions.now.spread
+        return self._succession.now.spread
 
     @property
     def _division(self) -> Division:
-        return self._divisions.now
+        return self._succession.now
 
     def _catch_up(self, *, ask: bool) -> None:
         """Follow the current plan and groups, as the next step would. Collective if they changed, or with ``ask``."""
         has_moved, problem = self._groups.have_moved(), None
-        lags = has_moved or self._divisions.lags
+        lags = has_moved or self._succession.lags
         try:
             if lags:
                 self._refuse(self.layout.strayed(), has_moved=has_moved)
@@ -115,7 +115,7 @@ class Shares:
                 refuse_strays(self.layout, self.layout.strayed(), self.peers)
             self._spread.finish()
             self.writings.forget()
-            self._divisions.follow()
+            self._succession.follow()
             self._has_moved |= has_moved
 
     # The step
@@ -128,7 +128,7 @@ class Shares:
         meets = self.layout.is_shared or joins or idle
         with self.meetings.tell_in_time(self.layout.parameters.values(), meets=meets):
             has_moved = self._groups.have_moved()
-            moves = has_moved or self._divisions.lags
+            moves = has_moved or self._succession.lags
             strayed = self.layout.strayed()
             if not turn:
                 refuse_to_step(self._optimizer, self.peers.where)
@@ -139,17 +139,17 @@ class Shares:
         begun = False
         try:
             met = self._agree(number, strayed, moves=moves, meets=meets, idle=idle, call=turn or "step")
-            with lent(self._groups, queue, self._divisions.fail, idle=idle) if met.idle else contextlib.nullcontext():
+            with lent(self._groups, queue, self._succession.fail, idle=idle) if met.idle else contextlib.nullcontext():
                 begun = True
                 if moves:
-                    self._divisions.follow()
+                    self._succession.follow()
                 said = self._groups.number(has_moved=False) if idle else number
                 self.layout.bring_back([] if moves else strayed, copies)
                 self._step_share(said, turn)
         except BaseException as error:  # see [Note: half a step]; also Ctrl-C right after the meeting
             is_ours_alone = not isinstance(error, StrettoError)
             if begun or (meets and is_ours_alone):
-                self._divisions.fail(error)
+                self._succession.fail(error)
             elif is_ours_alone:  # nothing was written or sent, and the others wait for it
                 self.meetings.fail(error)
             raise

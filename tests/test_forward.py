@@ -140,6 +140,33 @@ def test_what_fails_before_a_gradient_on_one_rank_and_is_caught_is_told_by_all(p
     assert found[-1] == [first + 10, *mine, *map(pytest.approx, later)]
 
 
+def test_a_forward_that_is_interrupted_on_one_rank_is_told_like_one_that_fails() -> None:
+    """A loop that catches Ctrl-C and goes on stepped with mixed batches, but for a warning."""
+
+    class Interrupted(Model):
+        def forward(self, x, fail=False):
+            if fail:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    def worker(transport) -> str:
+        model = Interrupted()
+        stretto.attach(model, transport=transport)
+        model(x(1.0)).backward()
+        if transport.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                model(x(1.0), fail=True)
+        with pytest.raises(stretto.PeerError) as told:
+            model(x(1.0)).backward()
+        model.zero_grad()
+        model(x(float(transport.rank))).backward()
+        assert model.inner.weight.grad[0, 0] == 0.5
+        return plain(str(told.value))
+
+    note = "  rank 1, pass 2, forward: KeyboardInterrupt (test_forward.py:LINE in forward)\n"
+    assert run_ranks(worker, 2) == [FAILED.format(rank, 2, "rank 1", note) for rank in (0, 1)]
+
+
 def test_two_of_three_ranks_are_named() -> None:
     found = run_ranks(lambda t: goes_on(t, lambda rank, number: rank > 0 and number == 2, 3 + (t.rank > 0)), 3)
     told = FAILED.format("{0}", 2, "ranks 1, 2", NOTE.format(1, 2) + NOTE.format(2, 2))

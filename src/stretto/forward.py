@@ -137,7 +137,7 @@ class ForwardWatch:
             events.emit(events.forward_started, queue.pass_number + 1)
         try:
             result = call(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             if counts and not isinstance(error, RecomputedEnough):
                 self._failing.before("forward", error, error.__traceback__)
             raise

@@ -439,6 +439,9 @@ SAME_BATCHES = (
         ("dist.all_gather_object([None] * 2, 0)", "", "pass 2", "at train.py:LINE in step"),
         ("dist.all_reduce(x, group=dist.group.WORLD)", "", "pass 2", "at train.py:LINE in step"),
         ("dist.barrier()", "sync.report", "pass 1", "in report() at train.py:LINE in told"),
+        ("dist.broadcast(x, src=0)", "", "pass 2", "at train.py:LINE in step"),
+        ("dist.scatter(x, group_src=0)", "", "pass 2", "at train.py:LINE in step"),
+        ("dist.broadcast_object_list([0])", "sync.report", "pass 1", "in report() at train.py:LINE in told"),
     ],
 )
 def test_a_rank_that_waits_in_a_collective_of_torchs_never_comes(
@@ -457,18 +460,27 @@ def test_a_rank_that_waits_in_a_collective_of_torchs_never_comes(
 
 
 @pytest.mark.ranks
+def test_ranks_that_all_receive_wait_for_the_source(tmp_path: Path) -> None:
+    """As where rank 0 alone saves the state of a sharded optimizer, and then tells the others the name of the file."""
+    body = IN_TORCHS.format("dist.broadcast(x, src=0)", "sync.report")
+    (code, printed, complaint), *_ = ranks(tmp_path, body, 3, patience=30.0)
+    assert code == 0, complaint
+    assert "ranks are out of step" in within(printed, "PeerError", 12)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "call",
     [
         "rank == 1 and dist.barrier(pair)",  # the other of the pair is late
         "dist.recv(x, src=0)",
-        "dist.broadcast(x, src=0)",  # the source waits for nobody, and may have left it
+        "rank == 1 and pair and dist.broadcast(x, src=0)",  # the source may have left it, and the third be late
         "threading.Thread(target=time.sleep, args=[9]).start(); dist.barrier()",  # which may train as well
     ],
 )
 def test_a_rank_that_waits_otherwise_may_come(tmp_path: Path, call: str) -> None:
     world = 2 + ("pair" in call)
-    (code, printed, complaint), *_ = ranks(tmp_path, IN_TORCHS.format(call, ""), world, patience=3.0)
+    (code, printed, complaint), *_ = ranks(tmp_path, IN_TORCHS.format(call, ""), world, patience=6.0)
     assert code == 0, complaint
     assert "Error after" in printed and "out of step" not in printed, "in the group's own time"
 

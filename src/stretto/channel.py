@@ -326,7 +326,7 @@ class Channel(People):
         while now != (now := (self._progress(handle), self.beside(), self.ended())):
             pass  # or it would mix states before and after a pass
         begun = f"has begun {counted(now[0][0], 'passes')} and " if now[0] else ""
-        return Answer(f"{begun}is {standing(frame)}", *now, awaited_in_torchs(frame))
+        return Answer(f"{begun}is {standing(frame)}", *now, *awaited_in_torchs(frame))
 
     def _progress(self, handle: str) -> list[int]:
         return next((seat.progress for seat in [*self._seats] if handle and seat.handle == handle), [])

@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 import torch.distributed as dist
@@ -77,9 +77,10 @@ class Inquiry:
         if (told := self._ask(channel, waited)) is not None:
             who_has_gone_apart(where, self._seat, channel, told)
             now = places(channel, told, waited)
-            waiting = {one: answer for one, answer in told.items() if waits_in_torchs(self._seat, channel, answer)}
+            waiting = {one: answer for one, answer in told.items() if waits_in_torchs(self._seat, channel, one, told)}
             for other, answer in waiting.items():
-                if answer == self._before.get(other):
+                # A broadcast may reach a rank by way of another, which is late, when its source has long gone on.
+                if all(told[one] == self._before.get(one) for one in ([other] if answer.source is None else told)):
                     raise elsewhere(where, other, now, SAME_BATCHES if self._seat.in_pass else SAME_CALLS)
             self._before = waiting
             if waiting:
@@ -131,10 +132,13 @@ def who_has_gone_apart(where: str, seat: Seat, channel: Channel, told: dict[int,
             raise elsewhere(where, other, places(channel, told))
 
 
-def waits_in_torchs(seat: Seat, channel: Channel, answer: Answer) -> bool:
+def waits_in_torchs(seat: Seat, channel: Channel, other: int, told: Mapping[int, Answer]) -> bool:
     """Whether a rank has not come to what this one is in, and waits for it in a collective of torch's."""
+    answer = told[other]
     has_not_come = any(begun > theirs for begun, theirs in zip(seat.progress, answer.progress, strict=False))
     awaits = answer.awaited and dist.is_initialized() and dist.get_rank() in answer.awaited
+    if awaits and answer.source is not None:
+        awaits = answer.source == dist.get_rank() and len(answer.awaited) <= len(told) + 1
     # Another thread may make either call: beside() knows those that are no daemons, on both ranks.
     return bool(has_not_come and awaits and answer.beside and channel.beside()) and not others_work()
 

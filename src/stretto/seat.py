@@ -122,4 +122,5 @@ class Answer(NamedTuple):
     ended: dict[str, int]
     """See :meth:`Channel.ended`."""
     awaited: Sequence[int] = ()
-    """See :func:`~stretto.whereabouts.awaited_in_torchs`."""
+    source: int | None = None
+    """See :func:`~stretto.whereabouts.awaited_in_torchs` for both."""

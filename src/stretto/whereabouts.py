@@ -24,6 +24,8 @@ IN_TORCHS = "in torch.distributed."
 """Where a rank stands that waits in a collective of torch's; the name follows."""
 _FOR_ALL = ("barrier", "all_", "_all_gather_base", "reduce_scatter", "_reduce_scatter_base")
 """How the names of those begin that nobody gets through before all ranks of the group have come."""
+_FROM_ONE = ("broadcast", "scatter")
+"""How the names of those begin that nobody gets through before one rank has come, whose tensor it is."""
 _WRITTEN = {"__enter__": "trace", "__init__": "DistributedDataParallel"}
 """What the user has written, for the method that Python calls."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -126,15 +128,24 @@ def standing(frame: FrameType | None) -> str:
     return f"{begins}() at {place_of_frame(innermost)}"
 
 
-def awaited_in_torchs(frame: FrameType | None) -> list[int]:
-    """Ranks, of all, that are to make the collective of torch's in which this rank waits, this one too; or none."""
+def awaited_in_torchs(frame: FrameType | None) -> tuple[list[int], int | None]:
+    """Ranks, of all, that are to make the collective of torch's in which this rank waits, this one too; or none.
+
+    And the one of them whose tensor this rank is to receive, if it is such a collective.
+    """
     call = _called(frame)
-    if call is None or not _is_torchs(call) or not call.f_code.co_name.startswith(_FOR_ALL):
-        return []
+    if call is None or not _is_torchs(call) or not call.f_code.co_name.startswith((*_FOR_ALL, *_FROM_ONE)):
+        return [], None
     try:
-        return distributed_c10d.get_process_group_ranks(call.f_locals.get("group"))
+        ranks = distributed_c10d.get_process_group_ranks(call.f_locals.get("group"))
     except (KeyError, RuntimeError, ValueError):  # it is no group, or has just been destroyed
-        return []
+        return [], None
+    if call.f_code.co_name.startswith(_FOR_ALL):
+        return ranks, None
+    source = call.f_locals.get("group_src")
+    if source is None or ranks[source] == distributed_c10d.get_rank():  # not there yet; or waits for nobody
+        return [], None
+    return ranks, ranks[source]
 
 
 def _called(frame: FrameType | None) -> FrameType | None:

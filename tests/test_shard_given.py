@@ -210,6 +210,28 @@ class Plainly(Signed):
         return self.how(parameter.grad)
 
 
+class Splits(torch.optim.SGD):
+    """Its constructor makes a group without weight decay of vectors, whatever it is given."""
+
+    def __init__(self, groups: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, lr, weight_decay=weight_decay)
+        for group in [*self.param_groups]:
+            vectors = [one for one in group["params"] if one.dim() < 2]
+            group["params"] = [one for one in group["params"] if one.dim() > 1]
+            self.add_param_group({"params": vectors})
+
+
+def test_a_constructor_that_makes_other_groups_is_refused() -> None:
+    """What it puts into another group would not be stepped."""
+    with pytest.raises(stretto.UnsupportedError) as caught:
+        kind_of(Splits([*START.parameters()]), "rank 0, shard")
+    reason = "of 1 group it makes 2"
+    assert str(caught.value) == (
+        f"rank 0, shard: Splits cannot be built again for a part of its parameters: {reason}.\n"
+        "Its constructor must take parameter groups first, and its defaults as keywords, as torch's do."
+    )
+
+
 def test_what_cannot_be_handed_on_is_refused_by_name() -> None:
     parameters = [*START.parameters()]
     kept = {Buffered: "buffers", Lazily: "cache", functools.partial(Scheduled, schedule=object()): "schedule"}

@@ -322,7 +322,8 @@ def test_parameters_have_one_optimizer() -> None:
             f"{where}: the optimizer is sharded already.\nUse what the first call returned.",
             f"{where}: second.weight, second.bias belong to another sharded optimizer.\n"
             "Give each parameter to one optimizer.",
-            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that.",
+            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that. To go "
+            "on with the state that unshard() gave back: load_state_dict() it then.",
             "shard: this handle has been detached.\nShard the optimizer before detach().",
         ]
 

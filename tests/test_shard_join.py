@@ -94,6 +94,27 @@ def test_the_model_is_that_of_a_plain_optimizer(counts, names, transport):
             assert [one is None for one in grads] == [one is None for one in plain_grads], name
 
 
+def without_an_option(rank, transport):
+    """The rank that goes on takes an option away, as before a second schedule."""
+    model, optimizer = build("AdamW", True, transport)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    with Join([model, optimizer]):
+        for step in range(1 + 3 * rank):
+            optimizer.zero_grad()
+            backward(model, rank, step)
+            if step == 2:
+                del optimizer.param_groups[0]["initial_lr"]
+            optimizer.step()
+    return "initial_lr" in optimizer.param_groups[0], [one.clone() for one in model.module.state_dict().values()]
+
+
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_an_option_that_is_taken_away_is_so_where_there_are_no_batches_too(transport):
+    (has, mine), (_, theirs) = spawn_ranks(without_an_option, 2, transport)
+    assert not has
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
 def outcome(run):
     try:
         run()

@@ -123,7 +123,8 @@ def _refuse(
         )
     if isinstance(optimizer, ShardedOptimizer) and optimizer.ended:
         raise SetupError(
-            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that."
+            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that. To go "
+            "on with the state that unshard() gave back: load_state_dict() it then."
         )
     others = [*others]
     if isinstance(optimizer, ShardedOptimizer) or any(one.original is optimizer for one in others):

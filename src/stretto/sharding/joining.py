@@ -240,6 +240,8 @@ def _lent(groups: Groups, queue: LaunchQueue, *, idle: bool) -> Iterator[None]:
         yield
         return
     for group, theirs in zip(groups.all, options, strict=True):
+        for gone in options_of(group).keys() - theirs.keys():
+            del group[gone]
         for key, value in theirs.items():
             if torch.is_tensor(value) and torch.is_tensor(mine := group.get(key)) and mine.shape == value.shape:
                 mine.copy_(value)  # the program may hold it, and it may lie on this rank's accelerator

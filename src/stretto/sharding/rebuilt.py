@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedError
 from ..steps import OURS
+from ..wording import counted
 from .attributes import hand_on
 from .probe import STEPS, random_state_kept
 from .turns import turn
@@ -32,7 +33,10 @@ def build_like(
     options = {key: optimizer.defaults[key] for key in _keywords(kind, optimizer.defaults)}
     try:
         like = kind([dict(group) for group in groups] or [{"params": []}], **options)  # torch refuses an empty list
-        del like.param_groups[len(groups) :]
+        if not groups:
+            like.param_groups.clear()
+        if len(like.param_groups) != len(groups):
+            raise ValueError(f"of {counted(len(groups), 'groups')} it makes {len(like.param_groups)}")
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(
             f"{name}: {kind.__name__} cannot be built again for a part of its parameters: {error}.\n"

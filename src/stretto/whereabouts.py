@@ -138,14 +138,12 @@ def awaited_in_torchs(frame: FrameType | None) -> tuple[list[int], int | None]:
         return [], None
     try:
         ranks = distributed_c10d.get_process_group_ranks(call.f_locals.get("group"))
-    except (KeyError, RuntimeError, ValueError):  # it is no group, or has just been destroyed
+        if call.f_code.co_name.startswith(_FOR_ALL):
+            return ranks, None
+        source = ranks[call.f_locals["group_src"]]
+        return ([], None) if source == distributed_c10d.get_rank() else (ranks, source)  # which waits for nobody
+    except (LookupError, RuntimeError, TypeError, ValueError):  # no group, or just destroyed; no source so far
         return [], None
-    if call.f_code.co_name.startswith(_FOR_ALL):
-        return ranks, None
-    source = call.f_locals.get("group_src")
-    if source is None or ranks[source] == distributed_c10d.get_rank():  # not there yet; or waits for nobody
-        return [], None
-    return ranks, ranks[source]
 
 
 def _called(frame: FrameType | None) -> FrameType | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -111,7 +111,7 @@ def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, aske
 
 
 def _refuse(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Iterable[ShardedOptimizer], where: str
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, others: Sequence[ShardedOptimizer], where: str
 ) -> None:
     """Raise if it cannot be sharded, with any number of ranks."""
     it: Any = optimizer
@@ -126,7 +126,6 @@ def _refuse(
             f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that. To go "
             "on with the state that unshard() gave back: load_state_dict() it then."
         )
-    others = [*others]
     if isinstance(optimizer, ShardedOptimizer) or any(one.original is optimizer for one in others):
         raise SetupError(f"{where}: the optimizer is sharded already.\nUse what the first call returned.")
     if any(_has_stepped(state) for state in optimizer.state.values()):

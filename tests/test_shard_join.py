@@ -105,14 +105,12 @@ def without_an_option(rank, transport):
             if step == 2:
                 del optimizer.param_groups[0]["initial_lr"]
             optimizer.step()
-    return "initial_lr" in optimizer.param_groups[0], [one.clone() for one in model.module.state_dict().values()]
+    return "initial_lr" in optimizer.param_groups[0]
 
 
 @pytest.mark.parametrize("transport", ["auto", "process_group"])
 def test_an_option_that_is_taken_away_is_so_where_there_are_no_batches_too(transport):
-    (has, mine), (_, theirs) = spawn_ranks(without_an_option, 2, transport)
-    assert not has
-    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    assert spawn_ranks(without_an_option, 2, transport) == [False, False]
 
 
 def outcome(run):

@@ -141,7 +141,8 @@ def awaited_in_torchs(frame: FrameType | None) -> tuple[list[int], int | None]:
         if call.f_code.co_name.startswith(_FOR_ALL):
             return ranks, None
         source = ranks[call.f_locals["group_src"]]
-        return ([], None) if source == distributed_c10d.get_rank() else (ranks, source)  # which waits for nobody
+        waits = source != distributed_c10d.get_rank()
+        return (ranks, source) if waits else ([], None)
     except (LookupError, RuntimeError, TypeError, ValueError):  # no group, or just destroyed; no source so far
         return [], None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +101,8 @@ def test_a_loss_through_what_was_put_by_is_that_of_now(carrier: Any) -> None:
 
 def test_objects_are_looked_through_only_where_something_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    real = gc.get_objects
-    monkeypatch.setattr(aliases.gc, "get_objects", lambda: looked.append(1) or real())
+    real = gc.get_referrers
+    monkeypatch.setattr(aliases.gc, "get_referrers", lambda *of: looked.append(1) or real(*of))
 
     def worker(transport: Any) -> None:
         model, sharded, *_ = pair(transport)
@@ -109,6 +111,36 @@ def test_objects_are_looked_through_only_where_something_is_shown(monkeypatch: p
 
     run_ranks(worker, 2)
     assert not looked
+
+
+def test_other_threads_build_tuples_while_objects_are_looked_through() -> None:
+    """CPython cannot complete a tuple that somebody else holds. Tensors of all classes are found."""
+
+    class Own(torch.Tensor):
+        pass
+
+    whole = torch.arange(4.0)
+    shown = [whole[:2], whole[1:].as_subclass(Own), torch.nn.Parameter(whole), torch.nn.Buffer(whole)]
+    built, failed = list[int](), list[SystemError]()
+
+    def build() -> None:
+        try:
+            while len(built) < 5000:
+                built.append(len(tuple([number] for number in range(50))))
+        except SystemError as error:
+            failed.append(error)
+
+    thread, interval = threading.Thread(target=build), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        while thread.is_alive():
+            (found,) = aliases._aliases({whole.untyped_storage()._cdata}, {id(whole)}).values()
+            assert {id(one) for one, _ in found} == {id(one) for one in shown}
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert not failed
 
 
 def test_what_covers_more_than_a_parameter_stays_where_it_is() -> None:

@@ -6,6 +6,10 @@ other models, but not those that a handle reduces, which are laid out separately
 objects are searched, which takes as long as a garbage collection; it is done only if the storage has more users than
 are known. Graphs that are still alive are users too, but not Python objects: tensors that only they hold keep the old
 memory.
+
+The search asks which objects refer to a class of tensors, as each instance does. A loop over ``gc.get_objects()`` finds
+the same, but holds every object meanwhile: CPython cannot complete a tuple that another thread has begun and somebody
+else holds (``SystemError: Objects/tupleobject.c``).
 """
 
 from __future__ import annotations
@@ -81,13 +85,17 @@ def move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Iterable[tor
 def _aliases(held: set[int], stay: Collection[int]) -> Mapping[int, Sequence[tuple[torch.Tensor, _Place]]]:
     """The other tensors that show these storages, by storage."""
     found = defaultdict[int, list[tuple[torch.Tensor, _Place]]](list)
-    for one in gc.get_objects():
+    for one in gc.get_referrers(*_with_subclasses(torch.Tensor)):
         if issubclass(type(one), torch.Tensor) and id(one) not in stay:
             with contextlib.suppress(Exception):  # any tensor of the program: without a place, or broken
                 number = torch.Tensor.untyped_storage(one)._cdata  # asked for more, a symbolic one guards its shapes
                 if number in held and owner_of(one) is None and _IMMOVABLE not in vars(one):
                     found[number].append((one, _Place.of(one)))
     return found
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
 def _shown(alias: torch.Tensor, place: _Place, of: _Place, new: torch.Tensor) -> torch.Tensor | None:

@@ -133,7 +133,7 @@ def schedule(
 
     Args:
         order: parameter indices as they arrived; twice where one arrived twice.
-        ids: ``id()`` of each arrival.
+        ids: ``id()`` of each parameter, by index.
         bucket_of: each parameter's bucket, by index.
         hands_out: False if gradients may come again after their bucket has left, so that ``.grad`` must not be the
             slot before the pass settles.
@@ -165,7 +165,7 @@ def schedule(
             in_runs = {place for run in runs for place in run.places}
             alone = [place for place in range(len(complete)) if place not in in_runs]
             formats = _formats(complete, bucket_of, place_of) if follows_formats else []
-            kinds, arrivals = Kinds(views or ()), list(ids[start : place + 1])
+            kinds, arrivals = Kinds(views or ()), [ids[i] for i in order[start : place + 1]]
             chunks.append(Chunk(arrivals, parts, index, full, views, kinds, runs, alone, formats))
             start, nbytes, complete, full = place + 1, 0, [], []
     return chunks

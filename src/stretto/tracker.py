@@ -44,7 +44,7 @@ class ArrivalTracker:
         self.arrivals = Arrivals(parameters, owner, first, self._look)
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.last_order: list[int] = []
-        """Indices of the last arrivals that were not as scheduled, the schedule's own order otherwise."""
+        """Indices of the last pass's arrivals."""
         self.graph_changed = False
         """Whether two passes in succession have reached different parameters."""
         self._queue, self._events, self._progressed = queue, queue.events, progressed
@@ -52,8 +52,6 @@ class ArrivalTracker:
         self._schedule: list[Chunk] | None = None
         self.hands_out = False
         """Whether all chunks of the schedule make the slots ``.grad`` when they are taken."""
-        self._known: list[int] = []
-        """``id()`` of the last pass's arrivals."""
         self._expected: dict[int, int] = {}
         """How often those arrived in the last pass that arrived more than once."""
         self._in_order = False
@@ -84,7 +82,7 @@ class ArrivalTracker:
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._expected = {self.index_of[key]: n for key, n in counts.items() if key in self.index_of}
         self.unsynchronized = {self.index_of[key] for key in waiting if key in self.index_of}
-        self._schedule, self.hands_out, self._known, self.last_order = None, False, [], []
+        self._schedule, self.hands_out, self.last_order = None, False, []
         self.gone.clear()
         self.arrivals.follow(parameters)
         self.watch_all()
@@ -100,15 +98,15 @@ class ArrivalTracker:
         self.arrivals.look_at(self.alive(range(len(self.index_of))))
 
     def follow_again(self) -> None:
-        """The plan has changed: schedule the known order for its buckets."""
+        """The plan has changed: schedule the last order for its buckets."""
         if self._schedule is not None:
             self._follow()
 
     def _follow(self) -> None:
-        """Look only where the schedule for the known order says so."""
-        order = [self.index_of[i] for i in self._known]
+        """Look only where the schedule for the last order says so."""
         once, follows = not (self._careful or self.graph_changed), not fixes_plan(self._queue.comm_hook)
-        self._schedule = schedule(order, self._known, self._queue.bucket_of, hands_out=once, follows_formats=follows)
+        ids, bucket_of = [*self.index_of], self._queue.bucket_of
+        self._schedule = schedule(self.last_order, ids, bucket_of, hands_out=once, follows_formats=follows)
         self.hands_out = all(chunk.views is not None for chunk in self._schedule)
         self.arrivals.look_at(self.alive(chunk.closer for chunk in self._schedule))
 
@@ -307,7 +305,7 @@ class ArrivalTracker:
         """What has a ``.grad``, of this pass or kept before it, unless all was taken. What fits no slot is loose."""
         if scheduled and not any(map(_pending, self._queue.buckets)):
             return set()
-        arrived = {self.index_of[id(parameter)] for parameter in self.arrivals.order}
+        arrived = set(self.arrival_order())
         self._refuse_gone(arrived, self._queue.buckets)
         found = {index: one for index, one in self.alive(self.unsynchronized | arrived) if one.grad is not None}
         self._queue.set_loose([index for index, one in found.items() if not self._queue.fits(index, one)])
@@ -320,7 +318,7 @@ class ArrivalTracker:
         """
         if self.as_scheduled():
             return []
-        count = Counter(self.index_of[id(parameter)] for parameter in self.arrivals.order)
+        count = Counter(self.arrival_order())
         left = self._queue.buckets[: self._queue.launched]
         launched = {index for bucket in left for index in bucket.indices}
         hot = {i for chunk in (self._schedule or ())[: self._next_chunk] if chunk.views for i in chunk.arrivals}
@@ -329,22 +327,21 @@ class ArrivalTracker:
 
     def end(self) -> None:
         """The pass is over, or given up. If it was not as scheduled, learn from it."""
-        ids = None if self.as_scheduled() else [*map(id, self.arrivals.order)]
+        order = None if self.as_scheduled() else self.arrival_order()
         self.stop()
-        if ids is not None:
-            self._learn(ids)
+        if order is not None:
+            self._learn(order)
         self._count.clear()
         self._next_chunk = self._looked_at = 0
 
-    def _learn(self, ids: list[int]) -> None:
+    def _learn(self, order: list[int]) -> None:
         """Follow an order once it was seen twice, or at once if it is the first."""
-        self.last_order = [self.index_of[i] for i in ids]
-        self._expected = {index: n for index, n in Counter(self.last_order).items() if n > 1}
-        stable = ids == self._known or not self._known
-        if not self.graph_changed and ids and self._known:
-            self.graph_changed = set(ids) != set(self._known)
-        self._known = ids
-        if stable and ids and not self._events.gradient_ready:
+        before, self.last_order = self.last_order, order
+        self._expected = {index: n for index, n in Counter(order).items() if n > 1}
+        stable = order == before or not before
+        if not self.graph_changed and order and before:
+            self.graph_changed = set(order) != set(before)
+        if stable and order and not self._events.gradient_ready:
             self._follow()
         elif self._schedule is not None:
             self.watch_all()

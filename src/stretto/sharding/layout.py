@@ -82,7 +82,7 @@ class Layout:
         self.views = {index: self._view(index) for index in self.parameters}
         self._addresses = self._where_views_lie()
         self.moved: list[int] = []
-        """Parameters that torch had moved to its own shared memory when ``strayed`` looked last."""
+        """Parameters that torch has moved to its own shared memory, when it last moved any."""
 
     def _view(self, index: int) -> torch.Tensor:
         view = shaped(self.flat(self._whole[index]), self.plan.parameters[index])
@@ -144,7 +144,6 @@ class Layout:
     def _renew_views(self) -> None:
         """Follow ``share_memory_()``, or a pickle for another process: the storage of view and parameter has moved."""
         now = self._where_views_lie()
-        self.moved = []
         if now != self._addresses:
             self.moved = [i for i, new, old in zip(self.views, now, self._addresses, strict=True) if new != old]
             self.views |= {index: self._view(index) for index in self.moved}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -265,15 +266,25 @@ def _bucket(seen: Sequence[_Seen], names: tuple[str, ...]) -> BucketReport:
 # All ranks
 
 
+class Ends(NamedTuple):
+    """Of one pass, by rank 0's clock."""
+
+    came: int
+    """When its backward would have ended without waits amid it."""
+    backward: int
+    """When it had."""
+    settled: int
+    """When the pass had."""
+
+
 @dataclass(frozen=True)
 class RankView:
     """What a rank brings to a report."""
 
     rank: int
     breakdown: Breakdown
-    ends: Mapping[int, tuple[int, int, int]]
-    """By pass: when its backward would have ended without waits amid it, when it had, and when the pass had settled, by
-    rank 0's clock."""
+    ends: Mapping[int, Ends]
+    """By pass."""
     middle: frozenset[int]
     """The passes that the breakdown averages."""
     uncertainty: int | None
@@ -282,7 +293,7 @@ class RankView:
 
 def seen_in(rank: int, records: Sequence[PassRecord], uncertainty: int | None, clock: Clockwise) -> RankView:
     """By one rank, whose times ``clock`` turns into rank 0's."""
-    ends = {one.number: (clock(one.came), clock(one.backward_ended), clock(one.settled)) for one in records}
+    ends = {one.number: Ends(clock(one.came), clock(one.backward_ended), clock(one.settled)) for one in records}
     return RankView(rank, breakdown_of(records), ends, frozenset(one.number for one in _middle(records)), uncertainty)
 
 
@@ -299,15 +310,15 @@ def side_by_side(everyone: Sequence[RankView]) -> tuple[RankReport, ...]:
     common = set.intersection(*(set(one.ends) for one in everyone)) if everyone else set()
     if not common or any(one.uncertainty is None for one in everyone):
         return tuple(RankReport(one.rank, one.breakdown, None, None) for one in everyone)
-    ends = {number: [one.ends[number][0] for one in everyone] for number in common}
-    first, last = ({number: pick(ends[number]) for number in common} for pick in (min, max))
-    over = {number: max(one.ends[number][1] for one in everyone) for number in common}  # who waited amid it ends later
+    came = {number: [one.ends[number].came for one in everyone] for number in common}
+    first, last = ({number: pick(came[number]) for number in common} for pick in (min, max))
+    over = {n: max(one.ends[n].backward for one in everyone) for n in common}  # who waited amid it ends later
     reports = []
     for one in everyone:
-        behind = statistics.median((one.ends[number][0] - first[number]) * NANO for number in common)
-        was_last = statistics.fmean(one.ends[number][0] == last[number] for number in common)
+        behind = statistics.median((one.ends[number].came - first[number]) * NANO for number in common)
+        was_last = statistics.fmean(one.ends[number].came == last[number] for number in common)
         # No pass settles before the last rank's backward has ended, unless by clocks that are a little apart.
-        waits = [min(over[number], one.ends[number][2]) - one.ends[number][0] for number in one.middle & common]
+        waits = [min(over[n], one.ends[n].settled) - one.ends[n].came for n in one.middle & common]
         waiting = statistics.fmean(waits) * NANO if waits else 0.0
         reports.append(RankReport(one.rank, one.breakdown, behind, was_last, min(waiting, one.breakdown.exposed)))
     return tuple(reports)

@@ -1,5 +1,7 @@
 """What is sent, counted: how many messages, how many bytes, and when none."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -191,10 +193,11 @@ def test_whatever_is_sent_arrives_to_the_bit(chosen):
         tensors = [ODD_TENSORS[index]() for index in chosen]
         if transport.rank:
             tensors = [torch.zeros_like(tensor) for tensor in tensors]
-        broadcast_coalesced(tensors, transport, lambda work, what: work.wait(), message_bytes=40)
+        broadcast_coalesced(tensors, transport, lambda work, what: work.wait())
         return tensors
 
-    sent, received = run_ranks(worker, 2)
+    with mock.patch("stretto.broadcast.MESSAGE_BYTES", 40):
+        sent, received = run_ranks(worker, 2)
     for one, other in zip(sent, received, strict=True):
         assert torch.equal(one, other)
         assert one.stride() == other.stride() and one.dtype == other.dtype

@@ -70,20 +70,17 @@ class CoalescedMessages:
         self.messages.clear()
 
 
-def start_broadcast(
-    tensors: Sequence[torch.Tensor], transport: Transport, *, root: int = 0, message_bytes: int = MESSAGE_BYTES
-) -> CoalescedMessages:
+def start_broadcast(tensors: Sequence[torch.Tensor], transport: Transport, *, root: int) -> CoalescedMessages:
     """Put ``root``'s tensors under way. Collective.
 
     Args:
         tensors: the same shapes and dtypes in the same order on every rank; any strides.
         transport: carries the messages.
         root: rank whose values win.
-        message_bytes: a message is at most this, unless one tensor alone is larger.
     """
     started = CoalescedMessages()
     is_root = transport.rank == root
-    for group in _groups(tensors, message_bytes, lambda tensor: tensor.device):
+    for group in _groups(tensors, MESSAGE_BYTES, lambda tensor: tensor.device):
         group.sort(key=lambda tensor: (-tensor.itemsize, str(tensor.dtype)))  # so each begins where its dtype may
         nbytes = sum(tensor.nbytes for tensor in group)
         flat = _pack(group, torch.uint8) if is_root else group[0].new_empty(nbytes, dtype=torch.uint8)
@@ -94,7 +91,10 @@ def start_broadcast(
 def start_reduce(
     tensors: Sequence[torch.Tensor], transport: Transport, divisor: float, *, message_bytes: int = MESSAGE_BYTES
 ) -> CoalescedMessages:
-    """Put tensors under way to become their sum over ranks, divided by ``divisor``. Collective; arguments as above."""
+    """Put tensors under way to become their sum over ranks, divided by ``divisor``. Collective; arguments as above.
+
+    A message is at most ``message_bytes``, unless one tensor alone is larger.
+    """
     started = CoalescedMessages()
     for group in _groups(tensors, message_bytes, lambda tensor: (tensor.dtype, tensor.device)):
         flat = _pack(group, group[0].dtype)
@@ -110,13 +110,12 @@ def broadcast_coalesced(
     wait: Callable[[Work, str], object],
     *,
     root: int = 0,
-    message_bytes: int = MESSAGE_BYTES,
 ) -> None:
     """Collective. Replace every tensor by ``root``'s, holding no more than two messages in memory at a time."""
     what = f"the values of rank {root}"
     under_way: list[CoalescedMessages] = []
-    for group in _groups(tensors, message_bytes, lambda tensor: tensor.device):
-        under_way.append(start_broadcast(group, transport, root=root, message_bytes=message_bytes))
+    for group in _groups(tensors, MESSAGE_BYTES, lambda tensor: tensor.device):
+        under_way.append(start_broadcast(group, transport, root=root))
         if len(under_way) == 2:
             under_way.pop(0).finish(wait, what)
     for broadcast in under_way:

@@ -102,7 +102,7 @@ class Events:
     pass_settled: list[Subscription]
     plan_changed: list[Subscription]
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
         for event in EVENTS:
             setattr(self, event, [])

@@ -52,14 +52,15 @@ class Presence:
         self.waited = (0, 0)
         """From when to when this rank last waited for the map, in nanoseconds of ``perf_counter_ns``."""
 
-    def announce(self, uses: Sequence[bool], *, later: bool = False) -> None:
+    def announce(self, uses: Sequence[bool], *, later: bool) -> None:
         """Put the map under way: for each bucket, whether this rank has something for it. Collective.
 
         ``later``: when it is asked for; see family.py, [Note: strangers].
         """
         self._used = self._map = self._work = None
         asked = torch.tensor(uses, dtype=torch.int32, device="cpu")
-        self._work = None if later else self._transport.all_reduce(asked)
+        if not later:
+            self._work = self._transport.all_reduce(asked)
         self._map = asked  # last: one that could not be sent was not announced
 
     def announce_nothing(self, buckets: int, *, later: bool = False) -> None:

@@ -28,8 +28,8 @@ from .shares import Shares
 class Asked:
     """What the user asked for; see :func:`stretto.shard`."""
 
-    keep_grads: bool = True
-    overlap: bool = True
+    keep_grads: bool
+    overlap: bool
 
     def __post_init__(self) -> None:
         for name in ("keep_grads", "overlap"):

@@ -51,7 +51,7 @@ class Division:
         spread: Callable[[Layout, Sequence[Sequence[Piece]]], Spread],
         others: Callable[[], Iterable[torch.nn.Parameter]],
         states: Mapping[torch.Tensor, State],
-        before: Division | None = None,
+        before: Division | None,
     ) -> None:
         self.kind, self.groups, self.queue = kind, groups, queue
         self.layout = layout = Layout(queue, self._mine())

@@ -38,14 +38,14 @@ class Succession:
     def __init__(self, kind: Kind, groups: Groups, reducer: Reducer, meetings: Meetings, *, overlap: bool) -> None:
         self._kind, self._groups, self._meetings, self._overlap = kind, groups, meetings, overlap
         self._queue, self._members, self._compiler = reducer.queue, reducer.members, CompilerWatch()
-        self.now = self._divide(groups.optimizer.state)
+        self.now = self._divide(groups.optimizer.state, None)
 
-    def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None = None) -> Division:
+    def _divide(self, states: Mapping[torch.Tensor, State], before: Division | None) -> Division:
         """Make a division for the plan in use, and remember the groups. Collective.
 
         Args:
             states: what the optimizer keeps, in the form for whole parameters.
-            before: the division that is replaced.
+            before: the division that is replaced, if any.
         """
         made = Division(
             self._kind,

@@ -67,7 +67,7 @@ def as_groups(process_groups: Iterable[dist.ProcessGroup] | None) -> tuple[dist.
 
 def carrier_of(
     asked: Transport | str | None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None,
     process_groups: Sequence[dist.ProcessGroup] = (),
 ) -> Transport | None:
     """The transport or the groups that were given, else the default group; None in a program of one process.

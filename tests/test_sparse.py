@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from models import Fails
+from models import Fails, words_come_late
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn import functional as F
@@ -359,6 +359,29 @@ def test_a_gradient_that_is_sparse_without_its_module_saying_so_is_named() -> No
     )
     with pytest.raises(stretto.SetupError, match="sparse= names nowhere"):
         run_ranks(lambda transport: worker(transport, sparse=["nowhere"]), 2, timeout=20)
+
+
+def fails_while_words_come_late(rank: int) -> list[str]:
+    words_come_late()
+    net, told = Net(), []
+    stretto.attach(net)
+    for number in range(1, 5):
+        net.zero_grad()
+        hidden = net.bags(torch.tensor([[rank, 2]])) * net.words(torch.tensor([[1]])).sum(1)
+        loss = net.head(Fails.apply(hidden) if rank and number == 2 else hidden).square().sum()
+        try:
+            loss.backward()
+        except (ValueError, stretto.PeerError) as error:
+            told.append(f"{number}: {str(error).splitlines()[0]}")
+    return told
+
+
+def test_a_failure_that_the_counts_have_told_is_not_told_again_when_the_words_arrive() -> None:
+    """On an accelerator words arrive in the next pass, which is a right one, and which the other rank steps with."""
+    assert spawn_ranks(fails_while_words_come_late, 2) == [
+        ["2: rank 0, pass 2: backward failed on rank 1, so the mean of this pass lacks gradients."],
+        ["2: on purpose"],
+    ]
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -269,10 +269,10 @@ class Reducer:
             self._events.emit(self._events.pass_settled, queue.pass_number)
         if changed and not queue.tells:
             self._rejoin.refuse()
-        inspected = self.inspection.due(queue.pass_number)
-        self._consensus.hear(words, at_once=changed or inspected)
-        if carries and self.sparse.given_up:
-            raise self._consensus.failure(self.sparse.given_up)
+        inspected, given_up = self.inspection.due(queue.pass_number), self.sparse.given_up if carries else 0
+        self._consensus.hear(words, at_once=changed or inspected or given_up > 0)  # else words would tell it once more
+        if given_up:  # with a hook that carries no words
+            raise self._consensus.failure(given_up)
         if inspected:
             self.inspection.run(queue.pass_number)
 

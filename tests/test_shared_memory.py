@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import gc
 import hashlib
 import os
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -26,7 +29,7 @@ from stretto.testing import run_ranks
 from stretto.transport import LocalTransport, ProcessGroupTransport, SharedMemoryTransport, choose
 from stretto.transport.futex import Futex
 from stretto.transport.memory import CHUNK_BYTES, SEGMENTS
-from stretto.transport.page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, SEQUENCE
+from stretto.transport.page import ASLEEP, ENTRIES, FINISHED, PUBLISHED, SEQUENCE, Page
 from stretto.transport.sums import BLOCK_BYTES, PIECE_BYTES, SMALL_BYTES
 
 CPU = torch.device("cpu")
@@ -563,3 +566,37 @@ def test_a_late_peer_does_not_stop_this_ranks_backward() -> None:
     alone = events[: events.index("rank 1 begins")]
     assert [event for event in alone if "launches" in event] == [f"rank 0 launches {n}" for n in range(4)]
     assert sum("has" in event for event in alone) == 4 and "rank 0 settles" not in alone
+
+
+@pytest.mark.parametrize("looked_up", [1, 2])
+def test_a_segment_may_go_while_another_is_looked_up(monkeypatch: pytest.MonkeyPatch, looked_up: int) -> None:
+    """Python's collector, or another thread, may free the last tensor of one between any two lines."""
+    arena = Page(0).arena
+    segments = sorted((arena.allocate(CHUNK_BYTES) for _ in range(3)), key=torch.Tensor.data_ptr)
+    wanted = segments[looked_up]
+    found = arena.locate(wanted)
+    assert found is not None and found.offset == 0
+
+    def find(bases: list[int], address: int) -> int:
+        place = bisect.bisect_right(bases, address)
+        segments.clear()
+        return place
+
+    monkeypatch.setattr("stretto.transport.memory.bisect", SimpleNamespace(bisect_right=find))
+    assert arena.locate(wanted) == found
+
+
+@pytest.mark.parametrize("goes", [False, True])
+def test_what_lies_behind_a_segment_that_goes_lies_nowhere(monkeypatch: pytest.MonkeyPatch, goes: bool) -> None:
+    arena = Page(0).arena
+    segments = [arena.allocate(CHUNK_BYTES)]
+    shown = SimpleNamespace(data_ptr=functools.partial(int, segments[0].data_ptr() + CHUNK_BYTES))
+
+    def find(bases: list[int], address: int) -> int:
+        place = bisect.bisect_right(bases, address)
+        if goes:
+            segments.clear()
+        return place
+
+    monkeypatch.setattr("stretto.transport.memory.bisect", SimpleNamespace(bisect_right=find))
+    assert arena.locate(shown) is None

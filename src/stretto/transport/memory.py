@@ -50,6 +50,7 @@ LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _MAP_FIXED = 16
 _TURN_SECONDS = 5.0
+_GONE = (0, 0, 0)  # what was below an address has been freed since: it lies elsewhere
 
 SEGMENTS = 512
 LINE = struct.Struct("<QQQ")  # number of the segment (0: none), file descriptor, bytes
@@ -211,18 +212,18 @@ class Arena:
 
     def locate(self, tensor: torch.Tensor) -> Location | None:
         """Where in this arena the tensor lies; None if it lies elsewhere."""
-        address = tensor.data_ptr()
-        place = bisect.bisect_right(self._bases, address)
+        address, bases = tensor.data_ptr(), self._bases.copy()  # a segment may retire between any two lines
+        place = bisect.bisect_right(bases, address)
         if not place:
             return None
-        base = self._bases[place - 1]
-        line, number, end = self._lines[base]
+        base = bases[place - 1]
+        line, number, end = self._lines.get(base, _GONE)
         return Location(line, number, address - base) if address < end else None
 
     def buffer_of(self, tensor: torch.Tensor) -> memoryview:
         """The bytes of a tensor of this arena; they keep its segment alive for anything made of them."""
-        address = tensor.data_ptr()
-        base = self._bases[bisect.bisect_right(self._bases, address) - 1]
+        address, bases = tensor.data_ptr(), self._bases.copy()
+        base = bases[bisect.bisect_right(bases, address) - 1]
         return memoryview(self._mappings[base])[address - base : address - base + tensor.nbytes]
 
     def _new_segment(self, needed: int) -> mmap.mmap:

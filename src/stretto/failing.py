@@ -89,7 +89,7 @@ class Failing:
 
     def at_the_end(self, error: BaseException, give_up: Callable[[], object]) -> None:
         """Of backward, where it can be seen."""
-        lost = self._lost(give_up)
+        lost = self._give_up(give_up)
         self._queue.peers.tell_failed("backward", error, error.__traceback__, leaves=lost is not None)
         self._say(lost, error)
         self._is_told = True
@@ -108,7 +108,7 @@ class Failing:
             self._early()
             return
         given_up: list[Failing] = []
-        lost = self._lost(functools.partial(give_up, given_up))
+        lost = self._give_up(functools.partial(give_up, given_up))
 
         def tell(error: BaseException | None, trace: TracebackType | None = None) -> None:
             self._queue.peers.tell_failed("backward", error, trace, leaves=lost is not None)
@@ -139,7 +139,7 @@ class Failing:
         with self._queue.lock, torch.no_grad():
             self._queue.transport.flush(FLUSH_SECONDS)
 
-    def _lost(self, give_up: Callable[[], object]) -> BaseException | None:
+    def _give_up(self, give_up: Callable[[], object]) -> BaseException | None:
         """Give up the pass; if that fails too, and so this rank is out of step for good, why."""
         try:
             give_up()

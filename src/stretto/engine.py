@@ -23,7 +23,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -224,10 +224,13 @@ def _is_traced() -> bool:
     return bool(heard)
 
 
-def _started() -> FrameType | None:
-    """The call that started the engine on this thread, if one did."""
+_STARTS_ENGINE = _engine_run_backward.__code__
+
+
+def running(code: CodeType) -> FrameType | None:
+    """The innermost call on this thread that runs this code, if one does."""
     found: FrameType | None = sys._getframe()
-    while found is not None and found.f_code is not _engine_run_backward.__code__:
+    while found is not None and found.f_code is not code:
         found = found.f_back
     return found
 
@@ -238,7 +241,7 @@ def accumulates_into(parameters: Iterable[torch.Tensor]) -> bool:
     It is not in ``torch.autograd.grad``, nor in ``backward(inputs=...)`` of others, nor if all are frozen.
     """
     trained = {id(one) for one in parameters if one.requires_grad}
-    if not trained or (found := _started()) is None:
+    if not trained or (found := running(_STARTS_ENGINE)) is None:
         return bool(trained)
     given = found.f_locals
     inputs = [id(one) for one in given["args"][3]]
@@ -254,7 +257,7 @@ def when_raised(tell: Callable[[BaseException | None, TracebackType | None], Non
         False if the exception will not be seen: this thread did not start the engine, or is in a trace function, as
         at the prompt of a debugger. ``tell`` gets None if the engine ends well: what it dropped was of another's.
     """
-    found = _started()
+    found = running(_STARTS_ENGINE)
     if found is None or not _is_traced():
         return False
     frame, on_frame, everywhere = found, found.f_trace, sys.gettrace()

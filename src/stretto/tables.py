@@ -7,16 +7,14 @@ of the plan are replaced that way, no hook is left to begin a pass; so one of th
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.utils import stateless
 
-from .engine import left_uncompiled
+from .engine import left_uncompiled, running
 
 _WITH_INSERT = (torch.nn.ModuleList, torch.nn.Sequential)
 _LENDS = stateless._functional_call.__code__
@@ -101,7 +99,4 @@ class Tables:
 
 def lent() -> bool:
     """Whether ``functional_call`` is under way, which puts others into tables for so long."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _LENDS:
-        frame = frame.f_back
-    return frame is not None
+    return running(_LENDS) is not None

@@ -189,7 +189,7 @@ class Synchronizer(Settings, NoModel):
 
     def renew(self, made: Synchronizer, kept: Kept) -> Synchronizer:
         """For the drop-in, which attaches anew: be the handle just made from here on, with all that was set on this."""
-        told, observers, hooks = self._idle, self.observers, self.comm_hooks
+        told, observers, hooks = self._no_reducer, self.observers, self.comm_hooks
         every = None if self.sampler is None else self.sampler.every
         for slot in {*Settings.__slots__, *self.__slots__} - {"__weakref__"}:
             setattr(self, slot, getattr(made, slot))

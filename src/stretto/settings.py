@@ -17,7 +17,7 @@ from .usage import Statistics
 
 
 @dataclass
-class Idle:
+class NoReducer:
     """Stands for a reducer with one rank, and after ``detach()``."""
 
     plan: BucketPlan
@@ -37,14 +37,14 @@ class Settings:
         places: the module's buffers.
     """
 
-    __slots__ = ("_buffer_places", "_held", "_idle", "_options", "rank")
+    __slots__ = ("_buffer_places", "_held", "_no_reducer", "_options", "rank")
 
     def __init__(self, rank: int, plan: BucketPlan, options: Options, places: BufferPlaces) -> None:
         self.rank = rank
         self._options = options
         self._buffer_places = places
         self._held: Reducer | None = None
-        self._idle = Idle(plan, Statistics())
+        self._no_reducer = NoReducer(plan, Statistics())
 
     @property
     def _reducer(self) -> Reducer | None:
@@ -75,11 +75,11 @@ class Settings:
             sync.weight = len(x)
             model(x).mean().backward()
         """
-        return (self._reducer.queue if self._reducer else self._idle).weight
+        return (self._reducer.queue if self._reducer else self._no_reducer).weight
 
     @weight.setter
     def weight(self, value: float) -> None:
-        told = self._reducer.queue if self._reducer else self._idle
+        told = self._reducer.queue if self._reducer else self._no_reducer
         told.weight, told.has_weight = weight_of(value, self._options, self.rank), True
 
     @contextlib.contextmanager
@@ -106,26 +106,26 @@ class Settings:
     @property
     def synchronize(self) -> bool:
         """Whether the next backward reduces. ``no_sync`` sets it to False while it lasts."""
-        return (self._reducer or self._idle).synchronize
+        return (self._reducer or self._no_reducer).synchronize
 
     @synchronize.setter
     def synchronize(self, value: bool) -> None:
-        (self._reducer or self._idle).synchronize = value
+        (self._reducer or self._no_reducer).synchronize = value
 
     @property
     def plan(self) -> BucketPlan:
         """The plan in use. ``print(sync.plan)`` shows a table."""
-        return (self._held or self._idle).plan
+        return (self._held or self._no_reducer).plan
 
     @property
     def statistics(self) -> Statistics:
         """Counts since attaching, on this rank."""
-        return (self._held or self._idle).statistics
+        return (self._held or self._no_reducer).statistics
 
     def _end(self) -> None:
         """Keep what was set and counted; the reducer lets go of everything."""
         if self._held is not None:
             held, queue = self._held, self._held.queue
-            self._idle = Idle(held.plan, held.statistics, held.synchronize, queue.weight, queue.has_weight)
+            self._no_reducer = NoReducer(held.plan, held.statistics, held.synchronize, queue.weight, queue.has_weight)
             held.detach()
             self._held = None

@@ -7,14 +7,16 @@ import re
 import types
 import weakref
 
+import models
 import pytest
 import torch
 from models import checkpoint
 
 import stretto
 from stretto.failing import Failing
+from stretto.footer import Footer
 from stretto.reducer import reducer_of
-from stretto.testing import RecordingTransport, run_ranks
+from stretto.testing import LocalTransport, RecordingTransport, run_ranks
 
 
 def fill(module: torch.nn.Module) -> None:
@@ -1048,3 +1050,48 @@ def test_backward_of_a_parameter_itself_is_a_pass(parts: bool, cap_mb: float, va
 
     for found in run_ranks(worker, 2):
         assert found == [[None, 1.0, 1.0, 1.0]] * 2 + [[value / 2, 0.5, 0.5, 0.5]] * 3
+
+
+@pytest.mark.parametrize(
+    "failing", [{3: [0]}, {3: [0], 4: [0]}, {3: [0], 4: [1]}, {3: [0, 1]}, {1: [0]}, {3: [0], 5: [1]}]
+)
+@pytest.mark.parametrize("what", ["dense", "sparse", "a rank without batches"])
+def test_where_words_come_late_a_failure_ends_the_same_passes_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, what: str, failing: dict[int, list[int]]
+) -> None:
+    """As on an accelerator: the other ranks learn of it a pass later. The rank that failed must not use that alone."""
+    monkeypatch.setattr(Footer, "read", Footer.read)
+    models.words_come_late()
+
+    def worker(transport: LocalTransport) -> tuple[list[tuple[int, str]], list[torch.Tensor]]:
+        model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=what == "sparse"), torch.nn.Linear(3, 1))
+        fill(model)
+        sync = stretto.attach(model, transport=transport, check_every=0)
+        told = []
+        for number in range(1, 9):
+            model.zero_grad()
+            try:
+                if what == "a rank without batches" and transport.rank == 2:
+                    sync.shadow_pass()
+                    continue
+                hidden = model[0](torch.tensor([transport.rank, 2]))
+                fails = transport.rank in failing.get(number, ())
+                model[1](models.Fails.apply(hidden) if fails else hidden).square().sum().backward()
+            except (ValueError, stretto.PeerError) as error:
+                told.append((number, str(error)))
+        return told, [one.grad.to_dense() for one in model.parameters() if one.grad is not None]
+
+    outcomes = run_ranks(worker, 3)
+    late = set() if what == "sparse" else {number + 1 for number in failing if number > 1}
+    for rank, (told, _) in enumerate(outcomes):
+        alone = {number for number, ranks in failing.items() if rank in ranks}
+        soon = {number for number in failing if what == "sparse" or number == 1}
+        assert [number for number, _ in told] == sorted(alone | late | soon)
+    for _, gradients in outcomes[: 2 if "batches" in what else 3]:
+        assert all(torch.equal(one, other) for one, other in zip(gradients, outcomes[0][1], strict=True))
+    if what == "dense" and failing == {3: [0]}:
+        assert outcomes[0][0][1][1] == (
+            "rank 0, pass 3: backward failed on this rank. Gradients lie on an accelerator, where the other ranks "
+            "learn of it a pass later, so that no rank is to use that one either.\n"
+            "Do not step with these gradients: zero_grad() and go on, on all ranks."
+        )

@@ -5,6 +5,7 @@ tracker.py, replan.py ──> says() ──> words in the last bucket ──sum�
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import NoReturn
@@ -73,7 +74,8 @@ class Consensus:
         self._order_under_way: tuple[torch.Tensor, Work] | None = None
         self._late_words: ControlWords | None = None
         self._was_idle = False  # in the pass that they are of
-        self._failure_of_peer: PeerError | None = None
+        self._failure: PeerError | None = None
+        """Of the pass before, to be told at the end of this one."""
         self.uneven: Uneven | None = None
         """Of this handle, inside torch's ``Join``."""
 
@@ -170,9 +172,8 @@ class Consensus:
             at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
         """
-        error, self._failure_of_peer = self._failure_of_peer, None  # first: it belongs to no later pass
-        at_once |= self.uneven is not None  # a rank without batches goes on to the step, unless the pass has failed
-        if at_once or words.arrival is None or self._queue.pass_number == 1:
+        error, self._failure = self._failure, None  # first: it belongs to no later pass
+        if at_once or self._are_awaited(words):
             self.act_on(words, idle=idle)
         else:
             self._late_words, self._was_idle = words, idle
@@ -180,6 +181,23 @@ class Consensus:
             raise error
         if not idle:
             self.spot_checks.ended(self._queue.pass_number)
+
+    def _are_awaited(self, words: ControlWords) -> bool:
+        """Whether all ranks act on them at the end of the pass. A rank without batches goes on to the step there."""
+        return words.on_host or self.uneven is not None or self._queue.pass_number == 1
+
+    def hear_of_own_failure(self, words: ControlWords, *, known: bool) -> None:
+        """Before a pass: words of the last one, which this rank gave up. Unless the others have ``known``, they raise
+        at the end of the next, and so must this rank, or it would step alone.
+        """
+        self._failure = None  # it was for the end of the pass that was given up
+        self.act_on(dataclasses.replace(words, own_failure=True))
+        said = words.read()
+        if said[Control.GAVE_UP] and not (known or said[Control.CHANGED] or self._are_awaited(words)):
+            self._failure = self._passing(
+                "backward failed on this rank. Gradients lie on an accelerator, where the other ranks learn of it a "
+                "pass later, so that no rank is to use that one either.\n"
+            )
 
     def catch_up(self) -> None:
         """Before a pass: act on words of the last one that arrived late."""
@@ -190,7 +208,7 @@ class Consensus:
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
                 if self._queue.peers.left:
                     raise
-                self._failure_of_peer = error
+                self._failure = error
 
     def act_on(self, words: ControlWords, *, idle: bool = False) -> None:
         """Do what all ranks do after these words. Collective.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -309,7 +308,7 @@ class Reducer:
             finally:
                 self._reset()
             inspected = self.inspection.due(self.queue.pass_number)
-            at_once = inspected or words.read()[Control.CHANGED] > 0  # as those with batches, whatever the device
+            at_once = bool(inspected or self.sparse.given_up or words.read()[Control.CHANGED])  # as all, on any device
             self._consensus.hear(words, at_once=at_once, idle=True)
             if inspected and not self.sparse.given_up:
                 self.inspection.run(self.queue.pass_number, idle=True)
@@ -342,7 +341,8 @@ class Reducer:
                 words = self._wait(buffers, release=False)
             finally:
                 self._reset()
-            self._consensus.act_on(replace(words, own_failure=True))
+            known = self.sparse.any or self.inspection.due(self.queue.pass_number)  # at its end: see hear()
+            self._consensus.hear_of_own_failure(words, known=known)
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

@@ -83,10 +83,6 @@ class SparseGradients:
     ) -> None:
         self.total_bytes = 0
         """Bytes of this rank's own gradients that were sent."""
-        self.given_up = 0
-        """How many ranks gave up the pass."""
-        self.used_by: dict[str, int] = {}
-        """How many ranks had something new for each parameter in the last pass."""
         self._transport = transport
         self._scaling = scaling
         self._seen: set[str] = set()
@@ -111,7 +107,8 @@ class SparseGradients:
         ]
         self.any = bool(self._members)
         """Whether there are some."""
-        self.used_by = {name: 0 for name in parameters}
+        self.used_by, self.given_up = {name: 0 for name in parameters}, 0
+        """How many ranks had something new for each parameter in the last pass; how many gave that up."""
         self._put_hooks()
 
     @property

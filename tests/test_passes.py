@@ -1095,3 +1095,28 @@ def test_where_words_come_late_a_failure_ends_the_same_passes_on_all_ranks(
             "learn of it a pass later, so that no rank is to use that one either.\n"
             "Do not step with these gradients: zero_grad() and go on, on all ranks."
         )
+
+
+@pytest.mark.parametrize("failing", [[1], [0, 1]])
+def test_where_words_come_late_models_of_one_backward_lose_one_more_pass_alone(
+    monkeypatch: pytest.MonkeyPatch, failing: list[int]
+) -> None:
+    """Where the first had failed, all ranks gave up the second, and took that for a failure of some rank alone."""
+    monkeypatch.setattr(Footer, "read", Footer.read)
+    models.words_come_late()
+
+    def worker(transport: LocalTransport) -> list[int]:
+        layers, handles, told = [torch.nn.Linear(2, 2) for _ in range(3)], [], []
+        for layer in layers:
+            handles.append(stretto.attach(layer, transport=transport, beside=[*handles], check_every=0))
+        for number in range(1, 9):
+            hidden = layers[0](torch.ones(1, 2))
+            if number == 3 and transport.rank in failing:
+                hidden = models.Fails.apply(hidden)
+            try:
+                layers[2](layers[1](hidden)).sum().backward()
+            except (ValueError, stretto.PeerError):
+                told.append(number)
+        return told
+
+    assert run_ranks(worker, 2) == ([[4], [3, 4]] if failing == [1] else [[3], [3]])

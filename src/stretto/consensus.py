@@ -173,18 +173,16 @@ class Consensus:
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
         """
         error, self._failure = self._failure, None  # first: it belongs to no later pass
-        if at_once or self._are_awaited(words):
+        with_all = words.on_host or self._queue.pass_number == 1
+        if at_once or with_all or self.uneven is not None:  # a rank without batches goes on to the step there
             self.act_on(words, idle=idle)
         else:
             self._late_words, self._was_idle = words, idle
         if error is not None:
+            self._queue.peers.seat.void = self._queue.pass_number  # too: it was that of the pass before
             raise error
         if not idle:
             self.spot_checks.ended(self._queue.pass_number)
-
-    def _are_awaited(self, words: ControlWords) -> bool:
-        """Whether all ranks act on them at the end of the pass. A rank without batches goes on to the step there."""
-        return words.on_host or self.uneven is not None or self._queue.pass_number == 1
 
     def hear_of_own_failure(self, words: ControlWords, *, known: bool) -> None:
         """Before a pass: words of the last one, which this rank gave up. Unless the others have ``known``, they raise
@@ -193,7 +191,9 @@ class Consensus:
         self._failure = None  # it was for the end of the pass that was given up
         self.act_on(dataclasses.replace(words, own_failure=True))
         said = words.read()
-        if said[Control.GAVE_UP] and not (known or said[Control.CHANGED] or self._are_awaited(words)):
+        by_all = said[Control.GAVE_UP] >= min(self._queue.transport.world_size, COUNTS)
+        known = known or by_all or words.on_host or self._queue.pass_number == 1
+        if said[Control.GAVE_UP] and not (known or said[Control.CHANGED]):
             self._failure = self._passing(
                 "backward failed on this rank. Gradients lie on an accelerator, where the other ranks learn of it a "
                 "pass later, so that no rank is to use that one either.\n"

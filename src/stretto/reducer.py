@@ -81,7 +81,7 @@ class Reducer:
         self.members, self.transport = members, transport
         self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
         self.synchronize = True
-        self.running = self.waits = self.detached = self._is_idle = False  # waits: the same, in this pass
+        self.running = self.waits = self.detached = self._is_idle = self._is_known = False  # waits: in this pass
         self.kept = self._passes = 0
         self._beside = Beside(self.queue, places, self.sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -320,6 +320,7 @@ class Reducer:
         """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``."""
         with self.queue.lock, torch.no_grad():
             self._stop()
+            self._is_known = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
             self._forward.says(self.queue.pass_number)  # to nobody: giving up says all
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self.queue.launch_given_up()
@@ -341,8 +342,7 @@ class Reducer:
                 words = self._wait(buffers, release=False)
             finally:
                 self._reset()
-            known = self.sparse.any or self.inspection.due(self.queue.pass_number)  # at its end: see hear()
-            self._consensus.hear_of_own_failure(words, known=known)
+            self._consensus.hear_of_own_failure(words, known=self._is_known)  # since, Join may have begun or ended
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

@@ -8,6 +8,7 @@ loss(model, joined("cnn", world_size, step)).backward()
 import functools
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -205,7 +206,7 @@ class Here:
         """Of an event of an accelerator, which has passed."""
 
 
-def words_come_late() -> None:
+def words_come_late(patch: pytest.MonkeyPatch | None = None) -> None:
     """In this process, as on an accelerator: the words of a pass are mostly read when the next begins."""
     read = Footer.read
 
@@ -213,4 +214,6 @@ def words_come_late() -> None:
         said = read(footer, summed=summed)
         return said if said.words is None else replace(said, words=said.words.clone(), arrival=Here())
 
-    Footer.read = late
+    patch = patch or pytest.MonkeyPatch()  # else for as long as the process lives
+    patch.setattr(Footer, "read", late)
+    patch.setattr(Footer, "comes_late", True)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import Fails, checkpoint
+from models import Fails, checkpoint, words_come_late
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules import module as torch_module
 
 import stretto
-from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
+from stretto.testing import LocalTransport, RecordingTransport, run_ranks, spawn_ranks
 
 PASSES = 7
 AT = 4
@@ -1194,3 +1194,36 @@ def test_through_the_drop_in() -> None:
             elif parts[0][name] is not None:
                 torch.testing.assert_close(one[name], (parts[0][name] + parts[1][name]) / 2)
                 assert torch.equal(one[name], two[name])
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_where_words_come_late_a_layer_is_unfrozen_that_one_rank_alone_uses_at_first(
+    monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """The others followed a pass later, after their step, and their copies of the layer were no longer the same."""
+    words_come_late(monkeypatch)
+
+    def worker(transport: LocalTransport) -> list[list[float | None]]:
+        layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
+        for layer in layers:
+            torch.nn.init.ones_(layer.weight)
+        layers[2].requires_grad_(False)
+        sync = stretto.attach(layers, transport=transport, check_every=0)
+        found = []
+        for number in range(1, 6):
+            layers.zero_grad()
+            layers[2].requires_grad_(number > 2)
+            if idle and transport.rank == 2:
+                sync.shadow_pass()
+                continue
+            total = layers[0].weight.sum() + layers[1].weight.sum()
+            if transport.rank == 0 or number > 3:
+                total = total + layers[2].weight.sum()
+            total.backward()
+            found.append([None if one.grad is None else one.grad.item() for one in layers.parameters()])
+        return found
+
+    ranks = 3
+    share = pytest.approx((ranks - idle) / ranks)
+    right = [[share, share, None]] * 2 + [[share, share, pytest.approx(1 / ranks)]] + [[share] * 3] * 2
+    assert run_ranks(worker, ranks)[: ranks - idle] == [right] * (ranks - idle)

@@ -14,7 +14,6 @@ from models import checkpoint
 
 import stretto
 from stretto.failing import Failing
-from stretto.footer import Footer
 from stretto.reducer import reducer_of
 from stretto.testing import LocalTransport, RecordingTransport, run_ranks
 
@@ -1060,8 +1059,7 @@ def test_where_words_come_late_a_failure_ends_the_same_passes_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, what: str, failing: dict[int, list[int]]
 ) -> None:
     """As on an accelerator: the other ranks learn of it a pass later. The rank that failed must not use that alone."""
-    monkeypatch.setattr(Footer, "read", Footer.read)
-    models.words_come_late()
+    models.words_come_late(monkeypatch)
 
     def worker(transport: LocalTransport) -> tuple[list[tuple[int, str]], list[torch.Tensor]]:
         model = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=what == "sparse"), torch.nn.Linear(3, 1))
@@ -1102,8 +1100,7 @@ def test_where_words_come_late_models_of_one_backward_lose_one_more_pass_alone(
     monkeypatch: pytest.MonkeyPatch, failing: list[int]
 ) -> None:
     """Where the first had failed, all ranks gave up the second, and took that for a failure of some rank alone."""
-    monkeypatch.setattr(Footer, "read", Footer.read)
-    models.words_come_late()
+    models.words_come_late(monkeypatch)
 
     def worker(transport: LocalTransport) -> list[int]:
         layers, handles, told = [torch.nn.Linear(2, 2) for _ in range(3)], [], []

@@ -66,6 +66,11 @@ class Footer:
         for word in says:
             self._words[word] = 1
 
+    @property
+    def comes_late(self) -> bool:
+        """Whether what ``read`` returns is still on its way from a device."""
+        return not self.flat.is_cpu
+
     def read(self, *, summed: bool) -> ControlWords:
         """What ranks said, after the last bucket was reduced; nothing if the footer did not travel."""
         if not summed:

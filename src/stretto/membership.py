@@ -189,6 +189,10 @@ class Membership:
         alive = [one for reference, _ in self._hooks.values() if (one := reference()) is not None]
         return [one for one in alive if one.requires_grad]
 
+    def some_unfrozen(self) -> bool:
+        """Whether an outsider requires a gradient now, and did not when what the module has was last known."""
+        return any(id(one) not in self._trained_outside for one in self.outsiders())
+
     def hooked(self, parameter: torch.Tensor) -> bool:
         """Whether it is an outsider whose gradients are seen."""
         reference, _ = self._hooks.get(id(parameter), (None, None))
@@ -226,6 +230,7 @@ class Membership:
         self._hooks.keep(outside)
         for parameter in outside:
             self._hook(parameter)
+        self._trained_outside = {*map(id, self.outsiders())}
         self._follow_gradients(everything.values())
         modules = [] if module is None else list(module.modules())
         self._modules = weakref.WeakSet(modules)

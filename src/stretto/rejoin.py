@@ -104,7 +104,9 @@ class Rejoin:
         """At the end of a pass: does the plan no longer fit the module?"""
         queue, members = self._queue, self._members
         self._arrived, self._before, self._waiting = set(), {}, set()
-        if members.tables.have_changed(queue.pass_number):
+        # To wait for its first gradient, which may come on some ranks only, lets the others follow a pass too late.
+        unfrozen = queue.buckets[-1].footer.comes_late and members.some_unfrozen()
+        if members.tables.have_changed(queue.pass_number) or unfrozen:
             members.suspect = True
         if self._places.any:
             self._places.look()

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import Here
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import stretto
+from stretto.footer import Footer
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
+from stretto.words import FIRST_MARK, FIRST_VALUE, ControlWords
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -413,3 +416,23 @@ def failing_beside_silence(rank: int) -> tuple[float, list[int]]:
 
 def test_a_rank_that_gives_up_beside_a_silent_hook_sends_on() -> None:
     assert spawn_ranks(failing_beside_silence, 2) == [(5.0, [1])] * 2
+
+
+def test_they_rest_no_more_when_the_last_bucket_moves_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With some layers on the host, and the words in another bucket from then on: they are read too late there."""
+
+    def read_late(self: Footer, *, summed: bool) -> ControlWords:
+        return ControlWords(self._words.clone(), Here(), marks=self._quiet[FIRST_MARK:FIRST_VALUE])  # type: ignore[arg-type]
+
+    def worker(transport: Any) -> float:
+        one = Ranked(transport)
+        one.rest()
+        transport.all_gather_object(None)
+        monkeypatch.setattr(Footer, "read", read_late)
+        if one.rank == 0:
+            one.model.scale.fill_(3.0)
+        transport.all_gather_object(None)
+        one.steps(3)
+        return float(one.model.scale)
+
+    assert run_ranks(worker, 2) == [3.0, 3.0]

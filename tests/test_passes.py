@@ -1088,11 +1088,16 @@ def test_where_words_come_late_a_failure_ends_the_same_passes_on_all_ranks(
     for _, gradients in outcomes[: 2 if "batches" in what else 3]:
         assert all(torch.equal(one, other) for one, other in zip(gradients, outcomes[0][1], strict=True))
     if what == "dense" and failing == {3: [0]}:
-        assert outcomes[0][0][1][1] == (
-            "rank 0, pass 3: backward failed on this rank. Gradients lie on an accelerator, where the other ranks "
-            "learn of it a pass later, so that no rank is to use that one either.\n"
-            "Do not step with these gradients: zero_grad() and go on, on all ranks."
+        late = (
+            "With gradients on an accelerator, ranks learn of it as the next pass ends. Those that have stepped "
+            "meanwhile, with a mean that may be NaN, have another model than the rest: go back to a checkpoint. If all "
+            "of them leave out steps with gradients that are not finite, as GradScaler does: zero_grad() and go on, on "
+            "all ranks. With check_every=1 ranks learn of it before the step."
         )
+        own, others = outcomes[0][0][1][1], outcomes[1][0][0][1]
+        assert own == f"rank 0, pass 3: backward failed on this rank, so no rank is to step.\n{late}"
+        assert others.startswith("rank 1, pass 3: backward failed on rank 0, so the mean of this pass lacks gradients.")
+        assert "ValueError: on purpose" in others and others.endswith(f"\n{late}")
 
 
 @pytest.mark.parametrize("failing", [[1], [0, 1]])

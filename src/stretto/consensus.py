@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 
+from . import void
 from .beside import Beside
 from .check import fingerprint
 from .comm_hooks import fixes_plan
@@ -29,14 +30,10 @@ from .transport.base import Work
 from .unattached import Unattached
 from .uneven import Uneven
 from .usage import carry_over, ranks_that_had
-from .wording import describe_ranks, name_list
+from .wording import name_list
 from .words import COUNTS, Control, ControlWords
 
 log = logging.getLogger("stretto")
-AGAIN = (
-    " A forward that may fail and be tried again on one rank must run inside no_sync() of the handle (a wrapper's "
-    ".synchronizer), its backward outside."
-)
 
 
 class Consensus:
@@ -163,7 +160,7 @@ class Consensus:
 
     # Following
 
-    def hear(self, words: ControlWords, *, at_once: bool, idle: bool = False) -> None:
+    def hear(self, words: ControlWords, *, at_once: bool, idle: bool = False, given_up: int = 0) -> None:
         """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass.
 
         Args:
@@ -171,13 +168,16 @@ class Consensus:
             idle: this rank had no part in the pass.
             at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
                 very pass are to be reduced; ranks whose modules changed alike have seen it too.
+            given_up: so many ranks gave up the pass, as is known without words.
         """
         error, self._failure = self._failure, None  # first: it belongs to no later pass
-        with_all = words.on_host or self._queue.pass_number == 1
-        if at_once or with_all or self.uneven is not None:  # a rank without batches goes on to the step there
+        at_once |= self.uneven is not None  # a rank without batches goes on to the step, unless the pass has failed
+        if at_once or given_up or words.on_host or self._queue.pass_number == 1:
             self.act_on(words, idle=idle)
         else:
             self._late_words, self._was_idle = words, idle
+        if given_up:  # and a comm hook carries no words
+            raise void.given_up(self._queue, given_up)
         if error is not None:
             self._queue.peers.seat.void = self._queue.pass_number  # too: it was that of the pass before
             raise error
@@ -194,21 +194,19 @@ class Consensus:
         by_all = said[Control.GAVE_UP] >= min(self._queue.transport.world_size, COUNTS)
         known = known or by_all or words.on_host or self._queue.pass_number == 1
         if said[Control.GAVE_UP] and not (known or said[Control.CHANGED]):
-            self._failure = self._passing(
-                "backward failed on this rank. Gradients lie on an accelerator, where the other ranks learn of it a "
-                "pass later, so that no rank is to use that one either.\n"
-            )
+            self._failure = void.given_up_here(self._queue)
 
     def catch_up(self) -> None:
         """Before a pass: act on words of the last one that arrived late."""
         if self._late_words is not None:
-            words, self._late_words = self._late_words, None
             try:
-                self.act_on(words, idle=self._was_idle)
+                self.act_on(self._late_words, idle=self._was_idle)
             except PeerError as error:  # all ranks are about to run this pass: run it too, and tell at its end
                 if self._queue.peers.left:
                     raise
                 self._failure = error
+            finally:
+                self._late_words = None
 
     def act_on(self, words: ControlWords, *, idle: bool = False) -> None:
         """Do what all ranks do after these words. Collective.
@@ -235,6 +233,8 @@ class Consensus:
             return
         if words.on_host:
             self._beside.hear(some_have_moved=bool(said[Control.BUFFERS]))
+        elif self._beside.places.any:
+            self._beside.places.wake()  # the last bucket may have been on the host so far
         if said[Control.WITH_OTHERS]:
             self._queue.peers.seat.all_know = True
         if self.uneven is not None:
@@ -264,7 +264,7 @@ class Consensus:
         if said[Control.GAVE_UP]:
             if words.own_failure:
                 return True
-            raise self.failure(round(said[Control.GAVE_UP]))
+            raise void.given_up(self._queue, round(said[Control.GAVE_UP]), too_late=words is self._late_words)
         if said[Control.FAILED_EARLY]:
             self._refuse_early_failure(said, idle=idle)
         if self._on_some(said, Control.MORE_FORWARDS):
@@ -278,20 +278,6 @@ class Consensus:
         self._queue.replans += 1
         return True
 
-    def failure(self, ranks: int) -> PeerError:
-        """The error for a pass that so many others gave up, with what they told of it."""
-        on, told, _ = self._told_of(ranks, "backward")
-        return self._passing(f"backward failed on {on}, so the mean of this pass lacks gradients.\n{told}")
-
-    def _passing(self, what: str, more: str = "") -> PeerError:
-        """An error after which all ranks can go on."""
-        self._queue.peers.seat.void = self._queue.pass_number
-        error = PeerError(
-            f"{self._queue.where}: {what}Do not step with these gradients: zero_grad() and go on, on all ranks.{more}"
-        )
-        error.can_go_on = True
-        return error
-
     def _refuse_early_failure(self, said: Sequence[float], *, idle: bool) -> None:
         """Raise the same on all ranks, including those that failed: none must step. Collective."""
         more: list[int] = []
@@ -301,18 +287,7 @@ class Consensus:
             more = [rank for rank, number in often.items() if number is not None and number > least]
             if not more:
                 return
-        on, told, phase = self._told_of(round(said[Control.FAILED_EARLY]), "forward", "backward", early=True)
-        if more:
-            on = f"{describe_ranks(more)} more often than elsewhere"
-        mixes = f"{phase} failed on {on} before this pass and was caught, so this pass may mix batches.\n{told}"
-        raise self._passing(mixes, "" if phase == "backward" else AGAIN)
-
-    def _told_of(self, ranks: int, *phases: str, early: bool = False) -> tuple[str, str, str]:
-        """What ranks told of a failure, given on how many ranks it happened, and in which part of a step."""
-        notes = self._queue.peers.failures(ranks, phases, early=early)
-        on = describe_ranks([note.rank for note in notes]) if len(notes) == ranks else "other ranks"
-        told = "".join(f"  {note}\n" for note in notes) or "Their own logs have the error.\n"
-        return on, told, " or ".join(phase for phase in phases if phase in {note.phase for note in notes} or not notes)
+        raise void.begun_anew(self._queue, round(said[Control.FAILED_EARLY]), more)
 
     def _on_some(self, said: Sequence[float], word: Control) -> bool:
         """Whether some ranks said so, and others that have batches did not."""

@@ -81,7 +81,7 @@ class Reducer:
         self.members, self.transport = members, transport
         self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
         self.synchronize = True
-        self.running = self.waits = self.detached = self._is_idle = self._is_known = False  # waits: in this pass
+        self.running = self.waits = self.detached = self._is_idle = self._all_know = False  # waits: in this pass
         self.kept = self._passes = 0
         self._beside = Beside(self.queue, places, self.sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -269,9 +269,7 @@ class Reducer:
         if changed and not queue.tells:
             self._rejoin.refuse()
         inspected, given_up = self.inspection.due(queue.pass_number), self.sparse.given_up if carries else 0
-        self._consensus.hear(words, at_once=changed or inspected or given_up > 0)  # else words would tell it once more
-        if given_up:  # with a hook that carries no words
-            raise self._consensus.failure(given_up)
+        self._consensus.hear(words, at_once=changed or inspected, given_up=given_up)
         if inspected:
             self.inspection.run(queue.pass_number)
 
@@ -320,7 +318,7 @@ class Reducer:
         """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``."""
         with self.queue.lock, torch.no_grad():
             self._stop()
-            self._is_known = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
+            self._all_know = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
             self._forward.says(self.queue.pass_number)  # to nobody: giving up says all
             self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
             self.queue.launch_given_up()
@@ -342,7 +340,7 @@ class Reducer:
                 words = self._wait(buffers, release=False)
             finally:
                 self._reset()
-            self._consensus.hear_of_own_failure(words, known=self._is_known)  # since, Join may have begun or ended
+            self._consensus.hear_of_own_failure(words, known=self._all_know)  # since, Join may have begun or ended
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

@@ -60,6 +60,36 @@ def test_the_rank_that_has_the_store_is_stopped(tmp_path: Path, transport: str, 
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_store_that_answers_while_the_interpreter_shuts_down_ends_no_process(tmp_path: Path, detached: bool) -> None:
+    """A thread that waited for it would come back from C++ then, and Python ends such threads: "terminate called"."""
+    body = """
+        pid = torch.tensor(os.getpid())
+        dist.broadcast(pid, 0)
+        step()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(5)
+            os._exit(0)
+
+        class Last:
+            def __del__(self, kill=os.kill, pid=int(pid), goes_on=signal.SIGCONT, sleep=time.sleep, write=os.write):
+                kill(pid, goes_on)
+                sleep(1)
+                write(1, b"the store has answered")
+
+        time.sleep(1.5)
+        if {0}:
+            sync.detach()
+        dist.destroy_process_group()
+        sys.last = Last()
+    """
+    found = ranks(tmp_path, body.replace("{0}", str(detached)), 2, "tcp", end=False)
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[1][1] == "the store has answered"
+
+
+@pytest.mark.ranks
 def test_the_rank_that_has_the_store_is_killed_before_the_others_attach(tmp_path: Path) -> None:
     """They know no process of it. What connects to its store goes on trying for as long as a collective may take."""
     body = """
@@ -350,6 +380,22 @@ def test_what_is_asked_as_the_store_goes_is_refused() -> None:
     assert through.has_gone and store.written == [], "by nobody, over no connection"
     lookout.stop()
     assert not lookout.is_alive() and through.lookout is None, "nor does one keep the other"
+
+
+def test_a_thread_that_is_told_to_end_is_alive_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(line, "HANG_UP_SECONDS", 0.1)
+    through = connected(store := Stopped(), Polling())
+    lookout = through.lookout
+    assert lookout is not None
+    with pytest.raises(Silent):
+        through.set("key")
+    lookout.stop(waits=False)
+    lookout._is_told_to_end = True  # as soon as it looks
+    assert lookout.is_alive() and lookout.is_ending
+    store.goes_on.set()
+    lookout.join(10)
+    assert not lookout.is_alive()
 
 
 def test_a_store_that_lets_nobody_connect_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

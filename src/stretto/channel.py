@@ -120,24 +120,28 @@ class Channel(People):
 
     def end(self) -> None:
         """The last note of this process: how it ended. Harmless twice."""
-        if self._ended or not self._is_mine():
+        if not self._is_mine():
             return
-        begun = {seat.handle: seat.passes for seat in self._seats if seat.handle}
-        told = {seat.told for seat in self._seats if seat.told is not None}
-        try:
-            self.post(last_words(self.rank, begun, told, failed=has_failed(self._child)))
-            if self.rank == 0 and self.rank_0_has_store():
-                self._stay_until(self._all_have_left)
-        finally:
-            self._stop()
+        if not self._ended:
+            begun = {seat.handle: seat.passes for seat in self._seats if seat.handle}
+            told = {seat.told for seat in self._seats if seat.told is not None}
+            try:
+                self.post(last_words(self.rank, begun, told, failed=has_failed(self._child)))
+                if self.rank == 0 and self.rank_0_has_store():
+                    self._stay_until(self._all_have_left)
+            finally:
+                self._stop()
+        self.line.hang_up()
 
     def _stop(self) -> None:
         self._ended = True
+        if (lookout := self.line.lookout) is not None:
+            lookout.stop(waits=not self.line.is_silent)
+            if lookout.is_alive():
+                return  # and the process may end before it
         atexit.unregister(self.end)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if (lookout := self.line.lookout) is not None:
-            lookout.stop(waits=not self.line.is_silent)
 
     def _stay_with_store(self, *, failed: bool) -> None:
         """It goes with this channel where the groups are destroyed, or a rank that has failed ends; see ``close``."""

@@ -4,10 +4,11 @@
 
 [Note: the thread]  A rank that waits elsewhere cannot answer questions, so a thread does, which polls once a second.
 While the store answers, the thread blocks there no longer than a call takes, because a daemon thread that returns from
-C++ while the interpreter shuts down aborts the process. At exit it is woken and joined, unless the store owes it an
-answer. Connecting may take seconds, or for ever where the store is stopped. So another thread connects, and until then
-this one calls the store that it was given. Ranks that are threads of one process read each other's stacks, and need no
-such thread. The thread is also how the channel of a store is found again: nothing else keeps a list of channels.
+C++ while the interpreter shuts down aborts the process. At exit it is woken and joined. If the store owes it an answer,
+its socket is shut first, for which torch prints a stack from C++. Connecting may take seconds, or for ever where the
+store is stopped. So another thread connects, and until then this one calls the store that it was given. Ranks that are
+threads of one process read each other's stacks, and need no such thread. The thread is also how the channel of a store
+is found again: nothing else keeps a list of channels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from .awaited_keys import Silent
-from .sockets import cloned, is_closed
+from .sockets import cloned, is_closed, shut
 
 if TYPE_CHECKING:
     from .channel import Channel
@@ -38,6 +39,8 @@ TELL_SECONDS = 7.0
 """After so long a line says that it is waited for."""
 ANSWER_SECONDS = 3.0
 """How long the store may take to answer."""
+HANG_UP_SECONDS = 2.0
+"""How long a thread that was told to end may take."""
 _GONE = "the process group's store has gone"
 
 
@@ -100,7 +103,7 @@ class Line:
 
     def _run(self, do: Callable[[Any], T], *, later: bool) -> T:
         lookout = self.lookout
-        if lookout is None or not lookout.is_alive() or lookout.has_no_connection:
+        if lookout is None or lookout.is_ending or lookout.has_no_connection:
             return do(self.store)
         if lookout is threading.current_thread():  # a handle is collected there
             return do(lookout.store)
@@ -119,6 +122,15 @@ class Line:
         """Write it, where the store is silent as soon as it answers again."""
         with contextlib.suppress(Silent):
             self.run(lambda store: store.set(key, value), later=True)
+
+    def hang_up(self) -> None:
+        """This process ends, and the thread before it, whatever it waits for; see [Note: the thread]."""
+        if (lookout := self.lookout) is None or lookout is threading.current_thread():
+            return
+        lookout.join(HANG_UP_SECONDS)
+        if lookout.is_alive() and (number := self.socket) is not None:
+            shut(number)
+            lookout.join(HANG_UP_SECONDS)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self.run(lambda store: getattr(store, name)(*arguments))
@@ -143,10 +155,15 @@ class Lookout(threading.Thread):
         self.connection: Store | None = None
         self._line = line
         self._tried = threading.Event()
-        self._is_stopped = False
+        self._is_told_to_end = False  # not is_stopped: Python's own class has that
         self._connects = threading.Thread(target=self._connect, name="stretto connects", daemon=True)
         self._connects.start()
         self.start()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it may do nothing more that is asked for."""
+        return self._is_told_to_end or not self.is_alive()
 
     @property
     def has_no_connection(self) -> bool:
@@ -166,21 +183,21 @@ class Lookout(threading.Thread):
         except RuntimeError:
             pass  # one that cannot be cloned is not to be shared: a call could block
         finally:
-            if self._is_stopped:  # meanwhile: nobody else forgets a number that may be another's soon
+            if self._is_told_to_end:  # meanwhile: nobody else forgets a number that may be another's soon
                 self._line.socket = None
             self._tried.set()
             self.jobs.put(Job(lambda store: None, queue.SimpleQueue()))  # it is waited for
 
     def run(self) -> None:
         """Do what is asked for, and poll as soon as there is a connection, until told to stop."""
-        while not (self._tried.is_set() or self._is_stopped):
+        while not (self._tried.is_set() or self._is_told_to_end):
             self._do(self.jobs.get())
-        if not (self._is_stopped or self.has_no_connection):
+        if not (self._is_told_to_end or self.has_no_connection):
             try:
                 self.channel.watch(self.store, self._is_over)
             except dist.DistNetworkError:
                 self._line.has_gone = True
-        while not (self._is_stopped and self.jobs.empty()):
+        while not (self._is_told_to_end and self.jobs.empty()):
             if not self._is_over() and self.channel.store_is_gone():
                 self.channel.alarm()  # who has died shows without it
         self._line.socket = None
@@ -188,7 +205,7 @@ class Lookout(threading.Thread):
 
     def _do(self, asked: Job | None) -> None:
         if asked is None:
-            self._is_stopped = True
+            self._is_told_to_end = True
             return
         try:
             if self._line.has_gone:
@@ -200,19 +217,19 @@ class Lookout(threading.Thread):
     def _is_over(self) -> bool:
         """Do what is asked for until the next check is due; returns whether to end."""
         until = time.monotonic() + POLL_SECONDS
-        while not (self._is_stopped and self.jobs.empty()) and (left := until - time.monotonic()) > 0:
+        while not (self._is_told_to_end and self.jobs.empty()) and (left := until - time.monotonic()) > 0:
             try:
                 self._do(self.jobs.get(timeout=left))
             except queue.Empty:
                 break
-        return self._is_stopped
+        return self._is_told_to_end
 
     def stop(self, *, waits: bool = True) -> None:
         """End, soon. Harmless twice. ``waits``: for the connection, where the store is not known to be silent."""
         self.jobs.put(None)
         if threading.current_thread() not in (self, self._connects):  # a handle may be collected there
             self._await_connection(CONNECT_SECONDS if waits else 0.0)
-            self.join(2.0)
+            self.join(HANG_UP_SECONDS)
 
     def _await_connection(self, seconds: float) -> None:
         if self._tried.wait(min(seconds, TELL_SECONDS)) or not seconds:

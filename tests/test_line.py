@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from stretto import line
 from stretto.awaited_keys import AwaitedKeys, Silent
 from stretto.channel import Channel
 from stretto.inquiry import Inquiry
-from stretto.line import Line, Lookout
+from stretto.line import Job, Line, Lookout
 from stretto.notes import Note
 from stretto.seat import Seat
 from stretto.sockets import cloned, is_closed
@@ -396,6 +397,27 @@ def test_a_thread_that_is_told_to_end_is_alive_until_it_has(monkeypatch: pytest.
     store.goes_on.set()
     lookout.join(10)
     assert not lookout.is_alive()
+
+
+def closed_on_its_own_thread() -> weakref.ref[Channel]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    channel = Channel(dist.TCPStore("127.0.0.1", port, 1, True), 0, 1)
+    channel.open(seat := Seat())
+    lookout, answers = channel.line.lookout, queue.SimpleQueue[Any]()
+    assert lookout is not None and lookout._tried.wait(10)
+    lookout.jobs.put(Job(lambda _: channel.close(seat, "dropped"), answers))
+    answers.get(timeout=20)
+    lookout.join(10)
+    return weakref.ref(channel)
+
+
+def test_a_channel_whose_last_handle_is_collected_on_its_thread_keeps_no_store() -> None:
+    """It was kept until the process ended, and the store's port with it."""
+    gone = closed_on_its_own_thread()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_store_that_lets_nobody_connect_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

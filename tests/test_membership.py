@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import weakref
@@ -877,17 +878,37 @@ def test_options_count_for_new_parameters(options: dict) -> None:
         assert found == [torch.float32 if "reduce_dtype" in options else None]
 
 
+def mean_of_two(transport: Any, _: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    transport.all_reduce(bucket.buffer().div_(2)).wait()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_with_a_comm_hook_a_layer_that_is_unfrozen_waits_for_its_first_gradient(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    if late:
+        words_come_late(monkeypatch)
+
+    def worker(transport: LocalTransport) -> None:
+        layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+        layers[1].requires_grad_(False)
+        sync = stretto.attach(layers, transport=transport)
+        sync.register_comm_hook(None, functools.partial(mean_of_two, transport))
+        for number in range(4):
+            layers[1].requires_grad_(number > 1)
+            layers[0](torch.ones(1, 2)).sum().backward()
+
+    run_ranks(worker, 2)
+
+
 def test_with_a_comm_hook_a_change_is_named() -> None:
     def worker(transport):
-        def hook(_, bucket):
-            future = torch.futures.Future()
-            transport.all_reduce(bucket.buffer().div_(2)).wait()
-            future.set_result(bucket.buffer())
-            return future
-
         model = Chain()
         sync = stretto.attach(model, transport=transport)
-        sync.register_comm_hook(None, hook)
+        sync.register_comm_hook(None, functools.partial(mean_of_two, transport))
         model(inputs_of(0, 0)).backward()
         change_frozen(model)
         model(inputs_of(0, 1)).backward()

@@ -1089,10 +1089,9 @@ def test_where_words_come_late_a_failure_ends_the_same_passes_on_all_ranks(
         assert all(torch.equal(one, other) for one, other in zip(gradients, outcomes[0][1], strict=True))
     if what == "dense" and failing == {3: [0]}:
         late = (
-            "With gradients on an accelerator, ranks learn of it as the next pass ends. Those that have stepped "
-            "meanwhile, with a mean that may be NaN, have another model than the rest: go back to a checkpoint. If all "
-            "of them leave out steps with gradients that are not finite, as GradScaler does: zero_grad() and go on, on "
-            "all ranks. With check_every=1 ranks learn of it before the step."
+            "With gradients on an accelerator, ranks learn of it as the next pass ends. Those that have stepped in "
+            "between, with a mean that may be NaN, have another model than the rest: go back to a checkpoint, on all "
+            "ranks. With check_every=1 ranks learn of it before the step."
         )
         own, others = outcomes[0][0][1][1], outcomes[1][0][0][1]
         assert own == f"rank 0, pass 3: backward failed on this rank, so no rank is to step.\n{late}"
@@ -1122,3 +1121,92 @@ def test_where_words_come_late_models_of_one_backward_lose_one_more_pass_alone(
         return told
 
     assert run_ranks(worker, 2) == ([[4], [3, 4]] if failing == [1] else [[3], [3]])
+
+
+def test_where_words_come_late_a_forward_that_failed_is_told_behind_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to step with the mean of that pass is too late then, and the gradients at hand are no mix."""
+    models.words_come_late(monkeypatch)
+
+    def worker(transport: LocalTransport) -> list[str]:
+        model, told = torch.nn.Linear(2, 1), []
+        stretto.attach(model, transport=transport, check_every=0)
+        for number in range(1, 6):
+            model.zero_grad()
+            if number == 3 and transport.rank == 1:
+                with pytest.raises(RuntimeError):
+                    model(torch.ones(1, 3))
+            try:
+                model(torch.ones(1, 2)).sum().backward()
+            except stretto.PeerError as error:
+                assert number == 4 and error.can_go_on
+                told += [line for line in str(error).splitlines() if not line.startswith("  ")]
+        return told
+
+    for rank, told in enumerate(run_ranks(worker, 2)):
+        assert told == [
+            f"rank {rank}, pass 3: forward failed on rank 1 before this pass and was caught, so this pass may mix "
+            "batches.",
+            "With gradients on an accelerator, ranks learn of it as the next pass ends. What they have stepped with in "
+            "between was the same on all: zero_grad() and go on, on all ranks. A forward that may fail and be tried "
+            "again on one rank must run inside no_sync() of the handle (a wrapper's .synchronizer), its backward "
+            "outside.",
+        ]
+
+
+@pytest.mark.parametrize("change", ["strides", "shape"])
+def test_where_words_come_late_a_change_that_one_rank_sees_does_not_hide_a_failure(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The rank that saw it heard of the failure at once, the one that did not a pass later: two stepped without it."""
+    models.words_come_late(monkeypatch)
+
+    def worker(transport: LocalTransport) -> list[int]:
+        layers = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+        layers["c"] = torch.nn.Conv2d(2, 2, 2)
+        stretto.attach(layers, transport=transport, check_every=0)
+        told = []
+        for number in range(1, 6):
+            layers.zero_grad()
+            if number == 3 and change == "strides":
+                layers["c"].to(memory_format=torch.channels_last)
+            elif number == 3:
+                layers["c"].weight.data = torch.zeros(2, 2, 3, 3)
+            hidden = layers["a"](torch.ones(1, 2))
+            if number == 3 and transport.rank == 0:
+                hidden = models.Fails.apply(hidden)
+            loss = layers["b"](hidden).sum()
+            if number != 3 or transport.rank == 1:
+                loss = loss + layers["c"](torch.ones(1, 2, 3, 3)).sum()
+            try:
+                loss.backward()
+            except (ValueError, stretto.PeerError):
+                told.append(number)
+        return told
+
+    assert run_ranks(worker, 3) == [[3, 4], [4], [4]]
+
+
+def test_where_words_come_late_no_failure_hides_behind_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the next, which is known in time, all could go on; after the first they cannot."""
+    models.words_come_late(monkeypatch)
+
+    def worker(transport: LocalTransport) -> list[tuple[int, bool]]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        stretto.attach(model, transport=transport, check_every=2)
+        told = []
+        for number in range(1, 6):
+            model.zero_grad()
+            hidden = model[0](torch.ones(1, 2))
+            try:
+                model[1](
+                    models.Fails.apply(hidden) if {3: 0, 4: 1}.get(number) == transport.rank else hidden
+                ).sum().backward()
+            except (ValueError, stretto.PeerError) as error:
+                told.append((number, getattr(error, "can_go_on", True)))
+        return told
+
+    assert run_ranks(worker, 3) == [[(3, True), (4, False)], [(4, True)], [(4, False)]]
+    (logged,) = [one.getMessage() for one in caplog.records if "lacks gradients" in one.getMessage()]
+    assert logged.startswith("rank 1, pass 3: ") and "go back to a checkpoint" in logged

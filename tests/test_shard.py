@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Fails, words_come_late
 from test_hierarchical import on_hosts
 from test_shared_memory import shared, values
 
@@ -1539,3 +1540,56 @@ def test_strides_that_come_after_backward_are_taken_back_and_told(caplog: pytest
         "Call .to(memory_format=...) before a backward, and not between that and the step."
         for rank in range(2)
     ]
+
+
+def test_where_words_come_late_a_rank_whose_backward_failed_does_not_cross_the_step_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have taken it, not knowing. What this rank sends for its next pass would be put into their parameters."""
+    words_come_late(monkeypatch)
+
+    def worker(transport: Any) -> list[Exception]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        sync = stretto.attach(model, transport=transport, check_every=0)
+        optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+        told: list[Exception] = []
+        for step in range(3):
+            try:
+                optimizer.zero_grad()
+                hidden = model[0](torch.ones(1, 4))
+                fails = step == 1 and transport.rank == 1
+                model[1](Fails.apply(hidden) if fails else hidden).sum().backward()
+                optimizer.step()
+            except (ValueError, stretto.StrettoError) as error:
+                told.append(error)
+        return told
+
+    (here,), (failed, apart) = run_ranks(worker, 2)
+    assert isinstance(failed, ValueError) and str(apart) == (
+        "rank 1, pass 2: backward failed on this rank, so it did not come to the step of a sharded optimizer, as the "
+        "others may have.\n"
+        "With gradients on an accelerator, ranks learn of it as the next pass ends. Start again from the last "
+        "checkpoint, on all ranks. With check_every=1 they learn of it before the step."
+    )
+    assert isinstance(here, stretto.PeerError) and str(apart) in str(here)
+
+
+def test_where_words_come_late_a_rank_goes_on_after_a_failure_once_the_optimizer_is_unsharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words_come_late(monkeypatch)
+
+    def worker(transport: Any) -> list[int]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        sync = stretto.attach(model, transport=transport, check_every=0)
+        stretto.shard(torch.optim.AdamW(model.parameters()), sync).unshard()
+        told = []
+        for step in range(4):
+            hidden = model[0](torch.ones(1, 4))
+            try:
+                model[1](Fails.apply(hidden) if step == 1 and transport.rank == 1 else hidden).sum().backward()
+            except (ValueError, stretto.PeerError):
+                told.append(step)
+        return told
+
+    assert run_ranks(worker, 2) == [[2], [1, 2]]

@@ -645,7 +645,7 @@ def test_an_error_of_a_pass_is_told_of_no_later_one(monkeypatch: pytest.MonkeyPa
                 told[number] = f"{error}".splitlines()[0]
         return told
 
-    failed = "rank 0, pass 4: backward failed on rank 1, so the mean of this pass lacks gradients."
+    failed = "rank 0, pass 3: backward failed on rank 1, so the mean of this pass lacks gradients."  # the graver one
     assert run_ranks(worker, 2) == [{4: failed}, {3: "on purpose", 4: "on purpose"}]
 
 

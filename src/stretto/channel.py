@@ -131,14 +131,15 @@ class Channel(People):
                     self._stay_until(self._all_have_left)
             finally:
                 self._stop()
-        self.line.hang_up()
+        if self._child is None:  # multiprocessing ends a child by os._exit, which no thread disturbs
+            self.line.hang_up()
 
     def _stop(self) -> None:
         self._ended = True
         if (lookout := self.line.lookout) is not None:
             lookout.stop(waits=not self.line.is_silent)
-            if lookout.is_alive():
-                return  # and the process may end before it
+            if lookout.is_alive() and lookout is not threading.current_thread():
+                return  # the process may end before it
         atexit.unregister(self.end)
         if self._finalizer is not None:
             self._finalizer.cancel()

@@ -160,24 +160,31 @@ class Consensus:
 
     # Following
 
-    def hear(self, words: ControlWords, *, at_once: bool, idle: bool = False, given_up: int = 0) -> None:
+    def hear(self, words: ControlWords, *, at_once: bool, changed: bool, idle: bool = False, given_up: int = 0) -> None:
         """At the end of a pass: act, now or, if the words are on their way from a device, before the next pass.
 
         Args:
             words: what was said.
             idle: this rank had no part in the pass.
-            at_once: wait for the words if need be. This rank has seen a change of its module, and its gradients of this
-                very pass are to be reduced; ranks whose modules changed alike have seen it too.
+            at_once: wait for the words if need be.
+            changed: wait too, unless the pass was given up. This rank has seen a change of its module, and its
+                gradients of this very pass are to be reduced; ranks whose modules changed alike have seen it too.
             given_up: so many ranks gave up the pass, as is known without words.
         """
         error, self._failure = self._failure, None  # first: it belongs to no later pass
         at_once |= self.uneven is not None  # a rank without batches goes on to the step, unless the pass has failed
-        if at_once or given_up or words.on_host or self._queue.pass_number == 1:
-            self.act_on(words, idle=idle)
-        else:
-            self._late_words, self._was_idle = words, idle
-        if given_up:  # and a comm hook carries no words
-            raise void.given_up(self._queue, given_up)
+        at_once |= given_up > 0 or words.on_host or self._queue.pass_number == 1
+        try:
+            if at_once or (changed and not words.read()[Control.GAVE_UP]):
+                self.act_on(words, idle=idle)
+            else:
+                self._late_words, self._was_idle = words, idle
+            if given_up:  # and a comm hook carries no words
+                raise void.given_up(self._queue, given_up)
+        except PeerError as later:
+            if error is not None and later.can_go_on:
+                raise error from later  # it needs more than that
+            raise
         if error is not None:
             self._queue.peers.seat.void = self._queue.pass_number  # too: it was that of the pass before
             raise error
@@ -186,14 +193,21 @@ class Consensus:
 
     def hear_of_own_failure(self, words: ControlWords, *, known: bool) -> None:
         """Before a pass: words of the last one, which this rank gave up. Unless the others have ``known``, they raise
-        at the end of the next, and so must this rank, or it would step alone.
+        at the end of the next, and so must this rank, or it would step alone. Where a step is collective, as that of a
+        sharded optimizer, its messages would meet this rank's next pass: then this rank leaves.
         """
-        self._failure = None  # it was for the end of the pass that was given up
+        if self._failure is not None:
+            log.error("%s", self._failure)  # it was for the end of the pass that was given up
+            self._failure = None
         self.act_on(dataclasses.replace(words, own_failure=True))
         said = words.read()
         by_all = said[Control.GAVE_UP] >= min(self._queue.transport.world_size, COUNTS)
         known = known or by_all or words.on_host or self._queue.pass_number == 1
-        if said[Control.GAVE_UP] and not (known or said[Control.CHANGED]):
+        if said[Control.GAVE_UP] and not known:
+            if self._queue.peers.seat.sharded and self.uneven is None:  # in Join, begun since, all have met
+                error = void.stepped_apart(self._queue)
+                self._queue.peers.tell_failed("backward", error, leaves=True)
+                raise error
             self._failure = void.given_up_here(self._queue)
 
     def catch_up(self) -> None:
@@ -266,7 +280,7 @@ class Consensus:
                 return True
             raise void.given_up(self._queue, round(said[Control.GAVE_UP]), too_late=words is self._late_words)
         if said[Control.FAILED_EARLY]:
-            self._refuse_early_failure(said, idle=idle)
+            self._refuse_early_failure(said, idle=idle, too_late=words is self._late_words)
         if self._on_some(said, Control.MORE_FORWARDS):
             self._forward.warn(idle=idle)
         if not said[Control.CHANGED]:
@@ -278,7 +292,7 @@ class Consensus:
         self._queue.replans += 1
         return True
 
-    def _refuse_early_failure(self, said: Sequence[float], *, idle: bool) -> None:
+    def _refuse_early_failure(self, said: Sequence[float], *, idle: bool, too_late: bool) -> None:
         """Raise the same on all ranks, including those that failed: none must step. Collective."""
         more: list[int] = []
         if not self._on_some(said, Control.FAILED_EARLY):
@@ -287,7 +301,7 @@ class Consensus:
             more = [rank for rank, number in often.items() if number is not None and number > least]
             if not more:
                 return
-        raise void.begun_anew(self._queue, round(said[Control.FAILED_EARLY]), more)
+        raise void.begun_anew(self._queue, round(said[Control.FAILED_EARLY]), more, too_late=too_late)
 
     def _on_some(self, said: Sequence[float], word: Control) -> bool:
         """Whether some ranks said so, and others that have batches did not."""

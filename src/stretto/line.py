@@ -5,10 +5,10 @@
 [Note: the thread]  A rank that waits elsewhere cannot answer questions, so a thread does, which polls once a second.
 While the store answers, the thread blocks there no longer than a call takes, because a daemon thread that returns from
 C++ while the interpreter shuts down aborts the process. At exit it is woken and joined. If the store owes it an answer,
-its socket is shut first, for which torch prints a stack from C++. Connecting may take seconds, or for ever where the
-store is stopped. So another thread connects, and until then this one calls the store that it was given. Ranks that are
-threads of one process read each other's stacks, and need no such thread. The thread is also how the channel of a store
-is found again: nothing else keeps a list of channels.
+its socket is shut first, where that is known, and torch prints a stack from C++. Connecting may take seconds, or for
+ever where the store is stopped. So another thread connects, and until then this one calls the store that it was given.
+Ranks that are threads of one process read each other's stacks, and need no such thread. The thread is also how the
+channel of a store is found again: nothing else keeps a list of channels.
 """
 
 from __future__ import annotations
@@ -124,11 +124,10 @@ class Line:
             self.run(lambda store: store.set(key, value), later=True)
 
     def hang_up(self) -> None:
-        """This process ends, and the thread before it, whatever it waits for; see [Note: the thread]."""
-        if (lookout := self.lookout) is None or lookout is threading.current_thread():
+        """This process ends, and before it a thread that did not when it was told to; see [Note: the thread]."""
+        if (lookout := self.lookout) is None or lookout is threading.current_thread() or not lookout.is_alive():
             return
-        lookout.join(HANG_UP_SECONDS)
-        if lookout.is_alive() and (number := self.socket) is not None:
+        if (number := self.socket) is not None:
             shut(number)
             lookout.join(HANG_UP_SECONDS)
 

@@ -2,7 +2,8 @@
 
 [Note: outsiders]  Parameters of the module that are not in the plan (frozen ones, and new ones as soon as they are
 registered) carry a hook of their own. It is silent until one of them gets a gradient. The first one that does begins
-the pass if need be, so that a pass which reaches nothing else is seen too.
+the pass if need be, so that a pass which reaches nothing else is seen too. On accelerators that would come too late for
+ranks that do not use it yet, so there ``some_unfrozen`` asks all of them.
 
 [Note: back and forth]  A frozen parameter does no harm in a plan, and costs zeros; but each change of plan costs a
 round of messages. So a parameter that has come back once stays in the plan, frozen or not. Where two halves of a model
@@ -103,8 +104,8 @@ class Membership:
         self._hooks = Hooked()
         self._planned: dict[str, weakref.ref[torch.nn.Parameter]] = {}
         self._frozen: dict[str, weakref.ref[torch.nn.Parameter]] = {}
-        self._returned: set[str] = set()
-        self._waiting: set[str] = set()
+        self._returned, self._waiting = set[str](), set[str]()
+        self._trained_outside = set[int]()
 
     def watch(self, came: Callable[[], object], none_left: Callable[[], None], preset: Preset | None = None) -> None:
         """From now on call ``came`` when an outsider gets a gradient. See watch.py for other callers.

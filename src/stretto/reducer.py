@@ -81,7 +81,9 @@ class Reducer:
         self.members, self.transport = members, transport
         self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
         self.synchronize = True
-        self.running = self.waits = self.detached = self._is_idle = self._all_know = False  # waits: in this pass
+        self.running = self.waits = self.detached = self._is_idle = self._all_know = (
+            False  # waits: the same, in this pass
+        )
         self.kept = self._passes = 0
         self._beside = Beside(self.queue, places, self.sparse)
         self._buffers_of_given_up: CoalescedMessages | None = None
@@ -269,7 +271,7 @@ class Reducer:
         if changed and not queue.tells:
             self._rejoin.refuse()
         inspected, given_up = self.inspection.due(queue.pass_number), self.sparse.given_up if carries else 0
-        self._consensus.hear(words, at_once=changed or inspected, given_up=given_up)
+        self._consensus.hear(words, at_once=inspected, changed=changed, given_up=given_up)
         if inspected:
             self.inspection.run(queue.pass_number)
 
@@ -306,8 +308,8 @@ class Reducer:
             finally:
                 self._reset()
             inspected = self.inspection.due(self.queue.pass_number)
-            at_once = bool(inspected or self.sparse.given_up or words.read()[Control.CHANGED])  # as all, on any device
-            self._consensus.hear(words, at_once=at_once, idle=True)
+            at_once, changed = inspected or self.sparse.given_up > 0, words.read()[Control.CHANGED] > 0
+            self._consensus.hear(words, at_once=at_once, changed=changed, idle=True)  # when those with batches do
             if inspected and not self.sparse.given_up:
                 self.inspection.run(self.queue.pass_number, idle=True)
             self.queue.peers.seat.in_pass = False
@@ -340,7 +342,7 @@ class Reducer:
                 words = self._wait(buffers, release=False)
             finally:
                 self._reset()
-            self._consensus.hear_of_own_failure(words, known=self._all_know)  # since, Join may have begun or ended
+            self._consensus.hear_of_own_failure(words, known=self._all_know)  # when it was given up
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

@@ -105,7 +105,8 @@ class Rejoin:
         queue, members = self._queue, self._members
         self._arrived, self._before, self._waiting = set(), {}, set()
         # To wait for its first gradient, which may come on some ranks only, lets the others follow a pass too late.
-        unfrozen = queue.buckets[-1].footer.comes_late and members.some_unfrozen()
+        asks = queue.buckets[-1].footer.comes_late and not fixes_plan(queue.comm_hook)
+        unfrozen = asks and members.some_unfrozen()
         if members.tables.have_changed(queue.pass_number) or unfrozen:
             members.suspect = True
         if self._places.any:

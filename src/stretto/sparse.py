@@ -107,8 +107,10 @@ class SparseGradients:
         ]
         self.any = bool(self._members)
         """Whether there are some."""
-        self.used_by, self.given_up = {name: 0 for name in parameters}, 0
-        """How many ranks had something new for each parameter in the last pass; how many gave that up."""
+        self.used_by = {name: 0 for name in parameters}
+        """How many ranks had something new for each parameter in the last pass."""
+        self.given_up = 0
+        """How many ranks gave up the last pass."""
         self._put_hooks()
 
     @property

@@ -1,19 +1,29 @@
-"""The errors of a void pass: ranks have sent all of it, and are in step, but none is to use its gradients."""
+"""The errors of a void pass: ranks have sent all of it, and are in step, but none is to use its gradients.
+
+To make one marks the pass as void: a sharded optimizer waits for no step with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .errors import PeerError
+from .errors import CommunicationError, PeerError
 from .launch import LaunchQueue
 from .wording import describe_ranks
 
 _IN_TIME = "Do not step with these gradients: zero_grad() and go on, on all ranks."
 _TOO_LATE = (
-    "With gradients on an accelerator, ranks learn of it as the next pass ends. Those that have stepped meanwhile, "
-    "with a mean that may be NaN, have another model than the rest: go back to a checkpoint. If all of them leave out "
-    "steps with gradients that are not finite, as GradScaler does: zero_grad() and go on, on all ranks. With "
+    "With gradients on an accelerator, ranks learn of it as the next pass ends. Those that have stepped in between, "
+    "with a mean that may be NaN, have another model than the rest: go back to a checkpoint, on all ranks. With "
     "check_every=1 ranks learn of it before the step."
+)
+_STEPPED_APART = (
+    "With gradients on an accelerator, ranks learn of it as the next pass ends. Start again from the last checkpoint, "
+    "on all ranks. With check_every=1 they learn of it before the step."
+)
+_ALL_ALIKE = (
+    "With gradients on an accelerator, ranks learn of it as the next pass ends. What they have stepped with in between "
+    "was the same on all: zero_grad() and go on, on all ranks."
 )
 _AGAIN = (
     " A forward that may fail and be tried again on one rank must run inside no_sync() of the handle (a wrapper's "
@@ -27,7 +37,7 @@ def given_up(queue: LaunchQueue, ranks: int, *, too_late: bool = False) -> PeerE
     Args:
         queue: knows the pass, and the other ranks.
         ranks: how many.
-        too_late: the next pass is about to begin.
+        too_late: the next pass is about to begin, and the error is to be raised at its end.
     """
     on, told, _ = _told_of(queue, ranks, "backward")
     what = f"backward failed on {on}, so the mean of this pass lacks gradients.\n{told}"
@@ -39,13 +49,20 @@ def given_up_here(queue: LaunchQueue) -> PeerError:
     return _error(queue, f"backward failed on this rank, so no rank is to step.\n{_TOO_LATE}", can_go_on=False)
 
 
-def begun_anew(queue: LaunchQueue, ranks: int, more: Sequence[int]) -> PeerError:
+def stepped_apart(queue: LaunchQueue) -> CommunicationError:
+    """The same where an optimizer is sharded, whose step is collective: the others have sent what belongs to that."""
+    what = "backward failed on this rank, so it did not come to the step of a sharded optimizer, as the others may have"
+    return CommunicationError(f"{queue.where}: {what}.\n{_STEPPED_APART}")
+
+
+def begun_anew(queue: LaunchQueue, ranks: int, more: Sequence[int], *, too_late: bool = False) -> PeerError:
     """On so many ranks forward, or the beginning of backward, failed before it; ``more`` often on some of them."""
     on, told, phase = _told_of(queue, ranks, "forward", "backward", early=True)
     if more:
         on = f"{describe_ranks(more)} more often than elsewhere"
     mixes = f"{phase} failed on {on} before this pass and was caught, so this pass may mix batches.\n{told}"
-    return _error(queue, mixes + _IN_TIME + ("" if phase == "backward" else _AGAIN), can_go_on=True)
+    advice = (_ALL_ALIKE if too_late else _IN_TIME) + ("" if phase == "backward" else _AGAIN)
+    return _error(queue, mixes + advice, can_go_on=True)
 
 
 def _told_of(queue: LaunchQueue, ranks: int, *phases: str, early: bool = False) -> tuple[str, str, str]:

@@ -898,8 +898,11 @@ def test_with_a_comm_hook_a_layer_that_is_unfrozen_waits_for_its_first_gradient(
         sync = stretto.attach(layers, transport=transport)
         sync.register_comm_hook(None, functools.partial(mean_of_two, transport))
         for number in range(4):
+            layers.zero_grad()
             layers[1].requires_grad_(number > 1)
-            layers[0](torch.ones(1, 2)).sum().backward()
+            layers[0](torch.full((1, 2), 1.0 + transport.rank)).sum().backward()
+            assert layers[0].weight.grad is not None and layers[0].weight.grad.tolist() == [[1.5, 1.5]] * 2
+            assert layers[1].weight.grad is None
 
     run_ranks(worker, 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -1572,6 +1573,70 @@ def test_where_words_come_late_a_rank_whose_backward_failed_does_not_cross_the_s
         "checkpoint, on all ranks. With check_every=1 they learn of it before the step."
     )
     assert isinstance(here, stretto.PeerError) and str(apart) in str(here)
+
+
+@pytest.mark.parametrize("when", ["all step all the same", "sharded afterwards"])
+def test_where_words_come_late_a_rank_whose_backward_failed_stays_where_steps_do_not_cross(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    words_come_late(monkeypatch)
+
+    def worker(transport: Any) -> list[int]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        sync = stretto.attach(model, transport=transport, check_every=0)
+        plain, told = torch.optim.AdamW(model.parameters()), list[int]()
+        optimizer: Any = None if when == "sharded afterwards" else stretto.shard(plain, sync)
+        for step in range(5):
+            hidden = model[0](torch.ones(1, 4))
+            try:
+                model[1](Fails.apply(hidden) if step == 1 and transport.rank == 1 else hidden).sum().backward()
+            except (ValueError, stretto.PeerError):
+                told.append(step)
+            if optimizer is not None:
+                optimizer.step()
+            elif step == 1:
+                optimizer = stretto.shard(plain, sync)
+        return told
+
+    assert run_ranks(worker, 2) == [[2], [1, 2]]
+
+
+def test_where_words_come_late_a_sharded_step_is_crossed_by_no_other_model_of_that_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one fails at its end, and the first, whose optimizer is sharded, had settled."""
+    words_come_late(monkeypatch)
+
+    def worker(transport: Any) -> list[str]:
+        first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        sync = stretto.attach(first, transport=transport, check_every=0)
+        other = stretto.attach(second, transport=transport, beside=[sync], check_every=0)
+        optimizer = stretto.shard(torch.optim.AdamW(first.parameters()), sync)
+        reducer, told = other._reducer, list[str]()
+        assert reducer is not None
+        for step in range(4):
+            optimizer.zero_grad()
+            with monkeypatch.context() if transport.rank and step == 1 else contextlib.nullcontext() as patch:
+                if patch is not None:
+                    patch.setattr(reducer._consensus, "says", fail)
+                try:
+                    second(first(torch.ones(1, 4))).sum().backward()
+                    optimizer.step()
+                except (MemoryError, stretto.StrettoError) as error:
+                    told.append(str(error).splitlines()[0])
+        return told
+
+    here, apart = run_ranks(worker, 2)
+    assert apart[:2] == [
+        "no memory",
+        "rank 1, pass 2: backward failed on this rank, so it did not come to the step of a sharded optimizer, as the "
+        "others may have.",
+    ]
+    assert "failed and left" in here[0]
+
+
+def fail(**_: object) -> list[int]:
+    raise MemoryError("no memory")
 
 
 def test_where_words_come_late_a_rank_goes_on_after_a_failure_once_the_optimizer_is_unsharded(

@@ -487,9 +487,9 @@ def test_a_pass_that_failed_is_followed_by_no_step(late):
 
 
 def fails_around_join(rank, when, batches):
-    """Rank 1, in the last pass before ``Join``, or in its last one inside."""
+    """Rank 1, in the last pass before ``Join``, or in its last one inside, where a sharded step crosses nothing."""
     words_come_late()
-    model, optimizer = build("AdamW", True, "auto")
+    model, optimizer = build("AdamW", when == "inside", "auto")
     became = []
 
     def step(number, fails):
@@ -509,7 +509,7 @@ def fails_around_join(rank, when, batches):
     try:
         step(0, False)
         step(1, rank and when == "before")
-        with Join([model, optimizer]):
+        with Join([model, optimizer] if when == "inside" else [model]):
             for number in range(batches[rank]):
                 step(2 + number, rank and when == "inside" and number == batches[rank] - 1)
         for number in range(6, 8):

@@ -138,7 +138,7 @@ class Channel(People):
         self._ended = True
         if (lookout := self.line.lookout) is not None:
             lookout.stop(waits=not self.line.is_silent)
-            if lookout.is_alive() and lookout is not threading.current_thread():
+            if lookout.is_alive() and not lookout.is_current():
                 return  # the process may end before it
         atexit.unregister(self.end)
         if self._finalizer is not None:

@@ -16,7 +16,7 @@ from . import void
 from .beside import Beside
 from .check import fingerprint
 from .comm_hooks import fixes_plan
-from .errors import CommunicationError, PeerError, UnsupportedError
+from .errors import CommunicationError, PeerError, StrettoError, UnsupportedError
 from .forward import ForwardWatch
 from .launch import LaunchQueue
 from .membership import Membership
@@ -181,9 +181,11 @@ class Consensus:
                 self._late_words, self._was_idle = words, idle
             if given_up:  # and a comm hook carries no words
                 raise void.given_up(self._queue, given_up)
-        except PeerError as later:
-            if error is not None and later.can_go_on:
+        except StrettoError as later:
+            if error is not None and isinstance(later, PeerError) and later.can_go_on:
                 raise error from later  # it needs more than that
+            if error is not None:
+                log.error("%s", error)
             raise
         if error is not None:
             self._queue.peers.seat.void = self._queue.pass_number  # too: it was that of the pass before
@@ -191,20 +193,25 @@ class Consensus:
         if not idle:
             self.spot_checks.ended(self._queue.pass_number)
 
-    def hear_of_own_failure(self, words: ControlWords, *, known: bool) -> None:
+    def hear_of_own_failure(self, words: ControlWords, *, known: bool, crosses: bool) -> None:
         """Before a pass: words of the last one, which this rank gave up. Unless the others have ``known``, they raise
-        at the end of the next, and so must this rank, or it would step alone. Where a step is collective, as that of a
-        sharded optimizer, its messages would meet this rank's next pass: then this rank leaves.
+        at the end of the next, and so must this rank, or it would step alone.
+
+        Args:
+            words: what was said.
+            known: the others knew at the end of that pass.
+            crosses: else they may have taken a step that is collective, a sharded optimizer's, and this rank has not.
+                What they have sent would meet this rank's next pass, so it leaves.
         """
-        if self._failure is not None:
-            log.error("%s", self._failure)  # it was for the end of the pass that was given up
-            self._failure = None
+        missed, self._failure = self._failure, None  # it was for the end of the pass that was given up
         self.act_on(dataclasses.replace(words, own_failure=True))
         said = words.read()
         by_all = said[Control.GAVE_UP] >= min(self._queue.transport.world_size, COUNTS)
+        if missed is not None and not by_all:  # else another handle of that backward has told it
+            log.error("%s", missed)
         known = known or by_all or words.on_host or self._queue.pass_number == 1
         if said[Control.GAVE_UP] and not known:
-            if self._queue.peers.seat.sharded and self.uneven is None:  # in Join, begun since, all have met
+            if crosses:
                 error = void.stepped_apart(self._queue)
                 self._queue.peers.tell_failed("backward", error, leaves=True)
                 raise error

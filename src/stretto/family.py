@@ -151,6 +151,11 @@ class Family:
                     all_of(behind, lambda one: one.failing.stay())
                 raise
 
+    def steps_in_shares(self) -> list[tuple[int, ...]]:
+        """How often the sharded optimizers have stepped, for each member that has some."""
+        seats = [member.queue.peers.seat for member in self.members()]
+        return [tuple(seat.steps) for seat in seats if seat.sharded]
+
     def give_up(self, given_up: list[Failing]) -> None:
         """Backward has failed on this rank. The list gets those with whose passes it is to stay."""
         for member in self._running():

@@ -125,7 +125,7 @@ class Line:
 
     def hang_up(self) -> None:
         """This process ends, and before it a thread that did not when it was told to; see [Note: the thread]."""
-        if (lookout := self.lookout) is None or lookout is threading.current_thread() or not lookout.is_alive():
+        if (lookout := self.lookout) is None or lookout.is_current() or not lookout.is_alive():
             return
         if (number := self.socket) is not None:
             shut(number)
@@ -226,9 +226,13 @@ class Lookout(threading.Thread):
     def stop(self, *, waits: bool = True) -> None:
         """End, soon. Harmless twice. ``waits``: for the connection, where the store is not known to be silent."""
         self.jobs.put(None)
-        if threading.current_thread() not in (self, self._connects):  # a handle may be collected there
+        if not self.is_current():
             self._await_connection(CONNECT_SECONDS if waits else 0.0)
             self.join(HANG_UP_SECONDS)
+
+    def is_current(self) -> bool:
+        """Whether it, or what connects for it, runs this: a handle may be collected there."""
+        return threading.current_thread() in (self, self._connects)
 
     def _await_connection(self, seconds: float) -> None:
         if self._tried.wait(min(seconds, TELL_SECONDS)) or not seconds:

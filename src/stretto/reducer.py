@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 import torch
 
+from . import void
 from .arrivals import owner_of
 from .beside import Beside
 from .broadcast import CoalescedMessages
@@ -81,12 +82,10 @@ class Reducer:
         self.members, self.transport = members, transport
         self.delay = self.always_delays = options.delay  # all till after backward: so asked, or behind another
         self.synchronize = True
-        self.running = self.waits = self.detached = self._is_idle = self._all_know = (
-            False  # waits: the same, in this pass
-        )
+        self.running = self.waits = self.detached = self._is_idle = False  # waits: as delay, in this pass
         self.kept = self._passes = 0
         self._beside = Beside(self.queue, places, self.sparse)
-        self._buffers_of_given_up: CoalescedMessages | None = None
+        self._given_up: void.GivenUp | None = None
         self.failing = Failing(self.queue, self._stop, members.everything)
         self.tracker = ArrivalTracker([*parameters.values()], self.queue, self, self._first_arrival, self._progressed)
         self._arrivals = self.tracker.arrivals
@@ -204,12 +203,12 @@ class Reducer:
         self.queue.peers.seat.in_pass = True
         refuse_compiled(self.queue)
         refuse_to_send(self.queue.peers, "backward")
+        if self._given_up is not None:
+            self._drain(self._given_up)
         if self.uneven is not None:
             self.uneven.begin(self.queue, self._beside.places)
         if not self.queue.pass_number:
             self._consensus.meet()
-        if self._buffers_of_given_up is not None:
-            self._drain(self._buffers_of_given_up)
         self._consensus.catch_up()
         self.queue.pass_number += 1
         self.queue.peers.seat.begins(self.queue.pass_number)
@@ -320,11 +319,11 @@ class Reducer:
         """Launch the rest of the pass, marked. Where others need this rank for it, it is to stay: ``failing.stay``."""
         with self.queue.lock, torch.no_grad():
             self._stop()
-            self._all_know = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
+            known = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
             self._forward.says(self.queue.pass_number)  # to nobody: giving up says all
-            self._buffers_of_given_up = CoalescedMessages()  # from here on there is something to drain
+            self._given_up = void.GivenUp(known, self.family.steps_in_shares())  # now there is something to drain
             self.queue.launch_given_up()
-            self._buffers_of_given_up = self._beside.send_given_up()
+            self._given_up.buffers = self._beside.send_given_up()
             if not self.queue.tells and self.queue.pass_number == 1:
                 self._consensus.send_order()  # peers do not know of the failure
 
@@ -334,15 +333,16 @@ class Reducer:
         self.tracker.unsynchronized.clear()
         self._beside.forget()
 
-    def _drain(self, buffers: CoalescedMessages) -> None:
+    def _drain(self, given_up: void.GivenUp) -> None:
         """Before the next pass: wait for what the one that was given up left under way."""
-        self._buffers_of_given_up = None
+        self._given_up = None
         with torch.no_grad():
             try:
-                words = self._wait(buffers, release=False)
+                words = self._wait(given_up.buffers, release=False)
             finally:
                 self._reset()
-            self._consensus.hear_of_own_failure(words, known=self._all_know)  # when it was given up
+            crosses = bool(given_up.steps) and given_up.steps == self.family.steps_in_shares()
+            self._consensus.hear_of_own_failure(words, known=given_up.known, crosses=crosses)
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

@@ -54,8 +54,8 @@ class Seat:
     """Collective calls that are no passes and no steps."""
     steps: list[int] = field(default_factory=list)
     """Of each sharded optimizer, in the order in which they were made."""
-    sharded: int = 0
-    """How many of them there are still."""
+    sharded: set[int] = field(default_factory=set)
+    """Places there of those that are still in use."""
     number: int = field(default_factory=functools.partial(next, itertools.count()))
     """Of all handles of this process, in the order in which they were made."""
     looks_beside: bool = False

@@ -1,12 +1,15 @@
 """The errors of a void pass: ranks have sent all of it, and are in step, but none is to use its gradients.
 
-To make one marks the pass as void: a sharded optimizer waits for no step with it.
+To make one marks the pass as void: a sharded optimizer waits for no step with it. ``stepped_apart`` is for a rank that
+is not in step any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from .broadcast import CoalescedMessages
 from .errors import CommunicationError, PeerError
 from .launch import LaunchQueue
 from .wording import describe_ranks
@@ -29,6 +32,18 @@ _AGAIN = (
     " A forward that may fail and be tried again on one rank must run inside no_sync() of the handle (a wrapper's "
     ".synchronizer), its backward outside."
 )
+
+
+@dataclass
+class GivenUp:
+    """What was so when this rank gave up a pass, until the next begins."""
+
+    known: bool
+    """Whether the other ranks learn of it at the end of that pass, wherever gradients lie."""
+    steps: list[tuple[int, ...]]
+    """How often sharded optimizers had stepped; empty where there are none."""
+    buffers: CoalescedMessages = field(default_factory=CoalescedMessages)
+    """Of the module, still under way."""
 
 
 def given_up(queue: LaunchQueue, ranks: int, *, too_late: bool = False) -> PeerError:

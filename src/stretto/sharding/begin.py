@@ -83,7 +83,11 @@ def begin(
     if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
         warn_of_other_processes(where, elsewhere)
     shares = _shares(optimizer, kind, reducer, asked)
-    sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
+    try:
+        sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
+    except BaseException:
+        shares.release()
+        raise
     vars(sharded)[IN_SHARES] = True
     return sharded
 

@@ -76,7 +76,7 @@ class Shares:
             self.withholding.end()
             raise
         optimizer.state.clear()  # Adagrad has one before its first step
-        self.peers.seat.sharded += 1
+        self.peers.seat.sharded.add(self._number)
 
     @property
     def reduced(self) -> list[torch.nn.Parameter]:
@@ -265,7 +265,7 @@ class Shares:
     @torch.inference_mode(False)
     def release(self) -> None:
         """Parameters get memory of their own; after half a step they stay where they are, and reads raise."""
-        self.peers.seat.sharded -= 1
+        self.peers.seat.sharded.discard(self._number)
         self.withholding.end()
         self.writings.forget()
         with contextlib.suppress(StrettoError):  # a read of the parameter raises it

@@ -36,6 +36,15 @@ SILENT = (
     "Expected every rank to call backward for this pass. Look at the first error in the other ranks' logs."
 )
 
+RANK_0_STOPS = """
+pid = torch.tensor(os.getpid())
+dist.broadcast(pid, 0)
+step()
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""Its block goes on with what follows."""
+
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
@@ -44,17 +53,12 @@ SILENT = (
 def test_the_rank_that_has_the_store_is_stopped(tmp_path: Path, transport: str, name: str) -> None:
     """Its server is stopped with it, and the others' sockets wait for as long."""
     body = """
-        pid = torch.tensor(os.getpid())
-        dist.broadcast(pid, 0)
-        step()
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            told()
-            os.kill(int(pid), signal.SIGCONT)
-        os._exit(0)
-    """
-    found = ranks(tmp_path, body, 2, "tcp", patience=4.0, transport=transport)
+else:
+    told()
+    os.kill(int(pid), signal.SIGCONT)
+os._exit(0)
+"""
+    found = ranks(tmp_path, RANK_0_STOPS + body, 2, "tcp", patience=4.0, transport=transport)
     assert [code for code, _, _ in found] == [0, 0], found
     told = explained(within(found[1][1], "CommunicationError", 15))
     assert told == SILENT.replace("{0}", name)
@@ -64,28 +68,23 @@ def test_the_rank_that_has_the_store_is_stopped(tmp_path: Path, transport: str, 
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_store_that_answers_while_the_interpreter_shuts_down_ends_no_process(tmp_path: Path, detached: bool) -> None:
     """A thread that waited for it would come back from C++ then, and Python ends such threads: "terminate called"."""
-    body = """
-        pid = torch.tensor(os.getpid())
-        dist.broadcast(pid, 0)
-        step()
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(5)
-            os._exit(0)
+    body = f"""
+    time.sleep(5)
+    os._exit(0)
 
-        class Last:
-            def __del__(self, kill=os.kill, pid=int(pid), goes_on=signal.SIGCONT, sleep=time.sleep, write=os.write):
-                kill(pid, goes_on)
-                sleep(1)
-                write(1, b"the store has answered")
+class Last:
+    def __del__(self, kill=os.kill, pid=int(pid), goes_on=signal.SIGCONT, sleep=time.sleep, write=os.write):
+        kill(pid, goes_on)
+        sleep(1)
+        write(1, b"the store has answered")
 
-        time.sleep(1.5)
-        if {0}:
-            sync.detach()
-        dist.destroy_process_group()
-        sys.last = Last()
-    """
-    found = ranks(tmp_path, body.replace("{0}", str(detached)), 2, "tcp", end=False)
+time.sleep(1.5)
+if {detached}:
+    sync.detach()
+dist.destroy_process_group()
+sys.last = Last()
+"""
+    found = ranks(tmp_path, RANK_0_STOPS + body, 2, "tcp", end=False)
     assert [code for code, _, _ in found] == [0, 0], found
     assert found[1][1] == "the store has answered"
 

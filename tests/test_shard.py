@@ -1575,7 +1575,7 @@ def test_where_words_come_late_a_rank_whose_backward_failed_does_not_cross_the_s
     assert isinstance(here, stretto.PeerError) and str(apart) in str(here)
 
 
-@pytest.mark.parametrize("when", ["all step all the same", "sharded afterwards"])
+@pytest.mark.parametrize("when", ["all step all the same", "sharded afterwards", "unsharded before"])
 def test_where_words_come_late_a_rank_whose_backward_failed_stays_where_steps_do_not_cross(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -1585,7 +1585,9 @@ def test_where_words_come_late_a_rank_whose_backward_failed_stays_where_steps_do
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
         sync = stretto.attach(model, transport=transport, check_every=0)
         plain, told = torch.optim.AdamW(model.parameters()), list[int]()
-        optimizer: Any = None if when == "sharded afterwards" else stretto.shard(plain, sync)
+        optimizer: Any = stretto.shard(plain, sync) if when == "all step all the same" else None
+        if when == "unsharded before":
+            stretto.shard(plain, sync).unshard()
         for step in range(5):
             hidden = model[0](torch.ones(1, 4))
             try:
@@ -1594,7 +1596,7 @@ def test_where_words_come_late_a_rank_whose_backward_failed_stays_where_steps_do
                 told.append(step)
             if optimizer is not None:
                 optimizer.step()
-            elif step == 1:
+            elif step == 1 and when == "sharded afterwards":
                 optimizer = stretto.shard(plain, sync)
         return told
 
@@ -1637,24 +1639,3 @@ def test_where_words_come_late_a_sharded_step_is_crossed_by_no_other_model_of_th
 
 def fail(**_: object) -> list[int]:
     raise MemoryError("no memory")
-
-
-def test_where_words_come_late_a_rank_goes_on_after_a_failure_once_the_optimizer_is_unsharded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    words_come_late(monkeypatch)
-
-    def worker(transport: Any) -> list[int]:
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        sync = stretto.attach(model, transport=transport, check_every=0)
-        stretto.shard(torch.optim.AdamW(model.parameters()), sync).unshard()
-        told = []
-        for step in range(4):
-            hidden = model[0](torch.ones(1, 4))
-            try:
-                model[1](Fails.apply(hidden) if step == 1 and transport.rank == 1 else hidden).sum().backward()
-            except (ValueError, stretto.PeerError):
-                told.append(step)
-        return told
-
-    assert run_ranks(worker, 2) == [[2], [1, 2]]

@@ -1210,3 +1210,28 @@ def test_where_words_come_late_no_failure_hides_behind_the_next(
     assert run_ranks(worker, 3) == [[(3, True), (4, False)], [(4, True)], [(4, False)]]
     (logged,) = [one.getMessage() for one in caplog.records if "lacks gradients" in one.getMessage()]
     assert logged.startswith("rank 1, pass 3: ") and "go back to a checkpoint" in logged
+
+
+def test_where_words_come_late_a_failure_behind_which_all_fail_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody raises for the second, which all know; one rank has not stepped with the first, and others may have."""
+    models.words_come_late(monkeypatch)
+
+    def worker(transport: LocalTransport) -> list[int]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        stretto.attach(model, transport=transport, check_every=0)
+        told = []
+        for number in range(1, 6):
+            model.zero_grad()
+            hidden = model[0](torch.ones(1, 2))
+            fails = number == 4 or (number == 3 and transport.rank == 1)
+            try:
+                model[1](models.Fails.apply(hidden) if fails else hidden).sum().backward()
+            except ValueError:
+                told.append(number)
+        return told
+
+    assert run_ranks(worker, 2) == [[4], [3, 4]]
+    logged = [one.getMessage() for one in caplog.records if "go back to a checkpoint" in one.getMessage()]
+    assert sorted(text.split(": ")[0] for text in logged) == ["rank 0, pass 3", "rank 1, pass 3"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Fails, words_come_late
@@ -21,6 +22,7 @@ from test_hierarchical import on_hosts
 from test_shared_memory import shared, values
 
 import stretto
+from stretto import telling
 from stretto.plan import plan_buckets
 from stretto.sharding import stretches
 from stretto.sharding.kinds import Kind, kind_of
@@ -1603,16 +1605,25 @@ def test_where_words_come_late_a_rank_whose_backward_failed_stays_where_steps_do
     assert run_ranks(worker, 2) == [[2], [1, 2]]
 
 
+@pytest.mark.parametrize("are_strangers", [False, True])
 def test_where_words_come_late_a_sharded_step_is_crossed_by_no_other_model_of_that_backward(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, are_strangers: bool
 ) -> None:
     """The second one fails at its end, and the first, whose optimizer is sharded, had settled."""
     words_come_late(monkeypatch)
+    real, store, channels = telling.channel_of, dist.HashStore(), dict[int, Any]()
+
+    def the_same(store: Any, rank: int, world_size: int) -> Any:
+        """As for processes, of which each has one."""
+        return channels.setdefault(rank, real(store, rank, world_size))
+
+    monkeypatch.setattr(telling, "channel_of", the_same)
 
     def worker(transport: Any) -> list[str]:
+        transport.store = store
         first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
         sync = stretto.attach(first, transport=transport, check_every=0)
-        other = stretto.attach(second, transport=transport, beside=[sync], check_every=0)
+        other = stretto.attach(second, transport=transport, beside=[] if are_strangers else [sync], check_every=0)
         optimizer = stretto.shard(torch.optim.AdamW(first.parameters()), sync)
         reducer, told = other._reducer, list[str]()
         assert reducer is not None
@@ -1639,3 +1650,30 @@ def test_where_words_come_late_a_sharded_step_is_crossed_by_no_other_model_of_th
 
 def fail(**_: object) -> list[int]:
     raise MemoryError("no memory")
+
+
+def test_a_rank_that_cannot_make_the_optimizer_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for its step."""
+    real = stretto.sharding.ShardedOptimizer.__init__
+
+    def make(self: Any, optimizer: Any, module: Any, shares: Any, *more: Any) -> None:
+        if shares.rank:
+            raise MemoryError("no memory")
+        real(self, optimizer, module, shares, *more)
+
+    monkeypatch.setattr(stretto.sharding.ShardedOptimizer, "__init__", make)
+
+    def worker(transport: Any) -> str:
+        model = torch.nn.Linear(2, 2)
+        sync = stretto.attach(model, transport=transport)
+        try:
+            optimizer = stretto.shard(torch.optim.AdamW(model.parameters()), sync)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        except (MemoryError, stretto.PeerError) as error:
+            return str(error)
+        return "went well"
+
+    here, there = run_ranks(worker, 2)
+    assert there == "no memory"
+    assert "rank 1 failed and left" in here and "MemoryError: no memory" in here

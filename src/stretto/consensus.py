@@ -182,9 +182,9 @@ class Consensus:
             if given_up:  # and a comm hook carries no words
                 raise void.given_up(self._queue, given_up)
         except StrettoError as later:
-            if error is not None and isinstance(later, PeerError) and later.can_go_on:
-                raise error from later  # it needs more than that
             if error is not None:
+                if isinstance(later, PeerError) and later.can_go_on:
+                    raise error from later  # it needs more than that
                 log.error("%s", error)
             raise
         if error is not None:
@@ -203,12 +203,12 @@ class Consensus:
             crosses: else they may have taken a step that is collective, a sharded optimizer's, and this rank has not.
                 What they have sent would meet this rank's next pass, so it leaves.
         """
-        missed, self._failure = self._failure, None  # it was for the end of the pass that was given up
+        if self._failure is not None:
+            log.error("%s", self._failure)  # it was for the end of the pass that was given up
+            self._failure = None
         self.act_on(dataclasses.replace(words, own_failure=True))
         said = words.read()
         by_all = said[Control.GAVE_UP] >= min(self._queue.transport.world_size, COUNTS)
-        if missed is not None and not by_all:  # else another handle of that backward has told it
-            log.error("%s", missed)
         known = known or by_all or words.on_host or self._queue.pass_number == 1
         if said[Control.GAVE_UP] and not known:
             if crosses:

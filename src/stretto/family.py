@@ -45,6 +45,7 @@ from .wording import name_list
 
 if TYPE_CHECKING:
     from .reducer import Reducer
+    from .seat import Seat
 
 log = logging.getLogger("stretto")
 _number: Callable[[Reducer], int] = operator.attrgetter("queue.peers.seat.number")
@@ -151,10 +152,11 @@ class Family:
                     all_of(behind, lambda one: one.failing.stay())
                 raise
 
-    def steps_in_shares(self) -> list[tuple[int, ...]]:
-        """How often the sharded optimizers have stepped, for each member that has some."""
-        seats = [member.queue.peers.seat for member in self.members()]
-        return [tuple(seat.steps) for seat in seats if seat.sharded]
+    def steps_in_shares(self) -> list[tuple[Seat, list[int]]]:
+        """How often sharded optimizers have stepped, for each handle of this backward that has some."""
+        together = [family for family in self._company() if family is self or family._is_of(self._backward)]
+        seats = [member.queue.peers.seat for family in together for member in family.members()]
+        return [(seat, seat.steps.copy()) for seat in seats if seat.sharded]
 
     def give_up(self, given_up: list[Failing]) -> None:
         """Backward has failed on this rank. The list gets those with whose passes it is to stay."""

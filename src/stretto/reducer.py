@@ -341,8 +341,7 @@ class Reducer:
                 words = self._wait(given_up.buffers, release=False)
             finally:
                 self._reset()
-            crosses = bool(given_up.steps) and given_up.steps == self.family.steps_in_shares()
-            self._consensus.hear_of_own_failure(words, known=given_up.known, crosses=crosses)
+            self._consensus.hear_of_own_failure(words, known=given_up.known, crosses=given_up.crosses)
 
 
 def reducer_of(parameter: torch.nn.Parameter) -> Reducer | None:

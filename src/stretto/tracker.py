@@ -44,7 +44,7 @@ class ArrivalTracker:
         self.arrivals = Arrivals(parameters, owner, first, self._look)
         self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.last_order: list[int] = []
-        """Indices of the last arrivals that were not as scheduled; a pass that was leaves it as it is."""
+        """Indices of the arrivals of the last pass that did not go as scheduled."""
         self.graph_changed = False
         """Whether two passes in succession have reached different parameters."""
         self._queue, self._events, self._progressed = queue, queue.events, progressed

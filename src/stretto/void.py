@@ -1,7 +1,7 @@
-"""The errors of a void pass: ranks have sent all of it, and are in step, but none is to use its gradients.
+"""A void pass, which a rank has given up: ranks have sent all of it, and are in step, but none is to use its gradients.
 
-To make one marks the pass as void: a sharded optimizer waits for no step with it. ``stepped_apart`` is for a rank that
-is not in step any more.
+To make one of the errors marks the pass as void: a sharded optimizer waits for no step with it. ``stepped_apart`` is
+for a rank that is not in step any more.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .broadcast import CoalescedMessages
 from .errors import CommunicationError, PeerError
 from .launch import LaunchQueue
+from .seat import Seat
 from .wording import describe_ranks
 
 _IN_TIME = "Do not step with these gradients: zero_grad() and go on, on all ranks."
@@ -40,10 +41,16 @@ class GivenUp:
 
     known: bool
     """Whether the other ranks learn of it at the end of that pass, wherever gradients lie."""
-    steps: list[tuple[int, ...]]
-    """How often sharded optimizers had stepped; empty where there are none."""
+    steps: list[tuple[Seat, list[int]]]
+    """How often sharded optimizers had stepped, for each handle that has some."""
     buffers: CoalescedMessages = field(default_factory=CoalescedMessages)
     """Of the module, still under way."""
+
+    @property
+    def crosses(self) -> bool:
+        """Whether there are sharded optimizers, and none has stepped since here: on other ranks they may have."""
+        left = [(seat, steps) for seat, steps in self.steps if seat.sharded]
+        return bool(left) and all(seat.steps[: len(steps)] == steps for seat, steps in left)
 
 
 def given_up(queue: LaunchQueue, ranks: int, *, too_late: bool = False) -> PeerError:

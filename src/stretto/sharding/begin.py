@@ -82,11 +82,15 @@ def begin(
     lying = {name: one for name, one in _stepped(optimizer, module).items() if one.is_cpu and has_memory(one)}
     if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
         warn_of_other_processes(where, elsewhere)
-    shares = _shares(optimizer, kind, reducer, asked)
+    shares: Shares | None = None
     try:
+        shares = Shares(optimizer, kind, reducer, keep_grads=asked.keep_grads, overlap=asked.overlap)
         sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
-    except BaseException:
-        shares.release()
+    except BaseException as error:
+        if not isinstance(error, CommunicationError):  # the others would wait for this rank's step
+            peers.leave("shard", error, error.__traceback__, sent=False)
+        if shares is not None:
+            shares.release()
         raise
     vars(sharded)[IN_SHARES] = True
     return sharded
@@ -102,16 +106,6 @@ def _refuse_unlike(stated: list[Any], problem: Exception | None, peers: Peers, w
             raise SetupError(f"{where}: the optimizer cannot be sharded on rank {rank}.\n  {theirs}")
         if other != told[0][1]:
             raise ModelMismatchError(f"{where}: {_difference(rank, other, told[0][1])}\nBuild the same on all ranks.")
-
-
-def _shares(optimizer: torch.optim.Optimizer, kind: Kind, reducer: Reducer, asked: Asked) -> Shares:
-    """If a rank cannot build its own, tell the others, which would wait for its step."""
-    try:
-        return Shares(optimizer, kind, reducer, keep_grads=asked.keep_grads, overlap=asked.overlap)
-    except BaseException as error:
-        if not isinstance(error, CommunicationError):
-            reducer.queue.peers.leave("shard", error, error.__traceback__, sent=False)
-        raise
 
 
 def _refuse(

@@ -1605,19 +1605,24 @@ def test_where_words_come_late_a_rank_whose_backward_failed_stays_where_steps_do
     assert run_ranks(worker, 2) == [[2], [1, 2]]
 
 
+def one_channel_a_rank(patch: pytest.MonkeyPatch) -> Any:
+    """As for processes, over the store that is returned; threads have one for each handle."""
+    real, store, channels = telling.channel_of, dist.HashStore(), dict[int, Any]()
+
+    def the_same(store: Any, rank: int, world_size: int) -> Any:
+        return channels.setdefault(rank, real(store, rank, world_size))
+
+    patch.setattr(telling, "channel_of", the_same)
+    return store
+
+
 @pytest.mark.parametrize("are_strangers", [False, True])
 def test_where_words_come_late_a_sharded_step_is_crossed_by_no_other_model_of_that_backward(
     monkeypatch: pytest.MonkeyPatch, are_strangers: bool
 ) -> None:
     """The second one fails at its end, and the first, whose optimizer is sharded, had settled."""
     words_come_late(monkeypatch)
-    real, store, channels = telling.channel_of, dist.HashStore(), dict[int, Any]()
-
-    def the_same(store: Any, rank: int, world_size: int) -> Any:
-        """As for processes, of which each has one."""
-        return channels.setdefault(rank, real(store, rank, world_size))
-
-    monkeypatch.setattr(telling, "channel_of", the_same)
+    store = one_channel_a_rank(monkeypatch)
 
     def worker(transport: Any) -> list[str]:
         transport.store = store
@@ -1646,6 +1651,35 @@ def test_where_words_come_late_a_sharded_step_is_crossed_by_no_other_model_of_th
         "others may have.",
     ]
     assert "failed and left" in here[0]
+
+
+def test_where_words_come_late_a_sharded_step_of_an_earlier_backward_is_not_crossed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A critic that is trained several times for each step of a generator: the rank stays, as none steps in shares."""
+    words_come_late(monkeypatch)
+    store = one_channel_a_rank(monkeypatch)
+
+    def worker(transport: Any) -> list[tuple[int, str]]:
+        transport.store = store
+        generator = torch.nn.Linear(4, 4)
+        critic = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        sync = stretto.attach(generator, transport=transport, check_every=0)
+        stretto.attach(critic, transport=transport, check_every=0)
+        optimizer, told = stretto.shard(torch.optim.AdamW(generator.parameters()), sync), []
+        for step in range(8):
+            hidden = critic[0](torch.ones(1, 4))
+            try:
+                critic[1](Fails.apply(hidden) if transport.rank and step == 4 else hidden).sum().backward()
+            except (ValueError, stretto.StrettoError) as error:
+                told.append((step, type(error).__name__))
+            if step % 4 == 3:
+                optimizer.zero_grad()
+                generator(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+        return told
+
+    assert run_ranks(worker, 2) == [[(5, "PeerError")], [(4, "ValueError"), (5, "PeerError")]]
 
 
 def fail(**_: object) -> list[int]:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("stretto")
 _number: Callable[[Reducer], int] = operator.attrgetter("queue.peers.seat.number")
 """Of a member: its place in the order of attaching."""
+_NONE = (-1, -1)
+"""No backward: the engine's task, and the thread."""
 _begin, _begin_idle, _shadow, _give_up = map(operator.methodcaller, ("begin", "begin_idle", "shadow", "give_up"))
 
 
@@ -59,7 +61,7 @@ class Family:
     def __init__(self, members: Iterable[Reducer]) -> None:
         in_order = sorted(members, key=_number)
         self._members = [weakref.ref(member) for member in in_order]  # [Note: weak parameters] in bucket.py
-        self._warned, self._backward = False, (-1, -1)
+        self._warned, self._backward = False, _NONE
         self._met: weakref.WeakSet[Family] = weakref.WeakSet()  # in one backward, on other process groups
         self._has_met = False  # the set's own answer runs Python, in every pass
         self._checkpoints = ReentrantCheckpoints()
@@ -140,17 +142,20 @@ class Family:
     def settle(self) -> None:
         """The outermost backward has ended. Collective. If one fails here, the later ones give up."""
         running = self._reached()
-        for place, member in enumerate(running):
-            try:
-                member.settle()
-            except BaseException as error:
-                self.lose_with(member, error)
-                behind = [one for one in running[place:] if one.running]
+        try:
+            for place, member in enumerate(running):
                 try:
-                    all_of(behind, _give_up)
-                finally:
-                    all_of(behind, lambda one: one.failing.stay())
-                raise
+                    member.settle()
+                except BaseException as error:
+                    self.lose_with(member, error)
+                    behind = [one for one in running[place:] if one.running]
+                    try:
+                        all_of(behind, _give_up)
+                    finally:
+                        all_of(behind, lambda one: one.failing.stay())
+                    raise
+        finally:
+            _part(running)
 
     def steps_in_shares(self) -> list[tuple[Seat, list[int]]]:
         """How often sharded optimizers have stepped, for each handle of this backward that has some."""
@@ -160,10 +165,12 @@ class Family:
 
     def give_up(self, given_up: list[Failing]) -> None:
         """Backward has failed on this rank. The list gets those with whose passes it is to stay."""
-        for member in self._running():
+        running = self._running()
+        for member in running:
             amid().discard(member.family)
             given_up.append(member.failing)
             member.give_up()
+        _part(running)
 
     def shadow(self) -> None:
         """Take part in one pass of the other ranks, all members if it has not lost its place. Collective."""
@@ -286,6 +293,12 @@ class Family:
 def amid() -> set[Family]:
     """Families of this process with a pass under way, in any thread: one backward may have reached several."""
     return set()
+
+
+def _part(members: Iterable[Reducer]) -> None:
+    """Their backward is over: else the next one on this thread would count as the same."""
+    for member in members:
+        member.family._backward = _NONE
 
 
 def all_of(members: Sequence[Reducer], call: Callable[[Reducer], None]) -> None:

@@ -34,6 +34,7 @@ from stretto.peers import Peers
 from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks
 from stretto.transport import LocalTransport
+from stretto.transport.base import Leftover
 from stretto.transport.life import is_over, started_at
 from stretto.waiting import this_thread
 from stretto.whereabouts import others_work, standing
@@ -1752,3 +1753,19 @@ def test_what_ranks_write_of_their_calls_does_not_pile_up() -> None:
             assert len({*word.said()}) == 1
         found.append(store.num_keys())
     assert found[2] == found[-1] == max(found)
+
+
+def test_a_handle_may_join_while_a_note_about_the_process_group_is_read() -> None:
+    """The channel's thread reads it; all groups that it is about must know."""
+    channel, told = Channel(dist.HashStore(), 0, 2), list[Leftover]()
+
+    class Known(Leftover):
+        def is_of(self, *_: Any, **__: Any) -> None:
+            told.append(self)
+            channel.open(Seat(), [Leftover()])
+
+    for _ in range(2):
+        channel.open(Seat(), [Known(used={"a"})])
+    channel.post(Note(1, "backward", "a", leftover=["a", "a"]))
+    channel.read()
+    assert len(told) == 2

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,6 +242,34 @@ def test_a_message_has_as_long_as_a_collective() -> None:
     courier.take(Incoming(Exchange([Never()], []), torch.empty(0), [], lambda problem: said.append(str(problem))))
     courier.close()
     assert said == ["nothing came within 0 s"]
+
+
+def test_a_message_may_be_sent_while_others_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of what is under way is freed; the rank sends from its own thread."""
+    kept = list[object]()
+    monkeypatch.setattr("stretto.transport.courier.never_free", kept.append)
+    group, exchange, said = object(), Exchange([Never()], []), list[str]()
+    message = Incoming(exchange, torch.empty(0), [], lambda problem: said.append(str(problem)))
+    courier, sending = Courier([group], 0.1), list[threading.Thread]()
+
+    class Messages(deque[Incoming]):
+        def __iter__(self) -> Any:
+            for one in super().__iter__():
+                if not sending:
+                    thread = threading.Thread(target=courier.take, args=(message,))
+                    thread.start()
+                    sending.append(thread)
+                    thread.join(0.2)
+                yield one
+
+    courier._messages = Messages()
+    courier.take(message)
+    while not sending:
+        time.sleep(0.01)
+    sending[0].join()
+    courier.close()
+    assert kept[:2] == [group, exchange] and len(said) == 2
+    assert all(re.fullmatch(r"nothing came within \d s", one) for one in said)
 
 
 def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,14 @@ class Arrivals:
 class Hooked(dict[int, tuple[weakref.ref[torch.Tensor], Any]]):
     """Parameters that have a hook, held weakly, by ``id()``: with each hook's handle."""
 
+    def alive(self) -> list[Any]:
+        """The parameters that live. More may come meanwhile, on another thread or from within the collector."""
+        return [one for reference, _ in [*self.values()] if (one := reference()) is not None]
+
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take the hooks off all others."""
         wanted = {id(parameter): parameter for parameter in parameters}
-        for key in [key for key, (one, _) in self.items() if one() is None or one() is not wanted.get(key)]:
+        for key in [key for key, (one, _) in [*self.items()] if one() is None or one() is not wanted.get(key)]:
             self.pop(key)[1].remove()
 
     def follow(self, parameters: Collection[Any], hook: Callable[[Any], Any]) -> None:

@@ -184,7 +184,7 @@ class Channel(People):
 
     def _heed(self, note: Note, store: Store) -> None:
         """It may be the last word of the process that has the store, or of what is left in the process group."""
-        for one in self._leftovers if note.leftover and note.rank != self.rank else ():
+        for one in [*self._leftovers] if note.leftover and note.rank != self.rank else ():  # a handle may join
             if one.used.intersection(note.leftover[1:]):  # else it is another group
                 one.is_of(note.rank, note.leftover[0], str(note))
         if self.rank and note.rank == 0 and note.leaves and note.of_process and self.rank_0_has_store():

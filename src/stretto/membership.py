@@ -187,8 +187,7 @@ class Membership:
 
     def outsiders(self) -> list[torch.Tensor]:
         """Those outside the plan whose gradients are seen, and that require one now."""
-        alive = [one for reference, _ in self._hooks.values() if (one := reference()) is not None]
-        return [one for one in alive if one.requires_grad]
+        return [one for one in self._hooks.alive() if one.requires_grad]
 
     def some_unfrozen(self) -> bool:
         """Whether an outsider requires a gradient now, and did not when what the module has was last known."""
@@ -208,8 +207,7 @@ class Membership:
         if self.module() is not None:
             return []
         names = {id(reference()): name for name, reference in self._frozen.items()}
-        alive = [one for reference, _ in self._hooks.values() if (one := reference()) is not None]
-        came = [one for one in alive if id(one) in self._arrived]
+        came = [one for one in self._hooks.alive() if id(one) in self._arrived]
         return [names.get(id(one), f"one of shape {tuple(one.shape)}") for one in came]
 
     def follow(self, planned: Mapping[str, torch.nn.Parameter]) -> None:
@@ -240,8 +238,8 @@ class Membership:
 
     def _follow_survivors(self) -> None:
         if self._survivors is not None:
-            hooked: list[Any] = [*self._planned.values(), *(one for one, _ in [*self._hooks.values()])]
-            everything = [self._module(), *self.everything().values(), *(reference() for reference in hooked)]
+            planned = (reference() for reference in self._planned.values())
+            everything = [self._module(), *self.everything().values(), *planned, *self._hooks.alive()]
             self._survivors.follow(one for one in everything if one is not None)
 
     def drop_withheld(self, planned: Iterable[torch.Tensor]) -> None:

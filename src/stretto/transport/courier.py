@@ -125,7 +125,9 @@ class Courier:
         while not done_within(work, _LOOK):
             if self._has_given_up or self._takes_too_long(began, time.monotonic()):
                 self._has_given_up = True
-                for held in (*self._groups, *[message.exchange for message in self._messages]):
+                with self._lock:  # the rank may send another meanwhile
+                    under_way = [message.exchange for message in self._messages]
+                for held in (*self._groups, *under_way):
                     never_free(held)
                 raise RuntimeError(f"nothing came within {time.monotonic() - began:.0f} s")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pickle
 import re
 import socket
 import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from stretto import DistributedDataParallel as DDP
 from stretto.blame import SAME_CALLS, is_told
 from stretto.notes import Note
 from stretto.testing import run_ranks, spawn_ranks
+from stretto.waiting import gather_by_sums
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -1542,3 +1545,17 @@ def test_the_drop_in_and_the_compiler_tell_too(tmp_path: Path) -> None:
     for code, printed, complaint in ranks(tmp_path, body):
         assert code == 0, complaint
         assert printed.count("PeerError") == 2 and printed.count("  rank 1, pass 3, forward: ") == 2, printed
+
+
+def test_what_ranks_gather_may_be_more_than_2_gib() -> None:
+    """Pages that nobody touches, so this takes no memory."""
+
+    def all_reduce(flat: torch.Tensor) -> None:
+        if flat.dtype is torch.int64:
+            flat[1] = 1 << 31
+        else:
+            data, begin = pickle.dumps("there"), len(flat) - (1 << 31)
+            flat[begin : begin + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    transport = SimpleNamespace(rank=0, world_size=2, all_reduce=all_reduce)
+    assert gather_by_sums("here", transport, lambda work: None) == ["here", "there"]

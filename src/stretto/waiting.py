@@ -83,7 +83,8 @@ def gather_by_sums(value: Any, transport: Transport, wait: Callable[[Work], obje
     flat = torch.zeros(ends[-1], dtype=torch.uint8, device="cpu")
     flat[begins[transport.rank] : ends[transport.rank]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     wait(transport.all_reduce(flat))
-    whole = ctypes.string_at(flat.data_ptr(), flat.numel())
+    # Not string_at, whose size is an int of C: 2 GiB are too many.
+    whole = memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
     return [pickle.loads(whole[begin:end]) for begin, end in zip(begins, ends, strict=True)]
 
 

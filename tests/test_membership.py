@@ -1251,3 +1251,32 @@ def test_where_words_come_late_a_layer_is_unfrozen_that_one_rank_alone_uses_at_f
     share = pytest.approx((ranks - idle) / ranks)
     right = [[share, share, None]] * 2 + [[share, share, pytest.approx(1 / ranks)]] + [[share] * 3] * 2
     assert run_ranks(worker, ranks)[: ranks - idle] == [right] * (ranks - idle)
+
+
+def test_where_words_come_late_a_parameter_gets_another_shape_that_one_rank_alone_uses_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an embedding that grows. The others followed after their step, so that their copies differed for good."""
+    words_come_late(monkeypatch)
+
+    def worker(transport: LocalTransport) -> tuple[list[list[float] | None], list[float]]:
+        layers = torch.nn.ModuleList([torch.nn.Linear(1, 2, bias=False) for _ in range(2)])
+        sync = stretto.attach(layers, transport=transport, check_every=0)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+        found = []
+        for number in range(1, 6):
+            optimizer.zero_grad()
+            if number == 3:
+                layers[1].weight.data = torch.ones(3, 1)
+            total = layers[0].weight.sum()
+            if transport.rank == 0 or number != 3:
+                total = total + layers[1].weight.sum() * (1 + transport.rank)
+            total.backward()
+            gradient = layers[1].weight.grad
+            found.append(None if gradient is None else gradient.flatten().tolist())
+            optimizer.step()
+        sync.check()
+        return found, layers[1].weight.flatten().tolist()
+
+    means = [[1.5] * 2, [1.5] * 2, [0.5] * 3, [1.5] * 3, [1.5] * 3]
+    assert run_ranks(worker, 2) == [(means, [1 - 0.5 * 3.5] * 3)] * 2

@@ -176,7 +176,7 @@ class Rejoin:
     def _some_do_not_fit(self, buckets: Iterable[Bucket]) -> bool:
         alive, specs = self._tracker.alive(i for bucket in buckets for i in bucket.indices), self._queue.plan.parameters
         frozen = any(not one.requires_grad and self._members.may_leave(self._queue.names[i]) for i, one in alive)
-        return frozen or any(one.dtype is not specs[i].dtype for i, one in alive)  # no gradient of theirs tells
+        return frozen or any((p.dtype, p.shape) != (specs[i].dtype, specs[i].shape) for i, p in alive)  # no .grad tells
 
     def _differs(self) -> bool:
         """Compare the module with the plan; if nothing has changed, know it for the next time."""

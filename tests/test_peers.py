@@ -29,10 +29,10 @@ from stretto.channel import LINGER_SECONDS, Channel
 from stretto.engine import when_raised
 from stretto.inquiry import Inquiry
 from stretto.line import POLL_SECONDS
-from stretto.notes import WAYS_TO_LEAVE, Note
+from stretto.notes import WAYS_TO_LEAVE, Note, text_of
 from stretto.peers import Peers
 from stretto.seat import Answer, Seat
-from stretto.testing import RecordingTransport, run_ranks
+from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import LocalTransport
 from stretto.transport.base import Leftover
 from stretto.transport.life import is_over, started_at
@@ -1457,6 +1457,38 @@ def test_a_rank_whose_program_is_over_is_at_its_end() -> None:
     assert standing(stack(library, library)) == "at the end of its program"
     assert standing(stack(user, library, library)) == "in here() at test_peers.py:1 in here"
     assert standing(stack("<string>", library)) == "at line.py:1 in here"
+
+
+def attach_in(name: str, model: torch.nn.Module) -> stretto.Synchronizer:
+    """As a line of a program in a file of that name does."""
+    found: dict[str, Any] = {"stretto": stretto, "model": model}
+    exec(compile("sync = stretto.attach(model)", name, "exec"), found)
+    return found["sync"]
+
+
+def in_an_undecodable_file(rank: int) -> str:
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(rank)
+    sync = attach_in("/train\udcc3\udcb6\udcff.py", model)
+    model(torch.ones(1, 2)).sum().backward()
+    return f"{model.weight.tolist()} {model.weight.grad.tolist()} {sync.statistics.passes}"
+
+
+def test_a_program_whose_file_name_python_cannot_decode() -> None:
+    """As any name beyond ASCII under LC_ALL=C with PYTHONUTF8=0: the store refuses the surrogates that stand for it."""
+    assert spawn_ranks(in_an_undecodable_file, 2) == ["[[0.0, 0.0]] [[1.0, 1.0]] 1"] * 2
+    assert standing(stack("/train\udcc3\udcb6\udcff.py")) == "at trainö\ufffd.py:1 in here"
+
+
+class HasNoText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_that_cannot_be_shown_is_told_all_the_same() -> None:
+    """Telling it raised in its place, and the others heard only that this rank had ended."""
+    assert text_of(HasNoText()) == "HasNoText: <exception str() failed>"
+    assert text_of(ValueError()) == "ValueError"
 
 
 class Plain:

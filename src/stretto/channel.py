@@ -32,7 +32,7 @@ from .notes import Note, frame_of_child, has_failed, last_words
 from .people import LINGER_SECONDS, People
 from .seat import Answer, Seat
 from .transport.base import Leftover
-from .whereabouts import awaited_in_torchs, myself, standing
+from .whereabouts import awaited_in_torchs, base_name, myself, standing
 from .wording import counted
 
 
@@ -224,7 +224,7 @@ class Channel(People):
         """
         call = f"call/{seat.handle}/{seat.calls}" if seat.handle else "here"
         keys = [f"{call}/{rank}" for rank in range(self._world_size)]
-        site = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        site = f"{base_name(caller.f_code.co_filename)}:{caller.f_lineno}"
         said = f"{site} {standing(caller)}"
         self.line.put(keys[self.rank], said)
         with contextlib.suppress(RuntimeError):  # all have read it: they have come to the call before this one

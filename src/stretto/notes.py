@@ -109,7 +109,13 @@ class Note:
 
 def text_of(error: BaseException | None) -> str:
     """``ValueError: text``."""
-    return "" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")[:2000]
+    if error is None:
+        return ""
+    try:
+        text = str(error)
+    except Exception:  # a class of the user's: others are to learn of the failure all the same
+        text = "<exception str() failed>"  # as in tracebacks
+    return f"{type(error).__name__}: {text}".removesuffix(": ")[:2000]
 
 
 def what_ends_this_process() -> BaseException | None:

@@ -84,7 +84,12 @@ def is_users(file: str) -> bool:
 
 
 def _describe(file: str, line: int, function: str) -> str:
-    return f"{os.path.basename(file)}:{line} in {function}"
+    return f"{base_name(file)}:{line} in {function}"
+
+
+def base_name(file: str) -> str:
+    """The last part of a path, fit for a store, which refuses what Python has for bytes that it cannot decode."""
+    return os.path.basename(file).encode(errors="surrogateescape").decode(errors="replace")
 
 
 def others_work() -> bool:

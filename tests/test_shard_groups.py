@@ -404,6 +404,45 @@ def test_a_parameter_goes_from_one_sharded_optimizer_to_another(carrier: Any, ke
     carrier(worker, 2)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_that_has_left_the_groups_finds_its_state_behind_unshard(carrier: Any, steps: int) -> None:
+    """As in torch, which keeps it in ``optimizer.state`` until the program takes it out. ``steps``: without it."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        ended = []
+        for net, one in ((model, sharded), (plain, optimizer)):
+            train(net, one, transport.rank, range(3))
+            gone, group = net.second.weight, one.param_groups[0]
+            group["params"] = [p for p in group["params"] if p is not gone]
+            train(net, one, transport.rank, range(3, 3 + steps))
+            ended.append(one.unshard() if one is sharded else one)
+            assert gone in ended[-1].state
+            with pytest.raises(KeyError):  # torch's: of a state that no group has
+                ended[-1].state_dict()
+            group["params"].append(gone)
+        sync.detach()
+        assert_same_state(*(one.state_dict() for one in ended))
+
+    carrier(worker, 2)
+
+
+def test_a_parameter_that_has_left_the_module_as_well_leaves_no_state_behind_unshard(carrier: Any) -> None:
+    """It cannot come back, and torch's ``state_dict()`` would fail over it."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, *_ = pair(transport)
+        train(model, sharded, transport.rank, range(3))
+        gone = model.second.bias
+        sharded.param_groups[0]["params"] = [p for p in model.parameters() if p is not gone]
+        model.second.bias = None
+        ended = sharded.unshard()
+        assert gone not in ended.state and len(ended.state_dict()["state"]) == len(ended.state)
+        sync.detach()
+
+    carrier(worker, 2)
+
+
 @pytest.mark.parametrize("ends", ["unshard", "detach"])
 def test_nothing_stands_for_a_gradient_behind_the_end_of_who_has_left_it(carrier: Any, ends: str) -> None:
     def worker(transport: Any) -> None:

@@ -324,7 +324,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if not self._has_it_whole():
             shares = self._usable()
             with shares.peers.in_call():
-                for parameter, state in shares.states():
+                for parameter, state in shares.states(departed=True):
                     self.original.state[parameter] = state
                 shares.withholding.give_back()
             shares.inner.hand_back(self.original)

@@ -208,9 +208,13 @@ class Shares:
 
     # State
 
-    def states(self) -> Iterator[tuple[torch.Tensor, State]]:
-        """The whole state by parameter. Collective: exhaust it. Do so ``in_call``: a failure meanwhile must be told."""
-        return keeping.put_together(self._division)
+    def states(self, *, departed: bool = False) -> Iterator[tuple[torch.Tensor, State]]:
+        """The whole state by parameter. Collective: exhaust it. Do so ``in_call``: a failure meanwhile must be told.
+
+        With ``departed``, also of parameters that have left the groups, unless they have left the module too.
+        """
+        alive = {*self._groups.parameters, *self._reducer.members.all_parameters()}
+        return ((one, state) for one, state in keeping.put_together(self._division, departed=departed) if one in alive)
 
     @torch.inference_mode(False)
     def kept(self) -> list[Kept]:

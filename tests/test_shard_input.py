@@ -658,6 +658,28 @@ def test_another_optimizer_does_not_step_what_ranks_have_in_one_memory() -> None
         )
 
 
+@pytest.mark.parametrize("follows_a_new_group", [False, True])
+def test_what_a_dropped_sharded_optimizer_has_stepped_is_stepped_once_by_a_plain_one(follows_a_new_group: bool) -> None:
+    """With its handle, and without unshard(): a notebook's cell, or a function that returns the optimizer alone."""
+
+    def worker(transport: Any) -> None:
+        nets = []
+        for shards in (True, False):
+            model = copy.deepcopy(START)
+            sync = stretto.attach(model, transport=transport)
+            optimizer: Any = torch.optim.SGD(model.first.parameters(), lr=0.1)
+            optimizer = stretto.shard(optimizer, sync) if shards else optimizer
+            if follows_a_new_group:
+                optimizer.add_param_group({"params": [*model.second.parameters()]})
+            train(model, optimizer, transport.rank)
+            del sync, optimizer
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), transport.rank)
+            nets.append(model)
+        assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+    shared(worker, 2)
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_another_optimizer_waits_for_a_step_before_it_takes_a_parameter_over(is_known: bool) -> None:
     """Until then the parameter lies in shared memory, and each rank stepped it once more, mostly in silence."""

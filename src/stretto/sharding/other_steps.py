@@ -3,6 +3,9 @@
 Each rank would step them once more, and nothing would show it, since all ranks see the same values. Optimizers of
 ``torch.optim`` are refused before they step. Others may be wrappers whose step calls that of the sharded one, or does
 nothing yet: these are refused after their step, if values have changed without a step of the sharded one.
+
+A program may also drop the sharded optimizer, and its handle, without ``unshard()``. Then nobody steps the parameters
+in that memory any more, and each gets memory of its own before another optimizer steps it.
 """
 
 from __future__ import annotations
@@ -12,16 +15,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import SetupError
 from ..steps import listen, stepped_by, stop_listening
+from .aliases import move
 from .elsewhere import Elsewhere
 
 if TYPE_CHECKING:
+    from .layout import Layout
     from .shares import Shares
 
 _SAMPLES = 64
 """At most so many values of each parameter are compared."""
+
+_watchers = WeakTensorKeyDictionary()
+"""By what lies in shared memory, or did: they live as long, since the sharded optimizer may go before."""
 
 
 class OtherSteps:
@@ -40,7 +49,20 @@ class OtherSteps:
         self._harmless = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
         """Optimizers found harmless, with the numbers of parameters that their groups and the sharded one's had."""
         self._begun = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Begun]()
+        self._layout: weakref.ref[Layout] | None = None
+        self._lying: dict[int, int] = {}
+        """Addresses in that memory, by ``id`` of the parameter there."""
+        self._follow(shares)
         listen(self._stepping)
+
+    def _follow(self, shares: Shares | None) -> None:
+        if shares is None or (self._layout is not None and self._layout() is shares.layout):
+            return
+        layout = shares.layout
+        self._layout = weakref.ref(layout)
+        self._lying = {id(one): layout.views[index].data_ptr() for index, one in layout.parameters.items()}
+        for one in layout.parameters.values():
+            _watchers[one] = self
 
     def stop(self) -> None:
         """The optimizer is no longer sharded."""
@@ -50,16 +72,26 @@ class OtherSteps:
         if isinstance(optimizer.state, Elsewhere):
             if getattr(optimizer, "original", None) is self._optimizer():
                 self._steps += begins
+                self._follow(self._shares())
         elif not begins:
             begun = self._begun.pop(optimizer, None)
             if begun is not None and begun.steps == self._steps and begun.have_changed():
                 raise self._refusal(
                     optimizer, "has stepped", "has stepped them once more.\nLoad the values from before that step. "
                 )
+        elif self._shares() is None:
+            self._part_from(optimizer)
         elif ours := self._ours(optimizer):
             if type(optimizer).__module__.startswith("torch.optim."):
                 raise self._refusal(optimizer, "steps", "would step them once more.\n")
             self._begun[optimizer] = _Begun(self._steps, ours, _samples(ours))
+
+    @torch.inference_mode(False)
+    def _part_from(self, optimizer: torch.optim.Optimizer) -> None:
+        """The sharded one is gone: what this one is about to step leaves the memory that the ranks share."""
+        known = [one for one in stepped_by(optimizer) if id(one) in self._lying]
+        own = [one for one in known if one.data_ptr() == self._lying[id(one)]]
+        move([(one, one.data.clone(memory_format=torch.preserve_format)) for one in own])
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
         """The sharded one's parameters that this one is about to step."""

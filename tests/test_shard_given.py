@@ -938,8 +938,8 @@ def test_state_of_neighbours_without_dimensions_is_loaded(make: Any) -> None:
 
 
 ENDED = (
-    "{}shard: this sharded optimizer was ended by detach() or unshard().\n"
-    "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
+    "{}shard: this sharded optimizer has ended: by detach() or unshard(), or for a later one.\n"
+    "Call unshard() before, on all ranks, and use what it returns: it has the whole state."
 )
 
 

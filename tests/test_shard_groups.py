@@ -35,7 +35,7 @@ def test_a_group_with_parameters_of_another_sharded_optimizer_is_refused(carrier
             other.add_param_group({"params": [*model.second.parameters(), model.first.bias]})
         assert str(caught.value) == (
             f"rank {transport.rank}, shard: first.bias belong to another sharded optimizer.\n"
-            "Give each parameter to one optimizer."
+            "Give each parameter to one optimizer, or call unshard() of the other one before."
         )
         assert len(other.param_groups) == 1
         other.add_param_group({"params": model.second.parameters()})
@@ -61,7 +61,8 @@ def test_alone_a_parameter_has_one_optimizer_too() -> None:
     with pytest.raises(stretto.SetupError) as caught:
         other.add_param_group({"params": [model.first.bias]})
     assert str(caught.value) == (
-        "shard: first.bias belong to another sharded optimizer.\nGive each parameter to one optimizer."
+        "shard: first.bias belong to another sharded optimizer.\n"
+        "Give each parameter to one optimizer, or call unshard() of the other one before."
     )
     assert len(other.param_groups) == 1 and one.param_groups
     sync.detach()

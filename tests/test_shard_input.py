@@ -321,9 +321,9 @@ def test_parameters_have_one_optimizer() -> None:
             f"{where}: the optimizer is sharded already.\nUse what the first call returned.",
             f"{where}: the optimizer is sharded already.\nUse what the first call returned.",
             f"{where}: second.weight, second.bias belong to another sharded optimizer.\n"
-            "Give each parameter to one optimizer.",
-            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that. To go "
-            "on with the state that unshard() gave back: load_state_dict() it then.",
+            "Give each parameter to one optimizer, or call unshard() of the other one before.",
+            f"{where}: what you give has ended: by detach() or unshard(), or for a later one.\nBuild a new "
+            "optimizer, and shard that. To go on with the state that unshard() gave back: load_state_dict() it then.",
             "shard: this handle has been detached.\nShard the optimizer before detach().",
         ]
 
@@ -576,7 +576,7 @@ def test_behind_an_unshard_that_has_failed_nothing_is_stepped_in_shares(run: Cal
             fail_once(sharded._shares.layout, "release", MemoryError("no room"))
             with pytest.raises(MemoryError):
                 sharded.unshard()
-            with pytest.raises(stretto.SetupError, match="this sharded optimizer was ended by detach"):
+            with pytest.raises(stretto.SetupError, match="this sharded optimizer has ended: by detach"):
                 sharded._step_share(None)
         train(model, sharded.unshard(), transport.rank, 1)
         assert all(one.dim() for one in model.parameters())

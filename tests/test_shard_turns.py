@@ -265,7 +265,7 @@ def test_behind_detach_it_says_so() -> None:
         model, sharded, sync, *_ = pair(transport, ScheduleFree)
         epoch(model, sharded, transport.rank, 0)
         sync.detach()
-        with pytest.raises(stretto.SetupError, match=r"this sharded optimizer was ended by detach\(\) or unshard\(\)"):
+        with pytest.raises(stretto.SetupError, match=r"this sharded optimizer has ended: by detach\(\) or unshard\(\)"):
             sharded.train()
 
     run_ranks(worker, 2)

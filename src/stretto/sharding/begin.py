@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -22,6 +22,9 @@ from .layout import warn_of_other_processes
 from .members import all_reduced, refuse_converted, refuse_duplicates, refuse_memory, refuse_others, refuse_taken
 from .optimizer import ShardedOptimizer
 from .shares import Shares
+
+_known = WeakKeyDictionary[ShardedOptimizer, ReferenceType[Reducer]]()
+"""All of this process that have shares, and who had their gradients when they were made."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ def begin(
     if elsewhere := [name for name, one in lying.items() if one.untyped_storage().is_shared()]:
         warn_of_other_processes(where, elsewhere)
     shares: Shares | None = None
+    for one in _replaced(optimizer):
+        one.end()
     try:
         shares = Shares(optimizer, kind, reducer, keep_grads=asked.keep_grads, overlap=asked.overlap)
         sharded = ShardedOptimizer(optimizer, module, shares, beside, where)
@@ -93,7 +98,16 @@ def begin(
             shares.release()
         raise
     vars(sharded)[IN_SHARES] = True
+    _known[sharded] = ref(reducer)
     return sharded
+
+
+def _replaced(optimizer: torch.optim.Optimizer) -> list[ShardedOptimizer]:
+    """Those that step some of its parameters, of wrappers that another has replaced: a notebook's cell runs again."""
+    own = {*map(id, stepped_by(optimizer))}
+    alive = [one for reference in _known.keyrefs() if (one := reference()) is not None and not one.ended]
+    found = [one for one in alive if (reducer := _known[one]()) is not None and reducer.detached]
+    return [one for one in found if not own.isdisjoint(map(id, stepped_by(one)))]
 
 
 def _refuse_unlike(stated: list[Any], problem: Exception | None, peers: Peers, where: str) -> None:
@@ -121,10 +135,12 @@ def _refuse(
         )
     if isinstance(optimizer, ShardedOptimizer) and optimizer.ended:
         raise SetupError(
-            f"{where}: what you give was ended by detach() or unshard().\nBuild a new optimizer, and shard that. To go "
-            "on with the state that unshard() gave back: load_state_dict() it then."
+            f"{where}: what you give has ended: by detach() or unshard(), or for a later one.\nBuild a new optimizer, "
+            "and shard that. To go on with the state that unshard() gave back: load_state_dict() it then."
         )
-    if isinstance(optimizer, ShardedOptimizer) or any(one.original is optimizer for one in others):
+    if isinstance(optimizer, ShardedOptimizer) or any(
+        one.original is optimizer for one in (*others, *_replaced(optimizer))
+    ):
         raise SetupError(f"{where}: the optimizer is sharded already.\nUse what the first call returned.")
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise SetupError(

@@ -152,7 +152,8 @@ def refuse_taken(
     both = [names.get(id(one), "?") for one in stepped_by(optimizer) if id(one) in twice]
     if both:
         raise SetupError(
-            f"{where}: {name_list(both)} belong to another sharded optimizer.\nGive each parameter to one optimizer."
+            f"{where}: {name_list(both)} belong to another sharded optimizer.\n"
+            "Give each parameter to one optimizer, or call unshard() of the other one before."
         )
 
 

@@ -185,8 +185,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
     def _usable(self) -> Shares:
         if self._shares is None or self._handed_back:
             raise SetupError(
-                f"{self._where}: this sharded optimizer was ended by detach() or unshard().\n"
-                "Call unshard() before detach(), on all ranks, and use what it returns: it has the whole state."
+                f"{self._where}: this sharded optimizer has ended: by detach() or unshard(), or for a later one.\n"
+                "Call unshard() before, on all ranks, and use what it returns: it has the whole state."
             )
         self._shares.meetings.refuse_broken(self._where)
         return self._shares
@@ -206,6 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         try:
             refuse_taken(self.original, self._module, self.beside - {self}, self._where)
             if self._shares is not None:
+                self._shares.refuse_replaced()
                 refuse_others(self.original, self._module, self._shares.reduced, self._where, before)
                 refuse_memory(self.original, self._module, self._shares.layout.hosts, self._where)
         except BaseException:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..errors import StrettoError
+from ..errors import SetupError, StrettoError
 from ..failing import refuse_to_send
 from ..reducer import Reducer
 from ..report import Footprint
@@ -94,6 +94,20 @@ class Shares:
         return self._succession.now.inner
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether the module was wrapped again, so that another handle has its gradients."""
+        return self._reducer.detached
+
+    def refuse_replaced(self) -> None:
+        """Raise ``SetupError`` where the new handle would have to be followed."""
+        if self.is_replaced:
+            raise SetupError(
+                f"{self.peers.where}: the module was wrapped again since this optimizer was sharded. It goes on "
+                "stepping what it has, but cannot follow parameters that are added or converted.\n"
+                "Call unshard(), on all ranks; then shard a new optimizer with the new wrapper, and load the state."
+            )
+
+    @property
     def _spread(self) -> Spread:
         return self._succession.now.spread
 
@@ -163,7 +177,11 @@ class Shares:
     def _refuse(self, strayed: Sequence[int], *, has_moved: bool) -> None:
         """Raise if this rank cannot follow its parameters and groups."""
         layout, where, plan = self.layout, self.peers.where, self._reducer.plan
-        layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
+        try:
+            layout.refuse_other_sizes(strayed if plan is layout.plan else layout.parameters, where, plan)
+        except SetupError:
+            self.refuse_replaced()  # the plan is its last, whatever passes follow
+            raise
         if layout.moved and not self._has_told:
             warn_of_other_processes(where, [layout.plan.parameters[index].name for index in layout.moved])
             self._has_told = True

@@ -695,8 +695,8 @@ def test_detach_gives_everybody_memory_of_their_own(carrier: Any) -> None:
         with pytest.raises(stretto.SetupError) as caught:
             sharded.step()
         assert str(caught.value) == (
-            f"rank {transport.rank}, shard: this sharded optimizer has ended: by detach() or unshard(), or for a later one.\n"
-            "Call unshard() before, on all ranks, and use what it returns: it has the whole state."
+            f"rank {transport.rank}, shard: this sharded optimizer has ended: by detach() or unshard(), or for a "
+            "later one.\nCall unshard() before, on all ranks, and use what it returns: it has the whole state."
         )
         transport.all_gather_object(None)
 

@@ -405,6 +405,32 @@ def test_a_parameter_goes_from_one_sharded_optimizer_to_another(carrier: Any, ke
     carrier(worker, 2)
 
 
+@pytest.mark.parametrize("where", [0, 1, None])
+def test_a_number_given_as_a_text_is_refused_before_any_rank_has_stepped(carrier: Any, where: int | None) -> None:
+    """A learning rate from a configuration file. torch's step raises ``TypeError`` as well, and changes nothing."""
+
+    def worker(transport: Any) -> None:
+        model, sharded, sync, plain, optimizer = pair(transport)
+        train(model, sharded, transport.rank, range(2))
+        backward(model, transport.rank, 2)
+        if where in (None, transport.rank):
+            sharded.param_groups[0]["lr"] = "0.01"
+        with pytest.raises((TypeError, stretto.PeerError)) as caught:
+            sharded.step()
+        if where in (None, transport.rank):
+            assert str(caught.value) == (
+                f"rank {transport.rank}, pass 3: parameter group 0 has lr='0.01', a str instead of a number.\n"
+                "This rank has not stepped. Set a number."
+            )
+        sharded.param_groups[0]["lr"] = 0.01
+        train(model, sharded, transport.rank, range(2, 5))
+        train(plain, optimizer, transport.rank, range(5))
+        assert_alike(transport, model, sharded, plain, optimizer)
+        sync.detach()
+
+    (shared if where is not None else carrier)(worker, 2)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_parameter_that_has_left_the_groups_finds_its_state_behind_unshard(carrier: Any, steps: int) -> None:
     """As in torch, which keeps it in ``optimizer.state`` until the program takes it out. ``steps``: without it."""

@@ -135,10 +135,22 @@ class Groups:
         seen = self._seen
         if mark == seen.mark and are_same(values, seen.values):
             return seen.number
+        self._refuse_texts()
         options = [value for group in self.all for value in options_of(group).values()]
         number = hash((mark, *map(_number_of, options))) & _MASK
         self._seen = _LastLook(mark, [] if any(map(_is_changeable, options)) else values, number)
         return number
+
+    def _refuse_texts(self) -> None:
+        """Raise ``TypeError``, as torch would amid its step, when other ranks may have stepped; this one has not."""
+        numbers = [key for key, value in self.optimizer.defaults.items() if isinstance(value, (int, float))]
+        for place, group in enumerate(self.all):
+            for key in numbers:
+                if isinstance(group.get(key), str):
+                    raise TypeError(
+                        f"{self._queue.where}: parameter group {place} has {key}={group[key]!r}, a str instead of a "
+                        "number.\nThis rank has not stepped. Set a number."
+                    )
 
     def refuse_others(self, call: str = "step") -> None:
         """Compare in full, since the numbers differ. Collective.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import logging.handlers
 import os
 import signal
+import sys
 import time
 import weakref
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -704,6 +707,38 @@ def test_what_does_not_come_is_waited_for_once() -> None:
             first.sum()
         assert second.sum() == 1
     assert waited == ["once", "came"]
+
+
+def is_stopped(do: Any, call: Callable[..., Any], line: int) -> bool:
+    """By Ctrl-C, at the nth line of a call within ``do``; False if there are not so many."""
+    left = itertools.count(line, -1)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if event == "line" and next(left) == 0:
+            raise KeyboardInterrupt
+        return trace if frame.f_code is call.__code__ else None  # asked where a function begins, and at its lines
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_ctrl_c_in_any_line_of_an_arrival_leaves_the_parameter_to_the_next_look() -> None:
+    """It had the class that waits, and nothing to wait for: each look at it asked again, to Python's last frame."""
+    for line in itertools.count():
+        parameter = torch.nn.Parameter(torch.ones(2))
+        Arrival([parameter], lambda: None)
+        if not is_stopped(parameter.sum, Arrival.finish, line):
+            break
+        Arrival([parameter], lambda: None)
+        assert parameter.sum() == 2 and type(parameter) is torch.nn.Parameter and not vars(parameter)
+    assert line > 8
 
 
 class Moody(torch.optim.SGD):

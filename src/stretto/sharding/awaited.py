@@ -108,16 +108,15 @@ class Arrival:
     def finish(self) -> None:
         """Wait until the parameters can be read. Harmless twice."""
         with self._lock:
-            if self._arrive is None:
-                return
             try:
-                self._arrive()
+                if self._arrive is not None:
+                    self._arrive()
             except Exception as error:  # do not wait twice for what does not come
                 self._arrive = functools.partial(_raise, error)
                 raise
             self._arrive = None
             alive = [(one, kind) for reference, kind in self._before if (one := reference()) is not None]
-            for parameter, kind in alive:
+            for parameter, kind in alive:  # Ctrl-C may stop it here; then the next read goes on
                 if parameter.__dict__.get(_KEY) is self:  # and no other arrival has taken it over
                     parameter.__class__ = kind
                     del parameter.__dict__[_KEY]
@@ -134,7 +133,7 @@ _KEY = "_stretto_arrival"
 def _plain(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
     """Its original class, also if a new arrival takes over from another."""
     kind = type(parameter)
-    return kind.__base__ if _KEY in parameter.__dict__ else kind  # type: ignore[return-value]
+    return kind.__base__ if _KEY in vars(kind) else kind  # type: ignore[return-value]
 
 
 @functools.cache
@@ -155,7 +154,7 @@ def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
         self.__dict__[_KEY].finish()  # first: torch asks for the class, then for the values
         return copy.deepcopy(self, memo)
 
-    own = {"__torch_function__": classmethod(__torch_function__), "__deepcopy__": __deepcopy__}
+    own = {_KEY: None, "__torch_function__": classmethod(__torch_function__), "__deepcopy__": __deepcopy__}
     return type(kind.__name__, (kind,), own)
 
 

@@ -220,6 +220,31 @@ told()
 
 
 @pytest.mark.ranks
+def test_who_is_stopped_while_it_sends_a_bucket_does_not_send_it_again(tmp_path: Path) -> None:
+    """It cannot know whether it has left: Python calls a signal's handler when the call returns, and drops the result.
+
+    Else it was one message ahead from there on, and Gloo ended the other rank, where sizes differed.
+    """
+    body = """
+if rank == 1:
+    def stop(work):
+        del in_flight.add
+        raise KeyboardInterrupt
+
+    in_flight = sync._reducer.queue.transport._in_flight
+    in_flight.add = stop
+    stopped(step)
+else:
+    told()
+print("--")
+told()
+"""
+    (first, _), (own, later) = programs(tmp_path, body)
+    assert QUOTED in first and "KeyboardInterrupt" in first
+    assert own == "stopped" and LOST in later
+
+
+@pytest.mark.ranks
 def test_ctrl_c_while_a_parameter_is_awaited_leaves_nothing_behind(tmp_path: Path) -> None:
     """Whoever reads next waits for it again, so other models may go on over the group."""
     body = """

@@ -151,6 +151,12 @@ class Peers(Teller):
                 self.tell_failed(phase, error, before=phase == "backward", leaves=True)
             raise (self._blame()[0] or error) from None
 
+    def refuse_lost_sends(self) -> None:
+        """Raise ``CommunicationError`` if this rank was stopped while it sent, so that it cannot tell what has left."""
+        rank = self._transport.rank
+        lost = [one for one in self.leftovers if one.is_sent_by(rank) and not one.handle]
+        blame.refuse_leftovers(self.where, rank, self.seat.handle, lost)
+
     def refuse_misplaced(self) -> None:
         """Raise in a forked child, or during a wait of this thread, before anything is touched."""
         if self._pid != os.getpid() or this_thread.waits:

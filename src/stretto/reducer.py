@@ -321,6 +321,7 @@ class Reducer:
             self._stop()
             known = self.sparse.any or self.uneven is not None or self.inspection.due(self.queue.pass_number)
             self._forward.says(self.queue.pass_number)  # to nobody: giving up says all
+            self.queue.peers.refuse_lost_sends()
             self._given_up = void.GivenUp(known, self.family.steps_in_shares())  # now there is something to drain
             self.queue.launch_given_up()
             self._given_up.buffers = self._beside.send_given_up()

@@ -18,8 +18,9 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,8 @@ def all_to_all(
     return work
 
 
-class Exchange(NamedTuple):
+@dataclass(eq=False)
+class Exchange:
     """All-to-alls under way."""
 
     works: Sequence[Any]

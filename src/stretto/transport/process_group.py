@@ -7,7 +7,7 @@ and ``Work.wait`` orders the current stream after NCCL's without blocking the ho
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError, UnsupportedError
 from ..wording import MIB
-from .base import Leftover, Transport, Work, as_reals
+from .base import Leftover, Transport, Work, as_reals, raised_by_handler
 from .exchange import ShareSum, exchange_shares
 from .letting_go import InFlight
 from .native import GatheredShares, ScatteredSum, can_gather, can_sum
@@ -98,8 +98,7 @@ class ProcessGroupTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum in place. Complex tensors travel as pairs of reals, which sum alike."""
-        work: Work = self.process_group.allreduce([as_reals(tensor)], self._sum)
-        return self._in_flight.add(work)
+        return self._sent(self.process_group.allreduce, [as_reals(tensor)], self._sum)
 
     def reduce_shares(self, tensor: torch.Tensor, numel: int) -> Work:
         """Mean of this rank's share of the first ``numel`` elements, sum of what follows, in place.
@@ -107,7 +106,7 @@ class ProcessGroupTransport(Transport):
         What the rest holds then is undefined.
         """
         sum_of = ScatteredSum if can_sum(tensor) else ShareSum
-        return self._in_flight.add(sum_of(self.process_group, tensor, numel))
+        return self._sent(sum_of, self.process_group, tensor, numel)
 
     def spread_share(self, received: torch.Tensor, share: torch.Tensor, numels: Sequence[int]) -> Work:
         """Send this rank's share to all others, and receive theirs, one after the other, into ``received``.
@@ -118,15 +117,28 @@ class ProcessGroupTransport(Transport):
             numels: of the ranks' shares.
         """
         gather = GatheredShares if can_gather(share) else exchange_shares
-        work = gather(self.process_group, received, share, numels)
-        return work if self.under_way is None else self._in_flight.add(self.under_way.add(work))
+
+        def send() -> Work:
+            work = gather(self.process_group, received, share, numels)
+            return work if self.under_way is None else self.under_way.add(work)
+
+        return self._sent(send)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """Send as bytes: every dtype that torch has can travel, also those the backend cannot add."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        work: Work = self.process_group.broadcast([tensor.view(torch.uint8)], options)
-        return self._in_flight.add(work)
+        return self._sent(self.process_group.broadcast, [tensor.view(torch.uint8)], options)
+
+    def _sent(self, send: Callable[..., Work], *arguments: Any) -> Work:
+        """Send. A rank that Ctrl-C stops meanwhile cannot know whether its message has left; Python calls handlers of
+        signals when the call returns, so that its result is lost."""
+        try:
+            return self._in_flight.add(send(*arguments))
+        except BaseException as error:
+            if not isinstance(error, Exception) or raised_by_handler(error):  # else nothing was sent
+                self.leftovers[0].is_of(self.rank, "", type(error).__name__)
+            raise
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Pickled; over NCCL through the current CUDA device."""

@@ -138,6 +138,34 @@ def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("raised", ["RuntimeError()", "TimeoutError()"])
+def test_a_signal_handler_that_raises_on_one_rank(tmp_path: Path, raised: str) -> None:
+    """Its error reaches the program as it is, whatever its class and its text."""
+    body = f"""
+    def handler(*args):
+        raise error
+
+    error = {raised}
+    step()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.7)
+        try:
+            step()
+        except type(error) as caught:
+            print(caught is error, flush=True)
+            time.sleep(2)
+    else:
+        time.sleep(1.5)
+        step()
+        told()
+        print(sync._transport.host.broken)
+    """
+    first, second = printed(ranks(tmp_path, body))
+    assert first == "True\n"
+    assert f"rank 0 cannot go on: stopped by {raised.partition('(')[0]}" in second
+
+
 @pytest.mark.parametrize("meeting", ["file", "tcp"])
 def test_ctrl_c_on_all_ranks_at_once(tmp_path: Path, meeting: str) -> None:
     """One waits for two others, which compute."""

@@ -191,6 +191,12 @@ def test_a_reason_that_is_seen_in_part_is_no_reason_yet() -> None:
     assert peer.reason().startswith("left")
 
 
+def test_a_reason_may_hold_what_cannot_be_encoded() -> None:
+    page = Page(0)
+    page.say_broken("caf\udce9")
+    assert Peer(0, page.address).reason() == "caf?"
+
+
 def test_a_reason_that_is_longer_than_its_place_is_cut() -> None:
     page = Page(0)
     page.say_broken("ö" * 5000)

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import CallsDifferError, CommunicationError, PeerError
 from ..listeners import in_children
+from .base import raised_by_handler
 from .mapped import not_mapped
 from .message import Posted
 from .page import FINISHED, PUBLISHED, Page, Peer, behind, first_dead
@@ -48,14 +49,16 @@ class Breakable:
         if self.broken is None:
             self.broken, self._cause, self._by_peer = reason, cause, by_peer
             if not by_peer:
-                reason = reason.splitlines()[0].rstrip(".").removeprefix(f"rank {self._me.rank}: ")
+                reason = reason.partition("\n")[0].rstrip(".").removeprefix(f"rank {self._me.rank}: ")
                 reason = f"rank {self._me.rank} cannot go on: {reason}"
             self.page.say_broken(reason)
             self._futex.wake(self._me.base + PUBLISHED)
             self._futex.wake(self._me.base + FINISHED)
 
     def _stopped_by(self, error: BaseException) -> None:
-        if isinstance(error, OSError):  # in opening somebody's memory
+        if raised_by_handler(error):  # first: it may be of any class, and its text says nothing about messages
+            self.break_off(f"stopped by {type(error).__name__}", error)
+        elif isinstance(error, OSError):  # in opening somebody's memory
             if (gone := first_dead(self._others)) is not None:
                 return self.break_off(_died(gone), error, by_peer=True)
             self.break_off(not_mapped(self._me.rank, error), error)

@@ -131,7 +131,7 @@ class Host(Breakable):
                     self._forget_retired()
         except BaseException as error:  # if it went on, the counters would say that this rank's part is done
             self._stopped_by(error)
-            if not isinstance(error, (OSError, RuntimeError)):
+            if not isinstance(error, (OSError, RuntimeError)) or raised_by_handler(error):
                 raise
 
     def _forget_retired(self) -> None:

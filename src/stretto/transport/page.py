@@ -122,7 +122,7 @@ class Page:
     def say_broken(self, reason: str) -> None:
         """Say why this rank will never go on. Only the first reason is kept."""
         if not self.mapping[_BROKEN]:
-            text = reason.encode().replace(bytes(1), b" ")[: _REASON_BYTES - 1] + _END
+            text = reason.encode(errors="replace").replace(bytes(1), b" ")[: _REASON_BYTES - 1] + _END
             self.mapping[_BROKEN : _BROKEN + len(text)] = text
 
 

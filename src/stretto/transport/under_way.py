@@ -62,9 +62,10 @@ class UnderWay:
         self._spreads.append(spread)
         return spread
 
-    def remove(self, spread: object) -> None:
+    def remove(self, spread: Any) -> None:
         """Drop one that has been waited for, or may never end. Harmless twice."""
-        self._spreads[:] = [one for one in self._spreads if one is not spread]
+        with contextlib.suppress(ValueError):
+            self._spreads.remove(spread)  # in one go: another thread may add one
 
     def let_arrive(self) -> None:
         """Wait for all of them; see letting_go.py, [Note: letting go]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import gc
+import os
 import re
 import signal
 import threading
@@ -31,6 +32,7 @@ from stretto.transport.courier import Courier, Incoming
 from stretto.transport.exchange import Exchange
 from stretto.transport.futex import Futex
 from stretto.transport.hierarchical import HierarchicalTransport
+from stretto.transport.life import Life
 from stretto.transport.spreading import _FAILED as FAILED
 from stretto.transport.spreading import SharesUnderWay, Spreading, Words
 from stretto.transport.under_way import UnderWay
@@ -479,3 +481,19 @@ def test_shares_that_ctrl_c_leaves_under_way_are_never_freed() -> None:
     del under_way, group
     gc.collect()
     assert None not in [one() for one in kept]
+
+
+def test_two_threads_may_ask_at_once_whether_a_rank_lives() -> None:
+    """Python refuses a second poll of one object: "concurrent poll() invocation"."""
+    life, found, begin = Life(os.getpid()), [], threading.Barrier(2)
+
+    def ask() -> None:
+        begin.wait()
+        found.append({life.is_over() for _ in range(20_000)})
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [{False}, {False}]

@@ -33,17 +33,19 @@ class Life:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._poll: select.poll | None = None
+        self._fd: int | None = None
         self._started = started_at(pid)
         with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, or forbidden in this sandbox
-            fd = os.pidfd_open(pid)
-            memory.close_with(self, fd)
-            self._poll = select.poll()
-            self._poll.register(fd, select.POLLIN)
+            self._fd = os.pidfd_open(pid)
+            memory.close_with(self, self._fd)
 
     def is_over(self) -> bool:
         """Whether it has ended."""
-        return is_over(self._pid, self._started) if self._poll is None else bool(self._poll.poll(0))
+        if self._fd is None:
+            return is_over(self._pid, self._started)
+        look = select.poll()  # a new one, which no other thread uses: Python refuses two at once
+        look.register(self._fd, select.POLLIN)
+        return bool(look.poll(0))
 
 
 def _exists(pid: int) -> bool:

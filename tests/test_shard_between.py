@@ -26,6 +26,7 @@ import stretto
 from stretto.listeners import before_forks
 from stretto.sharding.awaited import Arrival, Awaited
 from stretto.sharding.compiled import CompilerWatch
+from stretto.sharding.withholding import Withholding
 from stretto.testing import run_ranks, spawn_ranks
 
 
@@ -772,3 +773,24 @@ def test_beside_an_optimizer_that_has_failed_in_its_step_another_lets_go_of_its_
             model.first.weight.sum()
 
     CARRIERS[way](worker, 2)
+
+
+def test_unshard_that_fails_leaves_no_part_of_the_state_in_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be saved, or stepped with, as if it was all there is."""
+
+    def no_room(self: Withholding) -> None:
+        raise MemoryError("no room")
+
+    def worker(transport: Any) -> int:
+        model = torch.nn.Linear(2, 1)
+        sync = stretto.attach(model, transport=transport)
+        optimizer = torch.optim.AdamW(model.parameters())
+        sharded = sync.shard(optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+        sharded.step()
+        with pytest.raises(MemoryError, match="no room"):
+            sharded.unshard()
+        return len(optimizer.state)
+
+    monkeypatch.setattr(Withholding, "give_back", no_room)
+    assert run_ranks(worker, 2) == [0, 0]

@@ -325,10 +325,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joins):
         if not self._has_it_whole():
             shares = self._usable()
             with shares.peers.in_call():
-                for parameter, state in shares.states(departed=True):
-                    self.original.state[parameter] = state
+                whole = dict(shares.states(departed=True))
                 shares.withholding.give_back()
             shares.inner.hand_back(self.original)
+            self.original.state.update(whole)  # not earlier: a part of it would be taken for all
         self._handed_back, self._elsewhere = True, None
         self.end()
         return self.original

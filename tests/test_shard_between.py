@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-import itertools
 import logging
 import logging.handlers
 import os
 import signal
-import sys
 import time
 import weakref
-from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -710,36 +708,50 @@ def test_what_does_not_come_is_waited_for_once() -> None:
     assert waited == ["once", "came"]
 
 
-def is_stopped(do: Any, call: Callable[..., Any], line: int) -> bool:
-    """By Ctrl-C, at the nth line of a call within ``do``; False if there are not so many."""
-    left = itertools.count(line, -1)
+def test_readers_of_what_does_not_come_are_let_go() -> None:
+    """One exception is raised at each read, and kept the frames of all readers, with the batch of each."""
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        if event == "line" and next(left) == 0:
-            raise KeyboardInterrupt
-        return trace if frame.f_code is call.__code__ else None  # asked where a function begins, and at its lines
+    def arrive() -> None:
+        raise stretto.CommunicationError("it does not come")
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        do()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    class Batch:
+        pass
+
+    parameter, batches = torch.nn.Parameter(torch.ones(1)), []
+    Arrival([parameter], arrive)
+
+    def read() -> None:
+        batch = Batch()
+        batches.append(weakref.ref(batch))
+        with contextlib.suppress(stretto.CommunicationError):
+            _ = parameter.sum(), batch
+
+    for _ in range(4):
+        read()
+    gc.collect()
+    assert batches[1]() is batches[2]() is None
 
 
-def test_ctrl_c_in_any_line_of_an_arrival_leaves_the_parameter_to_the_next_look() -> None:
-    """It had the class that waits, and nothing to wait for: each look at it asked again, to Python's last frame."""
-    for line in itertools.count():
-        parameter = torch.nn.Parameter(torch.ones(2))
-        Arrival([parameter], lambda: None)
-        if not is_stopped(parameter.sum, Arrival.finish, line):
-            break
-        Arrival([parameter], lambda: None)
-        assert parameter.sum() == 2 and type(parameter) is torch.nn.Parameter and not vars(parameter)
-    assert line > 8
+@pytest.mark.parametrize("when", ["before the class is restored", "after"])
+def test_a_parameter_can_be_read_though_ctrl_c_came_as_it_arrived(when: str) -> None:
+    """Its class stayed that of one that waits, with nothing to wait for: each read was an endless recursion."""
+    parameter, came = torch.nn.Parameter(torch.ones(2)), []
+    arrival = Arrival([parameter], lambda: came.append("once"))
+    [(reference, kind)] = arrival._before
+
+    def interrupt() -> Any:
+        arrival._before = [(reference, kind)]
+        if when == "after":
+            parameter.__class__ = kind
+        raise KeyboardInterrupt
+
+    arrival._before = [(interrupt, kind)]  # type: ignore[list-item]
+    with pytest.raises(KeyboardInterrupt):
+        parameter.sum()
+    assert parameter.sum() == 2
+    Arrival([parameter], lambda: came.append("twice"))
+    assert parameter.sum() == 2
+    assert (type(parameter), came) == (torch.nn.Parameter, ["once", "twice"])
 
 
 class Moody(torch.optim.SGD):

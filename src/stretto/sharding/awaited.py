@@ -16,6 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -91,6 +92,8 @@ class Arrival:
         self, parameters: Sequence[torch.nn.Parameter], arrive: Callable[[], None], among: Awaited | None = None
     ) -> None:
         self._arrive: Callable[[], None] | None = arrive
+        self._failed: tuple[Exception, TracebackType | None] | None = None
+        """Why they never become readable, and its first traceback."""
         self._among = among  # which lives as long as this
         self._before = [(weakref.ref(parameter), _plain(parameter)) for parameter in parameters]  # each holds this
         self._lock = threading.RLock()  # one thread may fork or read while another reads
@@ -103,37 +106,35 @@ class Arrival:
     @property
     def is_over(self) -> bool:
         """Whether the parameters can be read."""
-        return self._arrive is None
+        return self._arrive is None and self._failed is None
 
     def finish(self) -> None:
         """Wait until the parameters can be read. Harmless twice."""
         with self._lock:
-            try:
-                if self._arrive is not None:
+            if self._failed is not None:  # its traceback would grow with each read, and hold what readers have
+                raise self._failed[0].with_traceback(self._failed[1])
+            if self._arrive is not None:
+                try:
                     self._arrive()
-            except Exception as error:  # do not wait twice for what does not come
-                self._arrive = functools.partial(_raise, error)
-                raise
-            self._arrive = None
-            alive = [(one, kind) for reference, kind in self._before if (one := reference()) is not None]
-            for parameter, kind in alive:  # Ctrl-C may stop it here; then the next read goes on
-                if parameter.__dict__.get(_KEY) is self:  # and no other arrival has taken it over
+                except Exception as error:  # do not wait twice for what does not come
+                    self._failed, self._arrive = (error, error.__traceback__), None
+                    raise
+                self._arrive = None
+            for reference, kind in self._before:  # what Ctrl-C has left of it, too
+                parameter = reference()
+                if parameter is not None and parameter.__dict__.get(_KEY) is self:  # and no other has taken it over
                     parameter.__class__ = kind
                     del parameter.__dict__[_KEY]
             self._before = []
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
-_KEY = "_stretto_arrival"
+_KEY, _PLAIN = "_stretto_arrival", "_stretto_plain"
 
 
 def _plain(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
     """Its original class, also if a new arrival takes over from another."""
-    kind = type(parameter)
-    return kind.__base__ if _KEY in vars(kind) else kind  # type: ignore[return-value]
+    found: type[torch.nn.Parameter] = vars(type(parameter)).get(_PLAIN, type(parameter))
+    return found
 
 
 @functools.cache
@@ -154,7 +155,7 @@ def _awaited(kind: type[torch.nn.Parameter]) -> type[torch.nn.Parameter]:
         self.__dict__[_KEY].finish()  # first: torch asks for the class, then for the values
         return copy.deepcopy(self, memo)
 
-    own = {_KEY: None, "__torch_function__": classmethod(__torch_function__), "__deepcopy__": __deepcopy__}
+    own = {"__torch_function__": classmethod(__torch_function__), "__deepcopy__": __deepcopy__, _PLAIN: kind}
     return type(kind.__name__, (kind,), own)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.distributed.algorithms.join import Join
 
 import stretto
 from stretto import DistributedDataParallel
-from stretto.testing import spawn_ranks
+from stretto.peers import Peers
+from stretto.sharding.joining import lent
+from stretto.testing import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -586,3 +589,32 @@ def steps_behind_join(rank):
 
 def test_the_copy_at_the_end_of_join_is_no_write_by_the_program():
     assert spawn_ranks(steps_behind_join, 2) == [[], []]
+
+
+def test_the_lender_alone_sends_its_sparse_gradients(monkeypatch):
+    """Each rank with batches sent its own, of which those of one are used."""
+    sent, gather = [], Peers.gather
+
+    def noted(self, value):
+        if "torch.sparse_coo" in repr(value):
+            sent.append(threading.current_thread().name)
+        return gather(self, value)
+
+    def worker(transport):
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 8, sparse=True), torch.nn.Linear(8, 1))
+        sync = stretto.attach(model, transport=transport)
+        sharded = sync.shard(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.tensor([transport.rank])).sum().backward()
+        for one in model.parameters():
+            one.grad = one.grad * (transport.rank + 1)
+        own = [one.grad for one in model.parameters()]
+        queue, raised = sync._reducer.queue, []
+        with lent(sharded._shares._groups, queue, raised.append, idle=transport.rank == 0):
+            values = [one.grad.to_dense().tolist() for one in model.parameters()]
+        assert all(one.grad is before for one, before in zip(model.parameters(), own, strict=True))
+        return values, raised
+
+    monkeypatch.setattr(Peers, "gather", noted)
+    idle, lender, other = run_ranks(worker, 3)
+    assert idle == lender != other
+    assert sent == ["rank 1"]

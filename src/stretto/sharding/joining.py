@@ -229,13 +229,15 @@ def lent(groups: Groups, queue: LaunchQueue, failed: Callable[[BaseException], N
 
 @contextlib.contextmanager
 def _lent(groups: Groups, queue: LaunchQueue, *, idle: bool) -> Iterator[None]:
-    offers = queue.peers.gather((idle, groups.facts(), [] if idle else _offer(groups)))
+    own = [one.grad for one in groups.parameters]
+    offer = ([options_of(group) for group in groups.all], [None if one is None else one.is_sparse for one in own])
+    offers = queue.peers.gather((idle, groups.facts(), None if idle else offer))
     lender = next(rank for rank, (is_idle, *_) in enumerate(offers) if not is_idle)
-    _, wanted, (options, kinds) = offers[lender]
+    _, wanted, (options, are_sparse) = offers[lender]
     for rank, (is_idle, stated, _) in enumerate(offers):
         if stated[1:] != wanted[1:] or (stated != wanted and not is_idle):
             raise unlike(queue.where, rank, stated, wanted, lender, idle=sum(one for one, *_ in offers))
-    gradients = _broadcast(groups.parameters, kinds, queue, lender)
+    gradients = _broadcast(groups.parameters, are_sparse, queue, lender)
     if not idle:
         yield
         return
@@ -247,33 +249,26 @@ def _lent(groups: Groups, queue: LaunchQueue, *, idle: bool) -> Iterator[None]:
                 mine.copy_(value)  # the program may hold it, and it may lie on this rank's accelerator
             else:
                 group[key] = value
-    kept = [one.grad for one in groups.parameters]
     try:
         for one, gradient in zip(groups.parameters, gradients, strict=True):
             one.grad = gradient
         yield
     finally:
-        for one, gradient in zip(groups.parameters, kept, strict=True):
+        for one, gradient in zip(groups.parameters, own, strict=True):
             one.grad = gradient
 
 
-def _offer(groups: Groups) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The options, and which parameters have a gradient. Sparse gradients, which are rare, are included."""
-    gradients = [one.grad for one in groups.parameters]
-    kinds = [one if one is not None and one.is_sparse else one is not None for one in gradients]
-    return [options_of(group) for group in groups.all], kinds
-
-
 def _broadcast(
-    parameters: Sequence[torch.nn.Parameter], kinds: Sequence[Any], queue: LaunchQueue, lender: int
+    parameters: Sequence[torch.nn.Parameter], are_sparse: Sequence[bool | None], queue: LaunchQueue, lender: int
 ) -> list[torch.Tensor | None]:
-    """The lender's gradients."""
-    found: list[torch.Tensor | None] = []
-    for one, kind in zip(parameters, kinds, strict=True):
-        if kind is True and queue.transport.rank == lender:
-            found.append(one.grad)
-        else:
-            found.append(torch.empty_like(one) if kind is True else None if kind is False else kind)
+    """The lender's gradients. ``are_sparse``: those that are; None where there is no gradient."""
+    lends, found = queue.transport.rank == lender, list[torch.Tensor | None]([None] * len(parameters))
+    if any(are_sparse):  # which is rare
+        rows = [one.grad if sparse else None for one, sparse in zip(parameters, are_sparse, strict=True)]
+        found = queue.peers.gather(rows if lends else None)[lender]
+    for place, (one, sparse) in enumerate(zip(parameters, are_sparse, strict=True)):
+        if sparse is False:
+            found[place] = one.grad if lends else torch.empty_like(one)
     dense = [one.detach() for one in found if one is not None and not one.is_sparse]
     broadcast_coalesced(dense, queue.transport, queue.wait_for, root=lender)
     return found

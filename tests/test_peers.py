@@ -35,6 +35,7 @@ from stretto.seat import Answer, Seat
 from stretto.testing import RecordingTransport, run_ranks, spawn_ranks
 from stretto.transport import LocalTransport
 from stretto.transport.base import Leftover
+from stretto.transport.letting_go import InFlight
 from stretto.transport.life import is_over, started_at
 from stretto.waiting import this_thread
 from stretto.whereabouts import others_work, standing
@@ -1801,3 +1802,32 @@ def test_a_handle_may_join_while_a_note_about_the_process_group_is_read() -> Non
     channel.post(Note(1, "backward", "a", leftover=["a", "a"]))
     channel.read()
     assert len(told) == 2
+
+
+class Sent:
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_one_thread_may_send_while_another_looks_what_is_under_way() -> None:
+    """It failed with "Set changed size during iteration", and what was under way could be freed."""
+    in_flight, before = InFlight(), sys.getswitchinterval()
+    sent = [in_flight.add(Sent()) for _ in range(2000)]
+    begun, ended, found = threading.Event(), threading.Event(), []
+
+    def look() -> None:
+        begun.set()
+        while not ended.is_set():
+            found.append(in_flight.is_under_way())
+
+    thread = threading.Thread(target=look)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        begun.wait()
+        sent += [in_flight.add(Sent()) for _ in range(3000)]
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    assert {*found} == {False}

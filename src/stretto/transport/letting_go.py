@@ -27,20 +27,24 @@ class InFlight:
     """What was sent over one process group and is still referenced. The rest has been waited for."""
 
     def __init__(self) -> None:
-        self._works = weakref.WeakSet[Any]()
+        self._works = weakref.WeakValueDictionary[int, Any]()
 
     def add(self, work: _W) -> _W:
         """Among them from now on."""
-        self._works.add(work)
+        self._works[id(work)] = work
         return work
+
+    def _referenced(self) -> list[Any]:
+        """In one go: another thread may send meanwhile, which a loop over weak references does not survive."""
+        return [work for reference in self._works.valuerefs() if (work := reference()) is not None]
 
     def is_under_way(self) -> bool:
         """Whether any of it is."""
-        return not all(work.is_completed() for work in [*self._works])
+        return not all(work.is_completed() for work in self._referenced())
 
     def never_free(self, group: object) -> None:
         """Never free what is under way, nor the group, which would wait for it."""
-        for work in [*self._works]:
+        for work in self._referenced():
             if not work.is_completed():
                 never_free(work)
         never_free(group)

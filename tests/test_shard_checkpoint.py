@@ -286,6 +286,23 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("more", [0, 1], ids=["the checkpoint has one more", "the optimizer has one more"])
+def test_a_checkpoint_with_another_number_of_groups_is_named(more: int) -> None:
+    model = Net()
+    last, rest = [*model.last.parameters()], [one for name, one in model.named_parameters() if "last" not in name]
+    optimizer = stretto.shard(torch.optim.SGD([{"params": rest}, {"params": last}], lr=0.1), stretto.attach(model))
+    stateful = optimizer.stateful()
+    made = stateful.state_dict()
+    (made["param_groups"] if more else optimizer.param_groups).pop()
+    with pytest.raises(stretto.SetupError) as caught:
+        stateful.load_state_dict(made)
+    assert str(caught.value) == (
+        "shard: parameter group 1 of the checkpoint has other parameters than the optimizer's: last.weight are in "
+        "only one of them.\nBuild the optimizer again, with the groups that it was saved with: its previous "
+        "state has been overwritten."
+    )
+
+
 @pytest.mark.parametrize("run", [run_ranks, shared], ids=["apart", "shared"])
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_rank_that_cannot_write_or_read_its_share_is_told_of(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -176,7 +177,8 @@ class ShardedState:
 
     def _refuse_other_groups(self, loaded: Sequence[dict[str, Any]]) -> None:
         names = self._names()
-        for number, (group, theirs) in enumerate(zip(self._optimizer.param_groups, loaded, strict=True)):
+        none: dict[str, Any] = {"params": []}
+        for number, (group, theirs) in enumerate(zip_longest(self._optimizer.param_groups, loaded, fillvalue=none)):
             if different := sorted({names[id(one)] for one in group["params"]} ^ {*theirs["params"]}):
                 raise SetupError(
                     f"{self._where}: parameter group {number} of the checkpoint has other parameters than the "
